@@ -2,7 +2,7 @@
 
 **What is measured**: bytes allocated (never reserved) when a step's forward begins, or at the step's end where no
 forward is known; on the CPU the resident set there. The first ``FIRST`` steps of a rank count for nothing, nor do steps
-with an evaluation or a checkpoint.
+with a checkpoint, nor those with an evaluation, unless ``REGULAR`` in a row have one (a policy that acts in that mode).
 
 **The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks of which the lowest counts (``levels``). A
 window shows a leak when, twice in a row,
@@ -40,6 +40,7 @@ from .stack_patterns import place_of
 
 MIB = 2**20
 FIRST = 5
+REGULAR = 32
 MOST_FLOOR = 512 * MIB
 ORDINARY = len(STEP_PHASES)
 _RETOLD_BLOCKS = 8
@@ -64,6 +65,7 @@ class _Rank:
         "batch",
         "capacity",
         "cpu",
+        "evaluated",
         "floor",
         "host",
         "levels",
@@ -83,6 +85,8 @@ class _Rank:
         self.host = ""
         self.phases = self.place = 0
         """How many phases its steps have, and which of them is measured."""
+        self.evaluated = 0
+        """Number of its last steps with an evaluation, without a checkpoint."""
         self.name = ""
         self.floor = 64 * MIB
         self.open: _Open | None = None
@@ -129,7 +133,9 @@ class LeakDetector:
         if len(phases) != rank.phases or phases[rank.place].name != rank.name:
             rank.phases = len(phases) if len(phases) <= ORDINARY else 0
             names = [record.name for record in phases]
-            if "checkpoint" in names or "eval" in names:
+            evaluates, saves = "eval" in names, "checkpoint" in names
+            rank.evaluated = rank.evaluated + 1 if evaluates and not saves else 0
+            if saves or (evaluates and rank.evaluated <= REGULAR):
                 rank.phases = 0
                 return _NONE
             rank.place = names.index("forward") if "forward" in names else len(names) - 1

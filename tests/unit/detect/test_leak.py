@@ -185,6 +185,13 @@ def test_steps_with_an_evaluation_or_a_checkpoint_count_for_nothing() -> None:
     assert run.sent == []
 
 
+def test_steps_count_where_each_has_an_evaluation() -> None:
+    run = Run()
+    run.steps(400, lambda number: 20 * GIB + 9 * MIB * number, extra="eval")
+    assert run.last.kind == "leak"
+    assert run.last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)
+
+
 def test_on_the_cpu_the_resident_set_alone_is_not_believed() -> None:
     grows = {"held": lambda n: 4 * GIB + 8 * MIB * n}
     alone, both = Run(cuda=False), Run(cuda=False)
