@@ -30,18 +30,28 @@ class _PostImportHooks:
             return None
         from importlib.machinery import PathFinder
 
-        import import_caches
-
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            real = spec.loader.exec_module
+            real, call = spec.loader.exec_module, getattr(_import_caches(), name)
 
             def exec_module(module):
                 real(module)
-                getattr(import_caches, name)(module)
+                call(module)
 
             spec.loader.exec_module = exec_module
         return spec
+
+
+def _import_caches():
+    """Import the module beside this one, also where this folder has left ``sys.path``, as in xdist's workers."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    name = "import_caches"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, __file__.replace("sitecustomize", name))
+        sys.modules[name] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 sys.meta_path.insert(0, _PostImportHooks())
