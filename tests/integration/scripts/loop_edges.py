@@ -309,7 +309,8 @@ def ahead(told):
     from accelerate import Accelerator
 
     loaders = [torch.utils.data.DataLoader(torch.randn(rows, 8), batch_size=4) for rows in (20, 4)]
-    model, optimizer, batches, others = Accelerator(cpu=True).prepare(model, optimizer, *loaders)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model, optimizer, batches, others = accelerator.prepare(model, optimizer, *loaders)
     for _ in range(3):
         for batch in batches:
             update(model, optimizer, batch, told)

@@ -1,11 +1,16 @@
 """Hooks into accelerate's dataloaders, which prefetch one batch."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from ..active import mine
 from ..replace import replace
+from ..values.batch import OnHost
+
+_UNDER_WAY = 2
+"""Batches that a loader has fetched when it returns the first of them; those before were left out."""
 
 
 def install(module: ModuleType) -> None:
@@ -17,10 +22,11 @@ def install(module: ModuleType) -> None:
 def _iterating(original: Any) -> Callable[..., Any]:
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
         batches = original(self)
+        prefetched: deque[OnHost] = deque(maxlen=_UNDER_WAY)
         while True:
             training = mine()
             if training is not None:
-                training.micro_steps.prefetching()
+                training.micro_steps.prefetching(prefetched)
             try:
                 batch = next(batches)
             except BaseException as error:

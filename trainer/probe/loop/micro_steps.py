@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -85,8 +86,8 @@ class MicroSteps:
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
-        self._is_prefetching = False
-        """What is fetched is not the batch that the script gets next."""
+        self._prefetched: deque[batch.OnHost] | None = None
+        """While a loader prefetches: what is fetched is not the batch that the script gets next."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
@@ -142,32 +143,40 @@ class MicroSteps:
         if self._state.forward_by:
             if self._device.events is not None and tracker.phase == "data":
                 self._fetched.add(self._last_iterator(), notes, found)
-        elif tracker.phase == "data" and not self._is_prefetching:
+        elif self._prefetched is not None:
+            if self._device.events is not None:
+                self._prefetched.append(batch.on_host(found))
+        elif tracker.phase == "data":
             self._begin_forward(found)
 
     @guarded
-    def prefetching(self) -> None:
-        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that."""
-        self._is_prefetching = True
+    def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
+        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that.
+
+        Args:
+            prefetched: receives what is counted of fetched batches, where the loader moves them to a device.
+        """
+        self._prefetched = prefetched
 
     @guarded
     def delivered(self, found: Any) -> None:
         """A prefetching loader returns a batch that it has fetched before."""
-        self._is_prefetching = False
+        prefetched, self._prefetched = self._prefetched, None
+        fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
         if not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
-            self._begin_forward(found)
+            self._begin_forward(found, fetched)
 
     @guarded
     def prefetched_all(self) -> None:
         """A prefetching loader has returned its last batch, or has failed."""
-        self._is_prefetching = False
+        self._prefetched = None
         self._pass.exhausted()
 
     @guarded
     def exhausted(self, iterator: Any) -> None:
         """A dataloader is exhausted: what follows is no loading of data."""
-        if self._last_iterator() is iterator and not self._is_prefetching:
+        if self._last_iterator() is iterator and self._prefetched is None:
             self._pass.exhausted()
         tracker = self._tracker
         if tracker.phase == "data":
@@ -357,12 +366,12 @@ class MicroSteps:
         self._in_eval_mode = False
         self._phases.enter("backward")
 
-    def _begin_forward(self, found: Any) -> None:
+    def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
         """Note a batch that no forward hook will report; its forward begins."""
         tracker = self._tracker
         start = perf_counter_ns()
         self._pass.fetched(id(self._last_iterator()))
-        batch.note(tracker.notes, found, is_forward=False, later=self._device.events is not None)
+        batch.note(tracker.notes, found, False, self._device.events is not None, fetched)
         tracker.cost_ns += perf_counter_ns() - start
         self._phases.enter("forward")
 
