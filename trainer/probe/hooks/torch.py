@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
@@ -23,18 +23,10 @@ from ..rank.model import describe_model, dtype_of, own_class, own_model
 from ..replace import is_replaced, replace
 from ..values import replicas
 from ..values.model_flops import model_flops
-from . import reducer
+from . import eval_mode, reducer
 from .imports import after_import
 
 _installed = False
-
-
-def _nothing() -> None:
-    return None
-
-
-_evaluated: Callable[[], Any] = _nothing
-"""Weak reference to the model that was put into evaluation mode last."""
 
 
 def install(become_rank: Callable[[], None]) -> None:
@@ -61,7 +53,7 @@ def install(become_rank: Callable[[], None]) -> None:
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
     replace(torch.nn.Module, "zero_grad", _zeroing)
-    replace(torch.nn.Module, "eval", _evaluating)
+    eval_mode.install()
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -204,34 +196,6 @@ def _zeroing(original: Any) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return zero_grad
-
-
-def _evaluating(original: Any) -> Callable[..., Any]:
-    def call(self: Any) -> Any:
-        global _evaluated
-        model = original(self)
-        training = mine()
-        if training is not None and training.micro_steps.evaluating(self):
-            _evaluated = weakref.ref(self)
-            replace(Module, "train", _training_again)
-        return model
-
-    return call
-
-
-def _training_again(original: Any) -> Callable[..., Any]:
-    """Stays in place until the model trains again: each ``train()`` calls itself for thousands of modules."""
-
-    def train(self: Any, mode: bool = True) -> Any:
-        if mode and self is _evaluated():
-            if Module.train is train:
-                Module.train = original
-            training = mine()
-            if training is not None:
-                training.micro_steps.leave_eval_mode()
-        return original(self, mode)
-
-    return train
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:

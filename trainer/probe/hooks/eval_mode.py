@@ -1,0 +1,46 @@
+"""Hooks into ``Module.eval`` and ``Module.train``: a script evaluates its model from the one to the other."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from ..active import mine
+from ..replace import replace
+
+_evaluated: weakref.ref[Module] | None = None
+"""The model whose evaluation began last."""
+
+
+def install() -> None:
+    """Hook into ``Module.eval``."""
+    replace(Module, "eval", _evaluating)
+
+
+def _evaluating(original: Any) -> Callable[..., Any]:
+    def call(self: Module) -> Module:
+        global _evaluated
+        model = original(self)
+        training = mine()
+        if training is not None and training.micro_steps.evaluating(self):
+            _evaluated = weakref.ref(self)
+            replace(Module, "train", _training_again)
+        return model
+
+    return call
+
+
+def _training_again(original: Any) -> Callable[..., Any]:
+    """Make a hook that removes itself: ``train()`` calls itself for every module below, at each step of many loops."""
+
+    def train(self: Module, mode: bool = True) -> Module:
+        if mode and _evaluated is not None and self is _evaluated():
+            if Module.train is train:
+                Module.train = original
+            training = mine()
+            if training is not None:
+                training.micro_steps.leave_eval_mode()
+        return original(self, mode)
+
+    return train
