@@ -13,6 +13,7 @@ from ftmon.protocol.analysis.stalls.activity import Activity, Work
 from ftmon.protocol.telemetry import SelfDump
 from ftmon.trainer.host import activity, file_locks, processes
 from ftmon.trainer.host.escaped import escaped, origin
+from ftmon.trainer.host.gil_wait import RANKS_AT_ONCE
 from ftmon.trainer.host.rank_inspection import inspect_ranks
 from ftmon.trainer.host.stack_dump import DumpTarget
 
@@ -207,15 +208,20 @@ time.sleep(60)
 """
 
 
+def announced(process: "subprocess.Popen[str]", rank: int, path: Path) -> DumpTarget:
+    """Return the target that a ``RANK`` announces on its standard output."""
+    assert process.stdout is not None
+    receiver, descriptor, thread = process.stdout.readline().split()
+    dump = SelfDump(signal.SIGRTMIN + 9, int(receiver), int(descriptor), str(path), thread, process.pid)
+    return DumpTarget(rank, process.pid, processes.table()[process.pid].start_ticks, dump)
+
+
 @pytest.mark.parametrize(("does", "wrote"), [("native", True), ("python", False), ("sleep", False)])
 def test_a_silent_rank_is_signalled_only_while_native_code_holds_pythons_lock(tmp_path: Path, does: str, wrote: bool):
     path = tmp_path / "stacks"
     with subprocess.Popen([sys.executable, "-c", RANK, path, does], stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
-            receiver, descriptor, thread = process.stdout.readline().split()
-            dump = SelfDump(signal.SIGRTMIN + 9, int(receiver), int(descriptor), str(path), thread, process.pid)
-            target = DumpTarget(0, process.pid, processes.table()[process.pid].start_ticks, dump)
+            target = announced(process, 0, path)
             if wrote:
                 eventually(lambda: "in native_code" in inspect_ranks([target], {0}).stacks.get(0, ""), "its stacks")
             else:
@@ -226,3 +232,25 @@ def test_a_silent_rank_is_signalled_only_while_native_code_holds_pythons_lock(tm
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_all_ranks_write_their_stacks_where_they_are_more_than_are_sampled_together(tmp_path: Path):
+    paths = [tmp_path / str(rank) for rank in range(RANKS_AT_ONCE + 1)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, path, "native"], stdout=subprocess.PIPE, text=True)
+        for path in paths
+    ]
+    try:
+        targets = [announced(process, rank, paths[rank]) for rank, process in enumerate(ranks)]
+        found: dict[int, str] = {}
+
+        def have_all_written() -> bool:
+            found.update(inspect_ranks(targets, set(range(len(targets))) - found.keys()).stacks)
+            return len(found) == len(targets)
+
+        eventually(have_all_written, "the stacks of all")
+        assert all("in native_code" in text for text in found.values())
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

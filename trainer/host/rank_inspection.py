@@ -10,7 +10,7 @@ from ...protocol.text import sanitize
 from . import activity, file_locks, processes, stack_dump, traffic
 from .activity import Activity
 from .escaped import escaped, origin
-from .gil_wait import waiting_for_gil
+from .gil_wait import RANKS_AT_ONCE, waiting_for_gil
 from .stack_dump import DumpTarget
 
 
@@ -29,8 +29,13 @@ class Inspection(NamedTuple):
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
     """Return the activity of this host's ranks and the stacks of the silent ones. Blocks for seconds."""
     asked = [target for target in targets if target.rank in silent]
-    locked = waiting_for_gil(asked)
-    stacks = stack_dump.by_signal(target for target in asked if target.rank in locked)
+    locked: set[int] = set()
+    stacks: dict[int, str] = {}
+    for first in range(0, len(asked), RANKS_AT_ONCE):
+        group = asked[first : first + RANKS_AT_ONCE]
+        found = waiting_for_gil(group)
+        stacks |= stack_dump.by_signal(target for target in group if target.rank in found)  # while it is still so
+        locked |= found
     why = {target.rank: why_silent(target, target.rank in locked) for target in asked if target.rank not in stacks}
     table = processes.table()
     sockets = traffic.by_socket()

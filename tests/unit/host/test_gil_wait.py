@@ -1,10 +1,10 @@
 """When other threads of a process cannot run Python, judged from what is seen of them at several moments."""
 
 import pytest
-from ftmon.trainer.host.gil_wait import Look, is_held_by_native_code
+from ftmon.trainer.host.gil_wait import Sample, is_held_by_native_code
 
 WAITS = (100, 110, 120)
-"""Wakeups of a thread that waits for the GIL, at each look."""
+"""Wakeups of a thread that waits for the GIL, at each sample."""
 TIMES = (1.0, 1.03, 1.06)
 ASLEEP = {7: ("S", 10)}
 
@@ -24,13 +24,13 @@ ASLEEP = {7: ("S", 10)}
     ],
 )
 def test_only_threads_that_sleep_or_have_computed_for_long_leave_the_gil_with_native_code(wakeups, first, last, held):
-    looks = [Look(at, at, *each) for at, *each in zip(TIMES, wakeups, (first, last, last), strict=True)]
-    assert is_held_by_native_code(looks) is held
+    samples = [Sample(at, at, *each) for at, *each in zip(TIMES, wakeups, (first, last, last), strict=True)]
+    assert is_held_by_native_code(samples) is held
 
 
-def test_looks_that_are_further_apart_than_half_a_poll_prove_nothing():
-    looks = [Look(at, at + 0.001, wakeups, ASLEEP) for at, wakeups in zip((1.0, 1.03, 1.06), WAITS, strict=True)]
-    assert is_held_by_native_code(looks)
+def test_samples_that_are_further_apart_than_half_a_poll_prove_nothing():
+    samples = [Sample(at, at + 0.001, wakeups, ASLEEP) for at, wakeups in zip((1.0, 1.03, 1.06), WAITS, strict=True)]
+    assert is_held_by_native_code(samples)
     # Before the middle one it may have slept for a tenth of a second, and had the GIL.
-    looks[1] = looks[1]._replace(ended=1.05)
-    assert not is_held_by_native_code(looks)
+    samples[1] = samples[1]._replace(ended=1.05)
+    assert not is_held_by_native_code(samples)
