@@ -40,6 +40,8 @@ MODES = (
     "left_out",
     "per_label",
     "by_hand",
+    "without_optimizer",
+    "checked",
     "in_backward",
 )
 

@@ -141,6 +141,27 @@ def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no
     assert all(host_us(step, "backward") > max(60_000, host_us(step, "forward")) for step in steps[:4])
 
 
+def test_updates_that_no_optimizer_of_pytorch_s_makes_are_steps(collector):
+    steps, told = edges(collector, "without_optimizer")
+    assert [step.step for step in steps] == list(range(1, 16))
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [step.micro_steps for step in steps] == [1] * 8 + [2] * 4 + [1] * 3
+    assert [step.samples for step in steps[8:12]] == [8] * 4
+    assert [step.grad_norm is not None for step in steps] == [False] * 4 + [True] * 4 + [False] * 7
+    assert [number for number, step in enumerate(steps, 1) if host_us(step, "eval")] == [7, 9, 11, 13]
+    assert all(host_us(step, "forward") > 25_000 for step in steps[1:4])
+    assert all(host_us(step, "backward") > 30_000 for step in steps[12:])
+    first, last = collector.of(Hello)[0], collector.of(Hello)[-1]
+    assert (first.parameters, last.model, last.parameters) == (72, "Sequential", 81)
+
+
+def test_a_check_of_gradients_before_there_is_an_optimizer_is_no_step(collector):
+    steps, told = edges(collector, "checked")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.micro_steps == 1 for step in steps)
+    assert host_us(steps[0], "init") > host_us(steps[0], "backward")
+
+
 def test_a_batch_fetched_before_the_update_begins_no_forward_and_a_distributed_checkpoint_is_one(collector):
     steps, told = edges(collector, "ahead_and_saved", *start_ranks.command(1))
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

@@ -274,6 +274,85 @@ def by_hand(told):
         update(model, optimizer, (batch + push.sign()).detach(), told)
 
 
+class Descent:
+    """An optimizer that is none of PyTorch's, as fastai's."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        for each in self.parameters:
+            each.data.add_(each.grad.data, alpha=-0.01)
+
+    def zero_grad(self):
+        for each in self.parameters:
+            if each.grad is not None:
+                each.grad.detach_()
+                each.grad.zero_()
+
+
+def without_optimizer(told):
+    """PyTorch's tutorial, its word_language_model, a library's optimizer with accumulation, ``autograd.grad``."""
+    first, second = torch.randn(8, 8, requires_grad=True), torch.randn(8, 1, requires_grad=True)
+    for _ in range(4):
+        time.sleep(PAUSE / 10)
+        loss = (torch.randn(4, 8) @ first).clamp(min=0).mm(second).pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            for each in (first, second):
+                each -= 1e-3 * each.grad
+                each.grad = None
+        told.append(loss.item())
+    del first, second, each, loss
+    model = model_of()
+    for _ in range(2):
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(torch.randn(4, 8)).pow(2).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            for each in model.parameters():
+                each.data.add_(each.grad, alpha=-0.01)
+            told.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+            time.sleep(PAUSE / 10)
+        model.train()
+    optimizer = Descent(model.parameters())
+    for _ in range(2):
+        total = 0.0
+        for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, 9, (16, 8)), batch_size=4)):
+            loss = model(batch.float()).pow(2).mean() / 2
+            loss.backward()
+            total += loss.item()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(total)
+                total = 0.0
+        with torch.no_grad():
+            for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (8, 8)), batch_size=4):
+                model(batch.float())
+                time.sleep(PAUSE / 10)
+    for _ in range(3):
+        loss = Slow.apply(model(torch.randn(4, 8))).pow(2).mean()
+        for each, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+            each.data.add_(gradient, alpha=-0.01)
+        told.append(loss.item())
+
+
+def checked(told):
+    """Gradients are checked before there is an optimizer."""
+    model = model_of()
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+        model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        update(model, optimizer, torch.randn(4, 8), told)
+
+
 def ahead_and_saved(told):
     """The next batch is asked for before the update; then a distributed checkpoint is written in the background."""
     import torch.distributed.checkpoint as checkpoint
@@ -412,6 +491,8 @@ MODES = {
         left_out,
         per_label,
         by_hand,
+        without_optimizer,
+        checked,
         ahead,
         ahead_and_saved,
         in_backward,

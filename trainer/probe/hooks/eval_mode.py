@@ -23,9 +23,11 @@ def _evaluating(original: Any) -> Callable[..., Any]:
         global _evaluated
         model = original(self)
         training = mine()
-        if training is not None and training.micro_steps.evaluating(self):
-            _evaluated = weakref.ref(self)
-            replace(Module, "train", _training_again)
+        if training is not None:
+            training.manual_updates.go_on()
+            if training.micro_steps.evaluating(self):
+                _evaluated = weakref.ref(self)
+                replace(Module, "train", _training_again)
         return model
 
     return call

@@ -33,7 +33,8 @@ def install(become_rank: Callable[[], None]) -> None:
     """Install every hook, once. PyTorch has been imported.
 
     Args:
-        become_rank: makes this process a rank, where it is none and is to be one; it is about to make an optimizer.
+        become_rank: makes this process a rank, where it is none and is to be one; it is about to make an optimizer, or
+            to compute gradients without one.
     """
     global _installed
     if _installed:
@@ -47,8 +48,8 @@ def install(become_rank: Callable[[], None]) -> None:
     reducer.install(torch)
     watch_script()
     replace(_BaseDataLoaderIter, "__next__", _fetching)
-    replace(torch.autograd, "backward", _backward)
-    replace(torch.autograd, "grad", _taking_gradients)
+    replace(torch.autograd, "backward", partial(_backward, become_rank))
+    replace(torch.autograd, "grad", partial(_taking_gradients, become_rank))
     replace(torch, "save", scoped("checkpoint"))
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
@@ -98,6 +99,7 @@ def _fetching(original: Any) -> Callable[..., Any]:
         training = mine()
         if training is None:
             return original(self)
+        training.manual_updates.go_on()
         training.micro_steps.fetching(self)
         try:
             found = original(self)
@@ -111,13 +113,14 @@ def _fetching(original: Any) -> Callable[..., Any]:
     return __next__
 
 
-def _backward(original: Any) -> Callable[..., Any]:
+def _backward(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine() or _adopted(updates=False)
+        training = mine() or _adopted(updates=False) or _started(become_rank)
         if training is None or training.state.in_backward:
             return original(tensors, *args, **kwargs)
         given = tensors if isinstance(tensors, list | tuple) else (tensors,)
         losses = [one for one in given if isinstance(one, Tensor)]  # a graph's edge is a tuple, too
+        _find_manual_updater(training, losses, sys._getframe(1))
         outermost = training.micro_steps.going_backward(losses)
         try:
             found = original(tensors, *args, **kwargs)
@@ -127,17 +130,18 @@ def _backward(original: Any) -> Callable[..., Any]:
             raise
         if outermost:
             training.micro_steps.went_backward()
+            training.manual_updates.went_backward()
         return found
 
     return backward
 
 
-def _taking_gradients(original: Any) -> Callable[..., Any]:
+def _taking_gradients(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
     """The gradients of one loss by parameters, for no further derivative: a script that sets them itself."""
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
-        if training is None or training.state.in_backward:
+        if (training is None and active.probe is not None) or (training is not None and training.state.in_backward):
             return original(outputs, inputs, *args, **kwargs)
         if not isinstance(inputs, Tensor | list | tuple | dict):
             inputs = tuple(inputs)  # a model's ``parameters()``, which can be read once
@@ -145,8 +149,13 @@ def _taking_gradients(original: Any) -> Callable[..., Any]:
         one = outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs
         several: Any = inputs.values() if isinstance(inputs, dict) else inputs
         first = inputs if isinstance(inputs, Tensor) else next(iter(several), None)
-        is_loss = isinstance(one, Tensor) and one.numel() == 1 and isinstance(first, Parameter) and not create_graph
-        outermost = is_loss and training.micro_steps.taking_gradients(one)
+        if not (isinstance(one, Tensor) and one.numel() == 1 and isinstance(first, Parameter)) or create_graph:
+            return original(outputs, inputs, *args, **kwargs)
+        training = training or _started(become_rank)
+        if training is None:
+            return original(outputs, inputs, *args, **kwargs)
+        _find_manual_updater(training, [one], sys._getframe(1))
+        outermost = training.micro_steps.taking_gradients(one)
         try:
             found = original(outputs, inputs, *args, **kwargs)
         except BaseException:
@@ -155,9 +164,25 @@ def _taking_gradients(original: Any) -> Callable[..., Any]:
             raise
         if outermost:
             training.micro_steps.went_backward()
+            training.manual_updates.went_backward(taken=True)
         return found
 
     return grad
+
+
+def _started(become_rank: Callable[[], None]) -> Training | None:
+    """Make this process a rank if it trains without an optimizer of PyTorch's, which would have made it one."""
+    if active.probe is not None:
+        return None
+    become_rank()
+    return mine()
+
+
+def _find_manual_updater(training: Training, losses: list[Any], frame: FrameType) -> None:
+    """Say in the rank's hello what a script without an optimizer trains, before its first backward."""
+    updater = None if training.state.engine_steps else training.manual_updates.going_backward(losses)
+    if updater is not None:
+        _report_optimized(training, updater, frame)
 
 
 def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
@@ -166,6 +191,7 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
         original(self, *args, **kwargs)
         training = active.training
         if training is not None:
+            training.manual_updates.found_optimizer()
             training.updates.found_optimizer(self)
         training = mine()
         if training is not None and not training.state.making_engine:
@@ -192,6 +218,7 @@ def _zeroing(original: Any) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
         if training is not None:
+            training.manual_updates.zeroing()
             training.updates.zeroing(self)
         return original(self, *args, **kwargs)
 
@@ -206,6 +233,7 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
         if training is None:
             return None
     updates = training.updates
+    training.manual_updates.found_optimizer()
     if training.state.in_update and updates.updater is not optimizer:
         return None  # a part of an engine's update, or of another optimizer's
     return _with_closure(args, kwargs) if updates.begin_update(optimizer) else None
@@ -340,6 +368,7 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
             training = mine()
             if training is None or training.state.in_forward or training.state.in_backward:
                 return original(self, *args, **kwargs)
+            training.manual_updates.go_on()
             _begin_forward(training, framework, self, args, kwargs)
             training.state.in_forward = True
             try:

@@ -16,6 +16,7 @@ from ..rank.optimized import Optimized
 from ..rank.trained import Trained
 from ..values.batch_losses import BatchLosses
 from ..values.replicas import EARLY_EVERY, Replicas
+from .manual_updates import ManualUpdates
 from .micro_steps import MicroSteps
 from .phases import Phases
 from .state import LoopState
@@ -67,6 +68,7 @@ class Training:
         self.micro_steps = MicroSteps(
             rank, introduction, trained, outbox, tracker, phases, forwards, updaters, state, self.batch_losses
         )
+        self.manual_updates = ManualUpdates(rank.guard, tracker, forwards, self._finish_step)
         self.updates = Updates(rank.guard, trained, tracker, phases, forwards, updaters, state)
 
     @guarded
@@ -78,6 +80,7 @@ class Training:
     def hand_over_closing(self) -> None:
         """Hand over the record after the last step; the process is about to end."""
         self.updaters.flush()
+        self.manual_updates.finish()
         self.micro_steps.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 

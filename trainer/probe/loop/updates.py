@@ -225,9 +225,7 @@ class Updates:
 
     def _end_step(self, number: int | None) -> None:
         self._end()
-        notes = self._tracker.notes
-        if notes.gradient_losses and not notes.micro_steps:
-            notes.micro_steps, notes.losses = len(notes.gradient_losses), notes.gradient_losses
+        self._tracker.notes.use_gradient_losses()
         self._forwards.end_step()
         if not self._state.rehearsing:
             # An optimizer may step in the backward, which goes on.

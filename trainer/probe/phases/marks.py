@@ -126,6 +126,11 @@ class Notes:
         self.waits: list[tuple[str, Any, Any]] = []
         """Where the stream waited for other ranks: the phase, and the CUDA events at both ends."""
 
+    def use_gradient_losses(self) -> None:
+        """The step ends: if it had no backward, its losses are those whose gradients the script took."""
+        if self.gradient_losses and not self.micro_steps:
+            self.micro_steps, self.losses = len(self.gradient_losses), self.gradient_losses
+
     def batches(self) -> BatchesNoted:
         """Return how much of micro-batches is noted, for ``restore_batches``."""
         return BatchesNoted(self.samples, self.padded_tokens, len(self.tokens), len(self.labels), self.shape)

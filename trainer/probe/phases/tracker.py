@@ -218,18 +218,30 @@ class Tracker:
         self.step = number if number is not None and number > 0 else self.step + 1
         self._finish(self.end_part(after))
 
-    def end_part(self, after: str = "idle") -> StepRaw:
-        """Return the marks since the last step or part as a step, and begin a new one; the number stays the same."""
+    def end_part(self, after: str = "idle", at: int | None = None) -> StepRaw:
+        """Return the marks since the last step or part as a step, and begin a new one; the number stays the same.
+
+        Args:
+            after: the phase that follows.
+            at: index of the mark at which it ended; None: it ends now.
+        """
         start = perf_counter_ns()
-        if self.depth and self.phase not in STEP_PHASES:
-            after = self.phase
-        self._ended_in_scope = self.depth > 0
-        mark = self._mark(after, start)
+        marks, notes, before = self.marks, self.notes, self.phase
         ended = time()
-        marks, notes = self.marks, self.notes
-        marks.append(mark)
-        self.marks, self.notes = [mark], Notes()
-        before, self.phase, self.phase_ns = self.phase, after, start
+        if at is None:
+            if self.depth and before not in STEP_PHASES:
+                after = before
+            self._ended_in_scope = self.depth > 0
+            mark = self._mark(after, start)
+            marks.append(mark)
+            self.marks = [mark]
+            self.phase, self.phase_ns = after, start
+            ended = time()
+        else:
+            mark = marks[at]
+            ended -= (start - mark.ns) / 1e9
+            marks, self.marks = marks[: at + 1], marks[at:]
+        self.notes = Notes()
         self.progress += 1
         self.step_collectives = mark.collectives
         for watcher in self.watchers:
