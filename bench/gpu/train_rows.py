@@ -155,6 +155,17 @@ ROWS = {
         )
         for gpus in (1, 2, 4, 8)
     },
+    # The same with 8 bytes a parameter, which one GPU of 80 GB can hold: how the trainer scales.
+    **{
+        f"8b-zero3-bf16-{gpus}": Row(
+            LLAMA_8B,
+            micro_batch=2,
+            gpus=gpus,
+            words=[*BF16, "zero.stage=3", "model.gradient_checkpointing=true"],
+            trl=None,
+        )
+        for gpus in (1, 2, 4, 8)
+    },
 }
 
 

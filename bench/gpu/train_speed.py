@@ -28,6 +28,7 @@ from train_rows import ROWS, SEED, Row, documents, folder_of, overrides, prepare
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 HERE = Path(__file__).resolve()
 WARM = 20
+PHASES = ("forward", "backward", "optimizer")
 
 
 def deepspeed_for_trl(bucket: int) -> dict[str, Any]:
@@ -64,16 +65,17 @@ def predicted(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> dic
     if done.returncode:
         return {"refused": done.stderr.splitlines()[-1:]}
     (point,) = json.loads(done.stdout)["points"]
-    peaks = {
-        phase: max(rank["phases"][phase]["allocated_peak_bytes"] for rank in point["ranks"]) / (1 << 30)
-        for phase in ("forward", "backward", "optimizer")
-    }
+    ranks = [
+        {phase: rank["phases"][phase]["allocated_peak_bytes"] / (1 << 30) for phase in PHASES}
+        for rank in sorted(point["ranks"], key=lambda rank: rank["rank"])
+    ]
     time = point["time"]
     return {
         "step_ms": round(point["step_seconds"] * 1e3, 1),
         "error": round(time["total"]["error"], 2),
         "bound_by": time["bound_by"],
-        "peak_gib": {phase: round(peak, 3) for phase, peak in peaks.items()},
+        "peak_gib": {phase: round(max(rank[phase] for rank in ranks), 3) for phase in PHASES},
+        "peak_gib_by_rank": [{phase: round(peak, 4) for phase, peak in rank.items()} for rank in ranks],
     }
 
 
@@ -132,12 +134,14 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
 def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
     """Return what a run's recording says of its steps after the first ``WARM``."""
     run = run_store.find(name)
-    steps: list[Step] = []
+    every: dict[int, list[Step]] = {}
     with Reader(run.recording) as reader:
         after = 0
         while frames := reader.frames(after, 5000):
             after = frames[-1].seq
-            steps += [frame.message for frame in frames if isinstance(frame.message, Step) and frame.message.rank == 0]
+            for step in (frame.message for frame in frames if isinstance(frame.message, Step)):
+                every.setdefault(step.rank, []).append(step)
+    steps = every[0]
     timed = [step for step in steps if step.step > WARM] or steps
     seconds = timed[-1].started - timed[0].started
     counted = sum(step.tokens for step in timed[:-1])
@@ -154,6 +158,7 @@ def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
         "phases_ms": phases(timed),
         "data_share": round(wait / sum(step.host_us for step in timed), 4),
         "peak_gib": peaks(timed),
+        "peak_gib_by_rank": [peaks(steps[1:]) for _, steps in sorted(every.items())],
         "losses": [round(step.loss, 4) for step in steps[19::20] if step.loss is not None],
         "device": device,
     }
@@ -182,7 +187,7 @@ def peaks(steps: list[Step]) -> dict[str, float]:
     found: dict[str, int] = {}
     for record in (record for step in steps for record in step.phases):
         found[record.name] = max(found.get(record.name, 0), record.peak_span.peak)
-    return {name: round(peak / (1 << 30), 3) for name, peak in found.items()}
+    return {name: round(peak / (1 << 30), 4) for name, peak in found.items()}
 
 
 def device_name() -> str:

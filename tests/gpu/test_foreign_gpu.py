@@ -40,6 +40,7 @@ MODES = (
     "left_out",
     "per_label",
     "by_hand",
+    "looked_at",
     "without_optimizer",
     "checked",
     "in_backward",

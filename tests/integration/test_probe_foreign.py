@@ -141,6 +141,17 @@ def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no
     assert all(host_us(step, "backward") > max(60_000, host_us(step, "forward")) for step in steps[:4])
 
 
+def test_a_single_batch_that_is_not_trained_on_is_in_no_step(collector):
+    steps, told = edges(collector, "looked_at")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [(step.samples, step.tokens) for step in steps] == [(4, 32)] * 20
+    assert host_us(steps[4], "idle") > 25_000 > host_us(steps[4], "forward")
+    assert [number for number, step in enumerate(steps, 1) if host_us(step, "eval")] == [11, 15, 19]
+    for number in (15, 19):
+        assert host_us(steps[number - 1], "idle") > 50_000 > host_us(steps[number - 1], "data")
+        assert host_us(steps[number - 1], "eval") > 25_000
+
+
 def test_updates_that_no_optimizer_of_pytorch_s_makes_are_steps(collector):
     steps, told = edges(collector, "without_optimizer")
     assert [step.step for step in steps] == list(range(1, 16))

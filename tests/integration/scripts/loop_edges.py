@@ -274,6 +274,42 @@ def by_hand(told):
         update(model, optimizer, (batch + push.sign()).detach(), told)
 
 
+def looked_at(told):
+    """Single batches that are not trained on: looked at, beyond a limit, or evaluated, in three ways."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train = torch.utils.data.DataLoader(torch.randint(0, 9, (40, 8)), batch_size=4)
+    validation = torch.utils.data.DataLoader(torch.randint(0, 9, (64, 8)), batch_size=32)
+
+    def evaluate(batch):
+        with torch.no_grad():
+            model(batch.float())
+            time.sleep(PAUSE / 10)
+
+    for _ in range(2):
+        next(iter(train))
+        time.sleep(PAUSE / 10)
+        for number, batch in enumerate(train):
+            if number == 4:
+                break
+            update(model, optimizer, batch.float(), told)
+    for way in range(3):
+        for number, batch in enumerate(train):
+            update(model, optimizer, batch.float(), told)
+            if number == 3:
+                break
+            if number == 1:
+                if way:
+                    model.eval()
+                for held_out in validation:
+                    evaluate(held_out)
+                    if way < 2:
+                        break
+                if way:
+                    model.train()
+                    time.sleep(PAUSE / 5)
+
+
 class Descent:
     """An optimizer that is none of PyTorch's, as fastai's."""
 
@@ -491,6 +527,7 @@ MODES = {
         left_out,
         per_label,
         by_hand,
+        looked_at,
         without_optimizer,
         checked,
         ahead,

@@ -61,6 +61,21 @@ def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
     assert optimized.add(SGD(critic.parameters(), lr=0.1), sys._getframe())["parameters"] == 4
 
 
+def test_an_optimizer_of_several_models_names_each_of_them():
+    generator, critic = Generator(2, 2), Critic(3, 1)
+    layers = list(generator.parameters()), list(critic.parameters())
+    found = Optimized().add(SGD([*layers[0], *layers[1]], lr=0.1), sys._getframe())
+    assert found == {"model": "Generator + Critic", "parameters": 10, "trainable_parameters": 10}
+
+
+def test_parameters_that_were_freed_are_not_counted():
+    optimized = Optimized()
+    for _ in range(3):
+        model = Generator(2, 2)
+        found = optimized.add(SGD(model.parameters(), lr=0.1), sys._getframe())
+    assert found == {"model": "Generator", "parameters": 6, "trainable_parameters": 6}
+
+
 def test_parameters_of_no_model_are_counted():
     found = Optimized().add(SGD([torch.zeros(5, requires_grad=True)], lr=0.1), sys._getframe())
     assert found == {"model": "", "parameters": 5, "trainable_parameters": 5}

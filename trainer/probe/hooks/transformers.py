@@ -35,7 +35,9 @@ def _generate(original: Any) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Any:
         training = mine()
         before = None
-        if training is not None and (training.tracker.phase != "eval" or training.micro_steps.leave_eval_mode()):
+        if training is not None and (
+            training.tracker.phase != "eval" or training.micro_steps.leave_eval_mode(generates=True)
+        ):
             before = training.phases.open_scope("generate")
         try:
             return original(*args, **kwargs)

@@ -7,8 +7,13 @@ phases become ``eval``, and their samples and tokens are no step's.
 A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
 any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either. Some loops fetch
 batches ahead, as accelerate does: the first ones of a dataloader are left out by none of them.
+
+Where each backward has one batch, a single one is left out, too: if another pass over the same data begins (the script
+has looked at a batch, or stopped at its limit), or if a pass that was trained on goes on (one batch was evaluated).
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ..phases.marks import BatchesNoted, Notes
@@ -18,6 +23,10 @@ from .one_each import OneEach
 _ENOUGH = 2
 """So many batches without a backward are no batch of a step with batches of several dataloaders."""
 _PHASES = ("data", "forward", "idle")
+
+
+def _nothing() -> None:
+    return None
 
 
 class LoaderPass:
@@ -31,12 +40,16 @@ class LoaderPass:
         "_ahead",
         "_before",
         "_count",
+        "_data",
         "_delivered",
         "_first",
+        "_iterator",
         "_key",
         "_marks",
         "_notes",
         "_one_each",
+        "_since",
+        "_sole",
         "_tracker",
     )
 
@@ -54,16 +67,32 @@ class LoaderPass:
         self._ahead: int | None = None
         """Batches of the first dataloader that were fetched before its first backward, but for one."""
         self._one_each = OneEach()
+        self._iterator: Callable[[], Any] = _nothing
+        self._data = 0
+        """The latest iterator, and the ``id`` of its data set."""
+        self._since = 0
+        """Batches fetched from any dataloader since the last backward."""
+        self._sole = OneEach()
+        """As ``_one_each``, with batches of all dataloaders."""
 
-    def fetching(self, again: bool) -> None:
-        """A batch is asked for; ``again``: of the dataloader that the last one was of."""
-        if not again:
-            self._left(_ENOUGH)
+    def fetching(self, again: bool, iterator: Any) -> None:
+        """A batch is asked for; ``again``: of the iterator that the last one was of."""
+        if again:
+            return
+        data = id(getattr(iterator, "_dataset", None))
+        if self._count == 1 and (self._sole or not self._sole.known):
+            if data == self._data:
+                self._looked_at()
+            elif self._sole and getattr(iterator, "_ftmon_trained", False):
+                self._evaluated()
+        self._left(_ENOUGH)
+        self._iterator, self._data = weakref.ref(iterator), data
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
         tracker, notes = self._tracker, self._tracker.notes
         self._delivered += 1
+        self._since += 1
         if self._count and notes is self._notes and tracker.marks is self._marks:
             self._count += 1
             if self._one_each and self._delivered > 1 + (self._ahead or 0):
@@ -78,7 +107,11 @@ class LoaderPass:
         if self._ahead is None and self._count:
             self._ahead = self._count - 1
         self._one_each.trained(self._count)
-        self._count = 0
+        self._sole.trained(self._since)
+        self._count = self._since = 0
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator._ftmon_trained = True
 
     def exhausted(self) -> None:
         """The dataloader that was asked last has no batch left."""
@@ -96,11 +129,18 @@ class LoaderPass:
         self._count = self._delivered = 0
 
     def _evaluated(self) -> None:
+        self._relabel(_PHASES, "eval")
+
+    def _looked_at(self) -> None:
+        self._relabel(("forward",), "idle")
+
+    def _relabel(self, phases: tuple[str, ...], name: str) -> None:
+        """The batches are no step's; ``phases`` since they were fetched become ``name``."""
         tracker, notes = self._tracker, self._tracker.notes
         if notes is not self._notes or tracker.marks is not self._marks:
             return
         for index in range(self._first, len(tracker.marks)):
-            if tracker.marks[index].phase in _PHASES:
-                tracker.relabel(index, "eval")
+            if tracker.marks[index].phase in phases:
+                tracker.relabel(index, name)
         notes.restore_batches(self._before)
         notes.fetches.pop(self._key, None)

@@ -59,6 +59,8 @@ class ManualUpdates:
         """The mark at which that backward ended."""
         self._held: list[StepRaw] | None = []
         """The first steps; None: they were finished."""
+        self._is_unseen = False
+        """Only the gradients' being set to zero told of the latest update."""
 
     @guarded
     def found_optimizer(self) -> None:
@@ -114,12 +116,15 @@ class ManualUpdates:
     def zeroing(self) -> None:
         """Gradients are about to be set to zero: they were used."""
         if self._left is not None:
+            self._is_unseen = self._left == self._state()
             self._left = ()
             self._go_on()
 
     @guarded
     def finish(self) -> None:
         """The process ends."""
+        if self._left is not None and self._is_unseen:
+            self._left = ()
         self._go_on()
         self._finish_held()
 

@@ -25,6 +25,7 @@ from ..values import batch
 from ..values.batch_losses import BatchLosses
 from ..values.fetched_batches import FetchedBatches
 from ..values.losses import LossNotes
+from .eval_mode import EvalMode
 from .loader_pass import LoaderPass
 from .one_each import OneEach
 from .phases import Phases
@@ -100,8 +101,7 @@ class MicroSteps:
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
-        self._in_eval_mode = False
-        """The phase is ``eval`` because of the model's mode."""
+        self._eval_mode = EvalMode(tracker, phases, forwards, state)
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -115,9 +115,14 @@ class MicroSteps:
             return
         if tracker.notes.discarded is not None:
             self._drop_batch()
-        self._in_eval_mode = False
         again = self._last_iterator() is iterator
-        self._pass.fetching(again)
+        self._pass.fetching(again, iterator)
+        if self._eval_mode.takes_batches():
+            if not getattr(iterator, "_ftmon_trained", False):
+                iterator._ftmon_eval = True
+                self._last_iterator = weakref.ref(iterator)
+                return
+            self._eval_mode.end()  # training goes on, in that mode
         if self._forwards.fetching(again) and again:
             iterator._ftmon_eval = True
         if not again:
@@ -146,6 +151,8 @@ class MicroSteps:
         elif self._prefetched is not None:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
+        elif self._eval_mode.takes_batches():
+            self._eval_mode.note(found, None, self._device.events is not None)
         elif tracker.phase == "data":
             self._begin_forward(found)
 
@@ -164,7 +171,9 @@ class MicroSteps:
         prefetched, self._prefetched = self._prefetched, None
         fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
-        if not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
+        if self._eval_mode.takes_batches():
+            self._eval_mode.note(found, fetched, self._device.events is not None)
+        elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
             self._begin_forward(found, fetched)
 
     @guarded
@@ -188,28 +197,13 @@ class MicroSteps:
 
     @guarded
     def evaluating(self, model: Any) -> bool:
-        """A module was put into evaluation mode; return whether an evaluation begins.
-
-        That is so for a whole trained model between two steps. A loop may also train in that mode: then the backward
-        will tell.
-        """
-        tracker, state = self._tracker, self._state
-        if tracker.depth or tracker.phase != "idle" or state.forward_by not in ("", "parallel"):
-            return False
-        if not self._forwards.is_whole(model):
-            return False
-        self._phases.enter("eval")
-        self._in_eval_mode = True
-        return True
+        """A module was put into evaluation mode; return whether an evaluation begins."""
+        return self._eval_mode.begin(model)
 
     @guarded
-    def leave_eval_mode(self) -> bool:
+    def leave_eval_mode(self, generates: bool = False) -> bool:
         """The evaluated model is put into training mode again, or generates; return whether an evaluation ends."""
-        ends = self._in_eval_mode and self._tracker.phase == "eval"
-        self._in_eval_mode = False
-        if ends:
-            self._phases.interrupt("idle")
-        return ends
+        return self._eval_mode.end(generates)
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -357,13 +351,14 @@ class MicroSteps:
         self._begun, self._forwards_begun = None, 0
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
-        if self._forwards.going_backward():
+        was_eval_mode = self._eval_mode.going_backward()
+        if self._forwards.going_backward() or was_eval_mode:
             iterator = self._last_iterator()
             if iterator is not None:
                 iterator._ftmon_eval = False
-        if not state.forward_by and not tracker.depth and (tracker.phase == "idle" or self._is_after_eval()):
+        is_forward = tracker.phase == "idle" or was_eval_mode or self._is_after_eval()
+        if not state.forward_by and not tracker.depth and is_forward:
             tracker.rename("forward")
-        self._in_eval_mode = False
         self._phases.enter("backward")
 
     def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
@@ -390,9 +385,7 @@ class MicroSteps:
         self._begun = model, notes, notes.batches()
 
     def _is_after_eval(self) -> bool:
-        """Return whether the evaluation that began last may be over: its loader is exhausted, or it has none."""
-        if self._in_eval_mode and self._tracker.phase == "eval":
-            return True
+        """Return whether the evaluation that began last may be over: its loader is exhausted."""
         marks, index = self._eval_end
         return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
 

@@ -12,6 +12,11 @@ class OneEach:
     def __bool__(self) -> bool:
         return self._one > self._several
 
+    @property
+    def known(self) -> bool:
+        """Whether any backward was counted."""
+        return bool(self._one or self._several)
+
     def trained(self, batches: int) -> None:
         """A backward begins, the first one after so many batches."""
         if batches == 1:

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from ....protocol.text import duration
+from ..device.backend import backend_of
 
 
 def peers(world_size: int) -> tuple[float, str]:
@@ -29,7 +30,7 @@ def _timeout() -> tuple[float, str]:
         import torch
 
         group = dist.distributed_c10d._get_default_group()
-        backend = str(dist.get_backend(group))
+        backend = backend_of("cuda" if torch.cuda.is_initialized() else "cpu")
         device = torch.device("cuda" if "nccl" in backend else "cpu")
         options = group._get_backend(device).options
         return options._timeout.total_seconds(), "nccl" if device.type == "cuda" else backend.rpartition(":")[2]

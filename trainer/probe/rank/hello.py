@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ....protocol.telemetry import Hello, Plan, SelfDump
+from ..device.backend import backend_of
 from .context import RankContext
 
 _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
@@ -63,7 +64,7 @@ class Introduction:
 
     def note_backend(self) -> str:
         """Return the backend of torch.distributed, also after its process group was destroyed."""
-        self._backend = _backend() or self._backend
+        self._backend = backend_of(self._rank.device.info.kind) or self._backend
         return self._backend
 
     def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
@@ -97,13 +98,3 @@ def _versions() -> dict[str, str]:
         if version is not None:
             found[name] = str(version)
     return found
-
-
-def _backend() -> str:
-    distributed: Any = sys.modules.get("torch.distributed")
-    try:
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            return str(distributed.get_backend())
-    except (RuntimeError, ValueError, AttributeError):
-        pass
-    return ""

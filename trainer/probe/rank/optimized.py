@@ -2,7 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ class Optimized:
         self._models: list[weakref.ref[Any]] = []
         self._sizes: dict[int, tuple[int, bool]] = {}
         """Number of elements of each parameter, and whether it is trained, by the parameter's id."""
+        self._alive: dict[int, weakref.ref[Any]] = {}
 
     def forget(self) -> None:
         """Forget all optimizers, because another training has begun."""
@@ -33,41 +35,61 @@ class Optimized:
             frame: the frame that creates it; the model is searched in the variables of it and of its callers.
         """
         own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        model = _holding(own.keys(), frame) if own else None
+        models = _holding(own.keys(), frame) if own else []
         known = [found for reference in self._models if (found := reference()) is not None]
-        if model is not None and all(model is not each for each in known):
-            known.append(model)
-            self._models = [weakref.ref(each) for each in known]
-        parameters = {**own, **(dict(_by_id(model)) if model is not None else {})}
-        self._sizes.update(
-            {key: (int(each.numel()), bool(each.requires_grad)) for key, each in parameters.items()},
-        )
+        known += [model for model in models if all(model is not each for each in known)]
+        self._models = [weakref.ref(each) for each in known]
+        for key, each in {**own, **{key: each for model in models for key, each in _by_id(model)}}.items():
+            self._sizes[key] = int(each.numel()), bool(each.requires_grad)
+            self._alive[key] = weakref.ref(each, partial(self._forget, key))
         return {
             "model": " + ".join(describe_model(each)["model"] for each in known),
             "parameters": sum(size for size, _ in self._sizes.values()),
             "trainable_parameters": sum(size for size, is_trained in self._sizes.values() if is_trained),
         }
 
+    def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
+        """Forget a parameter that was freed: another one may get its id."""
+        if self._alive.get(key) is reference:
+            del self._alive[key]
+            self._sizes.pop(key, None)
+
 
 def _by_id(model: Any) -> Iterator[tuple[int, Any]]:
     return ((id(parameter), parameter) for parameter in model.parameters())
 
 
-def _holding(wanted: Any, frame: FrameType | None) -> Any:
-    """Return the smallest model with all the parameters in a variable near ``frame``; None if there is none."""
+def _holding(wanted: Set[int], frame: FrameType | None) -> list[Any]:
+    """Return the smallest model with all the parameters in a variable near ``frame``; else several that have them."""
     module_class: Any = sys.modules["torch.nn"].Module
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return None
-        found = [
-            (sum(1 for _ in held), model)
-            for model in _variables(frame, module_class)
-            if wanted <= (held := {key for key, _ in _by_id(model)})
-        ]
-        if found:
-            return own_model(min(found, key=lambda each: each[0])[1])
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < _MOST_FRAMES:
+        frames.append(frame)
         frame = frame.f_back
-    return None
+    for find in (_whole, _parts):
+        for each in frames:
+            models = {id(model): model for model in _variables(each, module_class)}.values()
+            if found := find(wanted, list(models)):
+                return [own_model(model) for model in found]
+    return []
+
+
+def _whole(wanted: Set[int], models: Sequence[Any]) -> list[Any]:
+    """Return the smallest of the models that has all the parameters, if there is one."""
+    held = [(model, {key for key, _ in _by_id(model)}) for model in models]
+    return [model for model, own in sorted(held, key=lambda each: len(each[1])) if wanted <= own][:1]
+
+
+def _parts(wanted: Set[int], models: Sequence[Any]) -> list[Any]:
+    """Return the largest models that train nothing but such parameters, if together they have all of them."""
+    trained = [(model, {key for key, each in _by_id(model) if each.requires_grad}) for model in models]
+    found: list[Any] = []
+    missing = set(wanted)
+    for model, own in sorted(trained, key=lambda each: -len(each[1])):
+        if own and own <= missing:
+            found.append(model)
+            missing -= own
+    return [model for model in models if any(model is each for each in found)] if not missing else []
 
 
 def _variables(frame: FrameType, module_class: Any) -> Iterator[Any]:

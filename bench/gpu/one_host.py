@@ -1,0 +1,197 @@
+"""What needs all GPUs of one host: the demo and its faults, stalls alone and beside CPU load, an 8B on 1, 2, 4, 8 GPUs.
+
+    python bench/gpu/one_host.py --out FOLDER [--parts prepare,demo,stalls] [--parts speed] [--gpus 4] [--steps 40]
+
+``prepare`` writes the 8B's weights and predicts each configuration, on the CPU, while ``demo`` runs. ``stalls`` plays
+"a rank is missing from a collective" five times alone, five times beside scenes on the host's CPUs, then the other
+kinds. ``speed`` trains the 8B with ZeRO-3 on all GPUs beside TRL, and on fewer, each on GPUs of its own. Results of the
+other benches are written into the folder; ``--table`` prints predicted beside measured peaks of each phase and rank.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import train_rows
+import train_speed
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LOAD_SCENES = 40
+RUNS = "5"
+
+
+def counted() -> int:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return len(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+def call(out: Path, name: str, *words: str, gpus: str | None = None, seconds: float = 300) -> int:
+    """Run a bench; its output goes into the folder. It is ended after ``seconds``."""
+    began = time.monotonic()
+    environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    with (out / f"{name}.log").open("w") as log:
+        try:
+            done = subprocess.run(
+                [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+                timeout=seconds, check=False,
+            )  # fmt: skip
+            status = done.returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    print(f"{name}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
+    return status
+
+
+def rows_of(gpus: int) -> list[str]:
+    """Return the rows on as many GPUs and fewer: with fp32 states from two on, with bf16 states from one on."""
+    counts = [count for count in (8, 4, 2, 1) if count <= gpus]
+    return [f"8b-zero3-{count}" for count in counts if count > 1] + [f"8b-zero3-bf16-{count}" for count in counts]
+
+
+def documents_of(work: Path, key: str, steps: int) -> Path:
+    """Return a row's documents; ``train_speed.py`` writes the same."""
+    row, data = train_rows.ROWS[key], work / f"{key}.jsonl"
+    train_rows.documents(data, row.micro_batch * row.length * row.gpus * (steps + 10))
+    return data
+
+
+def prepare(out: Path, work: Path, gpus: int, steps: int) -> None:
+    """Write the weights, and predict every row before it runs."""
+    began = time.monotonic()
+    keys = rows_of(gpus)
+    row = train_rows.ROWS[keys[0]]
+    data, folder = documents_of(work, keys[0], steps), train_rows.folder_of(work, row)
+    words = ["--prepare", keys[0], "--folder", str(folder), "--data", str(data)]
+    call(out, "weights", str(HERE / "train_speed.py"), *words, gpus="", seconds=400)
+    print(f"weights: {time.monotonic() - began:.0f} s", flush=True)
+    found: dict[str, Any] = {}
+
+    def predict(key: str) -> None:
+        began = time.monotonic()
+        own = train_rows.ROWS[key]
+        found[key] = train_speed.predicted(own, folder, documents_of(work, key, steps), steps, False)
+        found[key]["seconds"] = round(time.monotonic() - began, 1)
+        (out / "predicted.json").write_text(json.dumps(found, indent=1))
+
+    threads = [threading.Thread(target=predict, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"predicted: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def stalls(out: Path, gpus: int) -> None:
+    bench = str(HERE / "stalls.py")
+    common = ["--gpus", str(gpus)]
+    for name in ("alone", "loaded", "kinds"):
+        (out / name).mkdir(exist_ok=True)
+    call(out, "alone", bench, *common, "--kinds", "missing", "--runs", RUNS, "--json", str(out / "alone/rows.json"))
+    with (out / "scenes.log").open("w") as log:
+        words = ["--runs", "9", "--parallel", str(LOAD_SCENES), "--json", str(out / "scenes.jsonl"), "--budget", "170"]
+        load = subprocess.Popen(
+            [sys.executable, "-m", "bench.scenarios", *words], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        time.sleep(20)
+        print(f"load average {os.getloadavg()[0]:.0f}", flush=True)
+        words = ["--kinds", "missing", "--runs", RUNS, "--parallel", "2", "--json", str(out / "loaded/rows.json")]
+        call(out, "loaded", bench, *common, *words, seconds=140)
+        print(f"load average {os.getloadavg()[0]:.0f}", flush=True)
+        load.terminate()
+        load.wait()
+    words = ["--kinds", "ddp,native,stop,exit", "--json", str(out / "kinds/rows.json")]
+    call(out, "kinds", bench, *common, *words, seconds=150)
+
+
+def speed(out: Path, work: Path, gpus: int, steps: int) -> None:
+    bench, common = str(HERE / "train_speed.py"), ["--steps", str(steps), "--work", str(work)]
+
+    def train(name: str, devices: range, *words: str, seconds: float = 260) -> threading.Thread:
+        here = ",".join(map(str, devices))
+        words = (bench, *words, *common, "--out", str(out / f"{name}.json"))
+        thread = threading.Thread(target=call, args=(out, name, *words), kwargs={"gpus": here, "seconds": seconds})
+        thread.start()
+        return thread
+
+    def together(*threads: threading.Thread) -> None:
+        for thread in threads:
+            thread.join()
+
+    every = range(gpus)
+    together(train("all", every, "--rows", f"8b-zero3-{gpus}", "--trl"))
+    together(
+        train("two", range(2), "--rows", "8b-zero3-2"),
+        train("one-bf16", range(gpus - 1, gpus), "--rows", "8b-zero3-bf16-1"),
+    )
+    together(train("all-bf16", every, "--rows", f"8b-zero3-bf16-{gpus}"))
+    together(train("two-bf16", range(2), "--rows", "8b-zero3-bf16-2"))
+
+
+def table(out: Path) -> None:
+    """Print speed, and each phase's peak of each rank beside its prediction."""
+    predicted = json.loads((out / "predicted.json").read_text())
+    results = [
+        row for path in sorted(out.glob("*.json")) if path.stem != "predicted" for row in json.loads(path.read_text())
+    ]
+    print("| row | by | tokens/s a GPU | MFU | ms a step (predicted) | peak GiB | status |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
+    for row in results:
+        told = predicted.get(row["row"], {}).get("step_ms") if row["by"] == "ftmon" else ""
+        peak = max(row["peak_gib"].values()) if "peak_gib" in row else None
+        cells = (row["row"], row["by"], row.get("tokens_per_s"), row.get("mfu"), f"{row.get('step_ms')} ({told})", peak)
+        print(f"| {' | '.join(map(str, cells))} | {row['status']} |")
+    print("\n| row | phase | measured by rank, GiB | error by rank |\n| --- | --- | --- | --- |")
+    errors: list[float] = []
+    for row in results:
+        if row["by"] != "ftmon" or "peak_gib_by_rank" not in row or "peak_gib_by_rank" not in predicted[row["row"]]:
+            continue
+        pairs = list(zip(row["peak_gib_by_rank"], predicted[row["row"]]["peak_gib_by_rank"], strict=True))
+        for phase in train_speed.PHASES:
+            found = [told[phase] / measured[phase] - 1 for measured, told in pairs]
+            errors += found
+            figures = ", ".join(f"{measured[phase]:.3f}" for measured, _ in pairs)
+            print(f"| {row['row']} | {phase} | {figures} | {', '.join(f'{error:+.2%}' for error in found)} |")
+    if errors:
+        sizes = [abs(error) for error in errors]
+        print(f"\n{len(errors)} peaks: median error {statistics.median(sizes):.2%}, worst {max(sizes):.2%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/one_host"))
+    parser.add_argument("--parts", default="prepare,demo,stalls,speed")
+    parser.add_argument("--gpus", type=int, default=0, help="default: all")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--table", action="store_true", help="print the tables of the folder's results, run nothing")
+    given = parser.parse_args()
+    if given.table:
+        table(given.out)
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.work.mkdir(parents=True, exist_ok=True)
+    gpus, parts = given.gpus or counted(), given.parts.split(",")
+    preparing = threading.Thread(target=prepare, args=(given.out, given.work, gpus, given.steps))
+    if "prepare" in parts:
+        preparing.start()
+    if "demo" in parts:
+        call(given.out, "demo", str(HERE / "demo.py"), "--out", str(given.out / "demo.md"), seconds=280)
+    if preparing.ident is not None:
+        preparing.join()
+    if "stalls" in parts:
+        stalls(given.out, gpus)
+    if "speed" in parts:
+        speed(given.out, given.work, gpus, given.steps)
+
+
+if __name__ == "__main__":
+    main()

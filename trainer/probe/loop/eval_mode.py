@@ -1,0 +1,78 @@
+"""An evaluation from ``model.eval()`` to ``model.train()``, in loops where no hook reports the model's forward."""
+
+from typing import Any
+
+from ..phases.forwards import Forwards
+from ..phases.marks import BatchesNoted, Notes
+from ..phases.tracker import Tracker
+from ..values import batch
+from .phases import Phases
+from .state import LoopState
+
+
+class EvalMode:
+    """Whether the phase is ``eval`` because of the model's mode; for the training thread alone.
+
+    Args:
+        tracker: the phase machine.
+        phases: moves between its phases.
+        forwards: knows which models are trained.
+        state: state of the training loop.
+    """
+
+    def __init__(self, tracker: Tracker, phases: Phases, forwards: Forwards, state: LoopState) -> None:
+        self._tracker = tracker
+        self._phases = phases
+        self._forwards = forwards
+        self._state = state
+        self._is_on = False
+        self._back_to = "idle"
+        self._notes: Notes | None = None
+        self._before = BatchesNoted()
+        """Notes of the step in which it began, and what they had of batches."""
+
+    def __bool__(self) -> bool:
+        return self._is_on and self._tracker.phase == "eval"
+
+    def begin(self, model: Any) -> bool:
+        """A module was put into evaluation mode; return whether an evaluation begins.
+
+        That is so for a whole trained model between two steps, or between a batch and its forward. A loop may also
+        train in that mode: then the backward will tell.
+        """
+        tracker, state = self._tracker, self._state
+        if tracker.depth or state.forward_by not in ("", "parallel"):
+            return False
+        is_fetched = tracker.phase == "forward" and not state.forward_by
+        if not (is_fetched or tracker.phase == "idle") or not self._forwards.is_whole(model):
+            return False
+        self._is_on, self._back_to = True, tracker.phase
+        self._notes, self._before = tracker.notes, tracker.notes.batches()
+        self._phases.enter("eval")
+        return True
+
+    def takes_batches(self) -> bool:
+        """Return whether a batch that is fetched now belongs to the evaluation."""
+        return bool(self) and not self._state.forward_by
+
+    def note(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
+        """Note a batch, which is the step's if a backward follows, and the only one."""
+        notes = self._tracker.notes
+        if notes is self._notes:
+            notes.restore_batches(self._before)
+            batch.note(notes, found, False, later, fetched)
+
+    def end(self, generates: bool = False) -> bool:
+        """The model is put into training mode again, or generates; return whether an evaluation ends."""
+        ends = bool(self)
+        self._is_on = False
+        if ends:
+            if self._notes is self._tracker.notes:
+                self._notes.restore_batches(self._before)
+            self._phases.interrupt("idle" if generates else self._back_to)
+        return ends
+
+    def going_backward(self) -> bool:
+        """A backward begins, so the script trains in that mode; return whether it was an evaluation until now."""
+        was_on, self._is_on = bool(self), False
+        return was_on
