@@ -199,11 +199,17 @@ def test_a_training_in_another_thread_after_the_first_has_ended_is_recorded(coll
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
 
 
-def test_the_time_in_the_loader_is_told_apart_from_the_script_s_work_on_the_batch(collector):
-    steps, told = edges(collector, "before_forward", *start_ranks.command(1))
-    assert len(steps) == len(told) == 8
-    assert all(host_us(step, "data") >= 30_000 for step in steps[1:])
-    assert sum(step.fetch_us for step in steps[1:]) * 2 < sum(host_us(step, "data") for step in steps[1:])
+def test_under_ddp_data_evaluations_and_cached_features_are_told_apart(collector):
+    steps, told = edges(collector, "under_ddp", *start_ranks.command(1))
+    assert collector.of(Hello)[-1].backend == "gloo"
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    loading, evaluated, cached = steps[:8], steps[8], steps[9:]
+    assert all(host_us(step, "data") >= 30_000 for step in loading[1:])
+    assert sum(step.fetch_us for step in loading[1:]) * 2 < sum(host_us(step, "data") for step in loading[1:])
+    assert 120_000 <= host_us(evaluated, "eval") < 300_000 <= host_us(evaluated, "idle")
+    assert [(step.samples, step.micro_steps) for step in steps[8:]] == [(8, 2)] * 4
+    assert all(host_us(step, "data") and host_us(step, "forward") for step in cached)
+    assert [bool(host_us(step, "eval")) for step in cached] == [False] * 3
 
 
 def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
@@ -265,6 +271,18 @@ def test_two_engines_and_a_bare_optimizer_make_one_step_a_round(collector):
     assert collector.job.returncode == 0, collector.output()
     assert_rounds(collector.of(Step), ("Critic", "Actor", "opt_temperature"), printed(collector, "losses"))
     assert {hello.model for hello in collector.of(Hello)} >= {"Critic + Actor"}
+
+
+def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_samples(collector):
+    collector.start(*start_ranks.command(2, SCRIPTS / "engine_calls.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    for rank in (0, 1):
+        steps = collector.of(Step, rank)
+        assert [step.samples for step in steps[1:5]] == [4] * 4
+        assert all(host_us(step, "forward") > 25_000 > host_us(step, "data") for step in steps[1:5])
+        assert host_us(steps[5], "eval") > 50_000
+    pipeline = collector.of(Step, 0)[6:]
+    assert [(step.samples, step.tokens) for step in pipeline] == [(16, 256)] * 4
 
 
 def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_shards(collector):

@@ -501,14 +501,38 @@ def threads(told):
         thread.join()
 
 
-def before_forward(told):
-    """DDP: the script works on a batch before the forward; the loader itself is fast."""
-    torch.distributed.init_process_group("gloo")
+def under_ddp(told):
+    """Work on a batch before its forward; an evaluation past the wrapper; features cached without gradients."""
+    torch.distributed.init_process_group()
     model = torch.nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4):
         time.sleep(PAUSE / 10)
         update(model, optimizer, batch, told)
+    model.eval()
+    for batch in torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4):
+        with torch.no_grad():
+            model.module(batch)
+        time.sleep(PAUSE / 10)
+    model.train()
+    time.sleep(PAUSE)
+    batches, features = [], []
+    for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (32, 8)), batch_size=4):
+        with torch.no_grad():
+            features.append(model(batch.float()))
+        batches.append(batch.float())
+        if len(batches) < 2:
+            continue
+        losses = []
+        for place, each in enumerate(batches):
+            found = torch.cat([*features[:place], model(each), *features[place + 1 :]]).exp().log().exp().log()
+            loss = (found - found.detach()).pow(2).mean() + 3
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(sum(losses) / len(losses))
+        batches, features = [], []
     torch.distributed.destroy_process_group()
 
 
@@ -535,7 +559,7 @@ MODES = {
         in_backward,
         broken,
         threads,
-        before_forward,
+        under_ddp,
     )
 }
 

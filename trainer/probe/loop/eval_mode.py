@@ -1,10 +1,11 @@
-"""An evaluation from ``model.eval()`` to ``model.train()``, in loops where no hook reports the model's forward."""
+"""An evaluation from ``model.eval()`` to ``model.train()``, in loops of the script itself."""
 
 from typing import Any
 
 from ..phases.forwards import Forwards
 from ..phases.marks import BatchesNoted, Notes
 from ..phases.tracker import Tracker
+from ..rank.trained import Trained
 from ..values import batch
 from .phases import Phases
 from .state import LoopState
@@ -17,13 +18,17 @@ class EvalMode:
         tracker: the phase machine.
         phases: moves between its phases.
         forwards: knows which models are trained.
+        trained: the engine, whose optimizer may hold other parameters than the model.
         state: state of the training loop.
     """
 
-    def __init__(self, tracker: Tracker, phases: Phases, forwards: Forwards, state: LoopState) -> None:
+    def __init__(
+        self, tracker: Tracker, phases: Phases, forwards: Forwards, trained: Trained, state: LoopState
+    ) -> None:
         self._tracker = tracker
         self._phases = phases
         self._forwards = forwards
+        self._trained = trained
         self._state = state
         self._is_on = False
         self._back_to = "idle"
@@ -41,24 +46,22 @@ class EvalMode:
         train in that mode: then the backward will tell.
         """
         tracker, state = self._tracker, self._state
-        if tracker.depth or state.forward_by not in ("", "parallel"):
+        if tracker.depth or state.forward_by == "trainer":
             return False
         is_fetched = tracker.phase == "forward" and not state.forward_by
-        if not (is_fetched or tracker.phase == "idle") or not self._forwards.is_whole(model):
+        if not (is_fetched or tracker.phase == "idle"):
+            return False
+        if model is not self._trained.engine() and not self._forwards.is_whole(model):
             return False
         self._is_on, self._back_to = True, tracker.phase
         self._notes, self._before = tracker.notes, tracker.notes.batches()
         self._phases.enter("eval")
         return True
 
-    def takes_batches(self) -> bool:
-        """Return whether a batch that is fetched now belongs to the evaluation."""
-        return bool(self) and not self._state.forward_by
-
     def note(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
         """Note a batch, which is the step's if a backward follows, and the only one."""
         notes = self._tracker.notes
-        if notes is self._notes:
+        if notes is self._notes and not self._state.forward_by:
             notes.restore_batches(self._before)
             batch.note(notes, found, False, later, fetched)
 
@@ -67,6 +70,7 @@ class EvalMode:
         ends = bool(self)
         self._is_on = False
         if ends:
+            self._forwards.settle(training=False)
             if self._notes is self._tracker.notes:
                 self._notes.restore_batches(self._before)
             self._phases.interrupt("idle" if generates else self._back_to)

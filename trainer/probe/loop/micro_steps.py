@@ -95,13 +95,19 @@ class MicroSteps:
         self._begun: tuple[Any, Notes, BatchesNoted] | None = None
         """From a forward to its backward: the id of its model, the step's notes, and what they had of batches."""
         self._forwards_begun = 0
-        """Forwards of that model since the last backward."""
+        """Forwards of that model in this step that had no backward: with a pipeline, several are under way."""
+        self._counted_in: Notes | None = None
+        """The notes of that step."""
+        self._is_reported = False
+        """A forward was reported since the last backward."""
+        self._calls_module = False
+        """The script calls the module inside its engine, so that no hook reports the forward."""
         self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
-        self._eval_mode = EvalMode(tracker, phases, forwards, state)
+        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -117,13 +123,15 @@ class MicroSteps:
             self._drop_batch()
         again = self._last_iterator() is iterator
         self._pass.fetching(again, iterator)
-        if self._eval_mode.takes_batches():
-            if not getattr(iterator, "_ftmon_trained", False):
+        is_eval = self._forwards.fetching(again) and again
+        if self._eval_mode:
+            if getattr(iterator, "_ftmon_trained", False):
+                self._eval_mode.end()  # training goes on, in that mode
+            else:
                 iterator._ftmon_eval = True
                 self._last_iterator = weakref.ref(iterator)
                 return
-            self._eval_mode.end()  # training goes on, in that mode
-        if self._forwards.fetching(again) and again:
+        if is_eval:
             iterator._ftmon_eval = True
         if not again:
             self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
@@ -145,16 +153,17 @@ class MicroSteps:
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             if self._batch_losses.current is not None:
                 self._batch_losses.add(found, False)
-        if self._state.forward_by:
-            if self._device.events is not None and tracker.phase == "data":
-                self._fetched.add(self._last_iterator(), notes, found)
-        elif self._prefetched is not None:
+        if self._prefetched is not None and not self._state.forward_by:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
-        elif self._eval_mode.takes_batches():
+        elif self._eval_mode:
             self._eval_mode.note(found, None, self._device.events is not None)
-        elif tracker.phase == "data":
+        elif tracker.phase != "data":
+            return
+        elif not self._state.forward_by or self._calls_module:
             self._begin_forward(found)
+        elif self._device.events is not None:
+            self._fetched.add(self._last_iterator(), notes, found)
 
     @guarded
     def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
@@ -171,7 +180,7 @@ class MicroSteps:
         prefetched, self._prefetched = self._prefetched, None
         fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
-        if self._eval_mode.takes_batches():
+        if self._eval_mode:
             self._eval_mode.note(found, fetched, self._device.events is not None)
         elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
             self._begin_forward(found, fetched)
@@ -188,6 +197,7 @@ class MicroSteps:
         if self._last_iterator() is iterator and self._prefetched is None:
             self._pass.exhausted()
         tracker = self._tracker
+        self._forwards.exhausted()
         if tracker.phase == "data":
             self._phases.enter("idle")
         elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
@@ -215,6 +225,12 @@ class MicroSteps:
             kwargs: its keyword arguments.
         """
         tracker, state = self._tracker, self._state
+        self._is_reported = True
+        if self._calls_module:
+            self._calls_module = False
+            tracker.notes.restore_batches(
+                self._trained_on[1] if self._trained_on[0] is tracker.notes else BatchesNoted()
+            )
         if self._batch_losses.current is not None:
             self._batch_losses.add((args, kwargs), True)
         if module is None:
@@ -225,7 +241,13 @@ class MicroSteps:
             if not self._seen_forward:
                 self._see_forward()
             before = tracker.phase
+            knew = self._forwards.recomputes
             kind = self._forwards.judge(module)
+            if self._forwards.recomputes and not knew:
+                iterator = self._last_iterator()
+                if iterator is not None:
+                    iterator._ftmon_eval = False
+                tracker.notes.fetches.clear()
             if kind == "eval" and before in ("data", "forward"):
                 iterator = self._last_iterator()
                 if iterator is not None:
@@ -248,7 +270,7 @@ class MicroSteps:
     def failed_forward(self) -> None:
         """An exception left the forward: its batch is no step's, also where the script goes on with the next one."""
         begun, self._begun = self._begun, None
-        self._forwards_begun = 0
+        self._forwards_begun = max(0, self._forwards_begun - 1)
         if begun is not None and begun[1] is self._tracker.notes:
             begun[1].restore_batches(begun[2])
 
@@ -326,8 +348,7 @@ class MicroSteps:
         if before is not None and before[0] is notes:
             notes.micro_steps, losses, gradients = before[1:]
             del notes.losses[losses:], notes.gradient_losses[gradients:]
-            trained, batches = self._trained_on
-            notes.restore_batches(batches if trained is notes else BatchesNoted())
+            self._forget_untrained()
         self._before = None
 
     @guarded
@@ -347,8 +368,9 @@ class MicroSteps:
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True
+        is_unreported = not self._is_reported and not self._forwards_begun and state.forward_by != "parallel"
         self._one_each.trained(self._forwards_begun)
-        self._begun, self._forwards_begun = None, 0
+        self._begun, self._forwards_begun = None, max(0, self._forwards_begun - 1)
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
         was_eval_mode = self._eval_mode.going_backward()
@@ -357,8 +379,11 @@ class MicroSteps:
             if iterator is not None:
                 iterator._ftmon_eval = False
         is_forward = tracker.phase == "idle" or was_eval_mode or self._is_after_eval()
-        if not state.forward_by and not tracker.depth and is_forward:
+        if (is_unreported or not state.forward_by) and not tracker.depth and is_forward:
             tracker.rename("forward")
+        self._is_reported = False
+        # Where that forward began is not known; of the next ones it will be.
+        self._calls_module |= is_unreported and bool(state.forward_by) and tracker.phase == "data"
         self._phases.enter("backward")
 
     def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
@@ -376,13 +401,20 @@ class MicroSteps:
         That is known of loops in which most batches have a backward of their own.
         """
         notes = self._tracker.notes
-        if self._begun is not None and self._begun[0] == model and self._begun[1] is notes:
+        if self._counted_in is not notes:
+            self._counted_in, self._forwards_begun = notes, 0
+        again = self._begun is not None and self._begun[0] == model and self._begun[1] is notes
+        if self._begun is not None and again and self._one_each:
+            notes.restore_batches(self._begun[2])
+        elif again or self._begun is None or self._begun[1] is not notes:
             self._forwards_begun += 1
-            if self._one_each:
-                notes.restore_batches(self._begun[2])
-        else:
-            self._forwards_begun = 1
         self._begun = model, notes, notes.batches()
+
+    def _forget_untrained(self) -> None:
+        """Forget the batches that were noted since the latest backward."""
+        trained, batches = self._trained_on
+        notes = self._tracker.notes
+        notes.restore_batches(batches if trained is notes else BatchesNoted())
 
     def _is_after_eval(self) -> bool:
         """Return whether the evaluation that began last may be over: its loader is exhausted."""

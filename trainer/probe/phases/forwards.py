@@ -9,6 +9,9 @@ A forward with gradients of a model in training mode is training. Otherwise:
 
 Uncertain cases are decided by later events: a forward with gradients or a backward makes the stretch since the last
 fetch part of the training step, and another fetch from the same dataloader makes it an evaluation.
+
+Some scripts let several batches of a dataloader go forward without gradients, and then all of them with gradients
+(gradient caching). The first of the latter tells; then further fetches make no evaluation.
 """
 
 import weakref
@@ -67,6 +70,12 @@ class Forwards:
         """The trained model went forward with gradients, and the backward is still to come."""
         self._trains_in_eval_mode = False
         """A backward followed a forward in evaluation mode: the flag proves nothing here (frozen batch norms)."""
+        self.recomputes = False
+        """Batches go forward in training mode without gradients first, and with gradients later in the step."""
+        self._in_training_mode = False
+        """The undecided forwards were of a model in training mode."""
+        self._evaluated: list[tuple[int, str]] = []
+        """Those of them, as ``_open``, that another fetch has made an evaluation; no other loader was fetched since."""
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Add an optimizer: the models whose parameters it updates are trained."""
@@ -117,6 +126,8 @@ class Forwards:
                 self._enter_undecided("forward")
             return "eval" if tracker.phase == "eval" else "part"
         if grad and training:
+            if self._evaluated:
+                self._train_after_all()
             self.settle(training=True)
             self._has_graph = True
             return "train"
@@ -143,10 +154,20 @@ class Forwards:
     def fetching(self, again: bool) -> bool:
         """A batch is fetched (``again``: from the last one's dataloader); returns whether that was evaluation."""
         self._has_graph = False
+        if not again:
+            self._evaluated = []
         if not self._open or not (again or self._tracker.phase == "eval"):
             return False
+        if self._in_training_mode and again:
+            if self.recomputes:
+                return False
+            self._evaluated = [*self._open]
         self.settle(training=False)
         return True
+
+    def exhausted(self) -> None:
+        """The dataloader has no batch left: what was an evaluation stays one."""
+        self._evaluated = []
 
     def going_backward(self) -> bool:
         """Mark the undecided stretch as training, at a backward's begin; return whether an ``eval`` one became so."""
@@ -162,7 +183,21 @@ class Forwards:
     def end_step(self) -> None:
         """A step has ended: nothing of it is undecided."""
         self._open = []
+        self._evaluated = []
         self._has_graph = False
+
+    def _train_after_all(self) -> None:
+        """Batches that were evaluated, by all appearance, go forward with gradients: they are the training step's."""
+        tracker, evaluated = self._tracker, self._evaluated
+        self._evaluated = []
+        if self._marks is not tracker.marks:
+            return
+        self.recomputes = True
+        for index, phase in evaluated:
+            tracker.relabel(index, phase)
+        for index in range(evaluated[0][0], len(tracker.marks)):
+            if tracker.marks[index].phase == "eval":
+                tracker.relabel(index, "forward")
 
     def _without_training(self, training: bool, grad: bool) -> str:
         tracker = self._tracker
@@ -173,6 +208,7 @@ class Forwards:
             return "eval"
         if phase == "forward" and self._has_graph:
             return "part"
+        self._in_training_mode = training
         if training and self._in_step():
             self._enter_undecided("forward")
             return "part"
