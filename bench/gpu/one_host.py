@@ -2,15 +2,17 @@
 
     python bench/gpu/one_host.py --out FOLDER [--parts prepare,demo,stalls] [--parts speed] [--gpus 4] [--steps 40]
 
-``prepare`` writes the 8B's weights and predicts each configuration, on the CPU, while ``demo`` runs. ``stalls`` plays
+``prepare`` writes the 8B's weights and predicts each configuration, on the CPU. ``stalls`` plays
 "a rank is missing from a collective" five times alone, five times beside scenes on the host's CPUs, then the other
 kinds. ``speed`` trains the 8B with ZeRO-3 on all GPUs beside TRL, and on fewer, each on GPUs of its own. Results of the
 other benches are written into the folder; ``--table`` prints predicted beside measured peaks of each phase and rank.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LOAD_SCENES = 40
 RUNS = "5"
+ALONE = "8b-full-bf16"
 
 
 def counted() -> int:
@@ -33,27 +36,28 @@ def counted() -> int:
     return len(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines())
 
 
-def call(out: Path, name: str, *words: str, gpus: str | None = None, seconds: float = 300) -> int:
-    """Run a bench; its output goes into the folder. It is ended after ``seconds``."""
+def call(out: Path, name: str, *words: str, gpus: str | None = None, seconds: float = 300) -> None:
+    """Run a bench; its output goes into the folder. After ``seconds`` it is ended, and what it started."""
     began = time.monotonic()
     environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
     with (out / f"{name}.log").open("w") as log:
-        try:
-            done = subprocess.run(
-                [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
-                timeout=seconds, check=False,
-            )  # fmt: skip
-            status = done.returncode
-        except subprocess.TimeoutExpired:
-            status = 124
+        job = subprocess.Popen(
+            [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
+        for patience, number in ((seconds, signal.SIGTERM), (30.0, signal.SIGKILL)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(patience)
+                break
+            os.killpg(job.pid, number)
+        status = job.wait()
     print(f"{name}: status {status} after {time.monotonic() - began:.0f} s", flush=True)
-    return status
 
 
 def rows_of(gpus: int) -> list[str]:
-    """Return the rows on as many GPUs and fewer: with fp32 states from two on, with bf16 states from one on."""
-    counts = [count for count in (8, 4, 2, 1) if count <= gpus]
-    return [f"8b-zero3-{count}" for count in counts if count > 1] + [f"8b-zero3-bf16-{count}" for count in counts]
+    """Return the rows on as many GPUs and fewer: ZeRO-3 with fp32 and with bf16 states, and one GPU with the latter."""
+    counts = [count for count in (8, 4, 2) if count <= gpus]
+    return [*(f"8b-zero3-{count}" for count in counts), *(f"8b-zero3-bf16-{count}" for count in counts), ALONE]
 
 
 def documents_of(work: Path, key: str, steps: int) -> Path:
@@ -70,8 +74,7 @@ def prepare(out: Path, work: Path, gpus: int, steps: int) -> None:
     row = train_rows.ROWS[keys[0]]
     data, folder = documents_of(work, keys[0], steps), train_rows.folder_of(work, row)
     words = ["--prepare", keys[0], "--folder", str(folder), "--data", str(data)]
-    call(out, "weights", str(HERE / "train_speed.py"), *words, gpus="", seconds=400)
-    print(f"weights: {time.monotonic() - began:.0f} s", flush=True)
+    call(out, "weights", str(HERE / "train_speed.py"), *words)
     found: dict[str, Any] = {}
 
     def predict(key: str) -> None:
@@ -96,20 +99,19 @@ def stalls(out: Path, gpus: int) -> None:
         (out / name).mkdir(exist_ok=True)
     call(out, "alone", bench, *common, "--kinds", "missing", "--runs", RUNS, "--json", str(out / "alone/rows.json"))
     with (out / "scenes.log").open("w") as log:
-        words = ["--runs", "9", "--parallel", str(LOAD_SCENES), "--json", str(out / "scenes.jsonl"), "--budget", "170"]
+        # They begin within the first third of the budget, and end by themselves.
+        words = ["--runs", "9", "--parallel", str(LOAD_SCENES), "--json", str(out / "scenes.jsonl"), "--budget", "150"]
         load = subprocess.Popen(
             [sys.executable, "-m", "bench.scenarios", *words], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
-        time.sleep(20)
+        time.sleep(15)
+        words = ["--kinds", "missing", "--runs", RUNS, "--parallel", "3", "--json", str(out / "loaded/rows.json")]
+        call(out, "loaded", bench, *common, *words)
         print(f"load average {os.getloadavg()[0]:.0f}", flush=True)
-        words = ["--kinds", "missing", "--runs", RUNS, "--parallel", "2", "--json", str(out / "loaded/rows.json")]
-        call(out, "loaded", bench, *common, *words, seconds=140)
-        print(f"load average {os.getloadavg()[0]:.0f}", flush=True)
-        load.terminate()
         load.wait()
     words = ["--kinds", "ddp,native,stop,exit", "--json", str(out / "kinds/rows.json")]
-    call(out, "kinds", bench, *common, *words, seconds=150)
+    call(out, "kinds", bench, *common, *words, "--parallel", "4")
 
 
 def speed(out: Path, work: Path, gpus: int, steps: int) -> None:
@@ -130,7 +132,7 @@ def speed(out: Path, work: Path, gpus: int, steps: int) -> None:
     together(train("all", every, "--rows", f"8b-zero3-{gpus}", "--trl"))
     together(
         train("two", range(2), "--rows", "8b-zero3-2"),
-        train("one-bf16", range(gpus - 1, gpus), "--rows", "8b-zero3-bf16-1"),
+        train("one-bf16", range(gpus - 1, gpus), "--rows", ALONE),
     )
     together(train("all-bf16", every, "--rows", f"8b-zero3-bf16-{gpus}"))
     together(train("two-bf16", range(2), "--rows", "8b-zero3-bf16-2"))
@@ -180,13 +182,10 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     gpus, parts = given.gpus or counted(), given.parts.split(",")
-    preparing = threading.Thread(target=prepare, args=(given.out, given.work, gpus, given.steps))
     if "prepare" in parts:
-        preparing.start()
+        prepare(given.out, given.work, gpus, given.steps)
     if "demo" in parts:
-        call(given.out, "demo", str(HERE / "demo.py"), "--out", str(given.out / "demo.md"), seconds=280)
-    if preparing.ident is not None:
-        preparing.join()
+        call(given.out, "demo", str(HERE / "demo.py"), "--out", str(given.out / "demo.md"))
     if "stalls" in parts:
         stalls(given.out, gpus)
     if "speed" in parts:
