@@ -150,6 +150,23 @@ def test_losses_times_their_label_tokens_are_averaged_over_label_tokens():
         assert step_loss(notes) == pytest.approx(VALUES[0])
 
 
+def test_a_mean_computed_from_a_sum_and_multiplied_by_its_label_tokens_is_averaged_over_label_tokens():
+    counts = (3, 1, 8, 4)
+    labels = [torch.tensor([5] * count + [-100] * (9 - count)) for count in counts]
+
+    def chunked(value, count):
+        rows = torch.full((count,), value, requires_grad=True) * 1
+        return sum(chunk.sum() for chunk in rows.chunk(2)) / torch.tensor(count)
+
+    chunks = list(map(chunked, VALUES, counts))
+    mean = sum(value * count for value, count in zip(VALUES, counts, strict=True)) / sum(counts)
+    several = [loss * torch.tensor(count) for loss, count in zip(chunks, counts, strict=True)]
+    assert step(several, labels=labels) == pytest.approx(mean)
+    assert step(several[:1], labels=labels[:1]) == pytest.approx(VALUES[0])
+    of_a_step = losses(lambda loss: loss / sum(counts) * counts[0], VALUES[:1])
+    assert step(of_a_step, labels=labels[:1]) == pytest.approx(of_a_step[0].item())
+
+
 @pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
 def test_losses_that_add_up_do_so_in_the_first_step_that_has_several(scale):
     expected = sum(loss.item() for loss in losses(scale))

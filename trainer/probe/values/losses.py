@@ -221,13 +221,18 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
 
 
 def _label_factors(losses: Sequence[LossNote], notes: Notes) -> int:
-    """Return the step's number of label tokens if each loss was multiplied by that of its micro-batch, else 0."""
-    factors = [loss.factors for loss in losses if loss.factors and len(loss.factors) == 1]
+    """Return the step's number of label tokens if each loss was last multiplied by that of its micro-batch, else 0."""
+    factors = [loss.factors for loss in losses if loss.factors]
     if len(factors) != len(losses) or len(notes.labels) != len(losses):
         return 0
     counts = list(map(count_labels, notes.labels))
-    are_equal = all(_has(factor, count) for factor, count in zip(factors, counts, strict=True))
+    are_equal = all(_is_times(count, *each) for each, count in zip(factors, counts, strict=True))
     return sum(counts) if are_equal and max(counts) > 1 else 0
+
+
+def _is_times(count: int, last: float, *before: float) -> bool:
+    """Return whether a loss was multiplied by its number of label tokens, and not divided by that of a step before."""
+    return _has((last,), count) and not any(0 < factor * count < 1 - _TOLERANCE for factor in before)
 
 
 def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
