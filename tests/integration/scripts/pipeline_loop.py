@@ -1,10 +1,14 @@
-"""A pipeline of two stages of unequal size, by PyTorch's own schedule; the last one prints its loss step by step."""
+"""A pipeline of two stages of unequal size, by PyTorch's own schedule; the last one prints its loss step by step.
+
+Three steps with a schedule that divides gradients by the number of micro-batches, then three with one that does not.
+"""
 
 import json
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.utils.data import DataLoader
 
 MICRO_BATCHES = 4
 
@@ -16,16 +20,23 @@ def main():
     layers = [torch.nn.Linear(8, 16), torch.nn.Tanh()] if rank == 0 else [torch.nn.Linear(16, 1)]
     model = torch.nn.Sequential(*layers)
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=lambda output, target: (output - target).pow(2).mean())
+    divides, sums = (
+        ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=lambda out, target: (out - target).pow(2).mean(), scale_grads=scale)
+        for scale in (True, False)
+    )
+    loader = iter(DataLoader(torch.randn(48, 9), batch_size=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     told = []
-    for _ in range(6):
+    for number in range(6):
+        schedule = divides if number < 3 else sums
+        batch = next(loader) if number % 2 else torch.randn(8, 9)
         if rank == 0:
-            schedule.step(torch.randn(8, 8))
+            schedule.step(batch[:, :8])
         else:
             losses = []
-            schedule.step(target=torch.randn(8, 1), losses=losses)
-            told.append(torch.stack(losses).mean().item())
+            schedule.step(target=batch[:, 8:], losses=losses)
+            total = torch.stack(losses).sum().item()
+            told.append(total / MICRO_BATCHES if number < 3 else total)
         optimizer.step()
         optimizer.zero_grad()
     print("optimised", json.dumps(told), flush=True)

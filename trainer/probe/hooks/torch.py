@@ -70,6 +70,7 @@ def install(become_rank: Callable[[], None]) -> None:
     after_import("torch.distributed.fsdp", _on_fsdp2)
     after_import("torch.distributed._composable.fsdp", _on_fsdp2)
     after_import("torch.distributed.pipelining.stage", _on_pipeline)
+    after_import("torch.distributed.pipelining.schedules", _on_schedules)
     after_import("torch.distributed.distributed_c10d", _on_process_groups)
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
@@ -472,6 +473,24 @@ def _on_pipeline(module: ModuleType) -> None:
 
     stage: Any = module
     replace(stage._PipelineStageBase, "__init__", make)
+
+
+def _on_schedules(module: ModuleType) -> None:
+    """Hook the schedules of PyTorch's pipelines: unless told not to, they divide gradients by the micro-batches."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            training = mine()
+            if training is not None:
+                divisor = getattr(self, "_n_microbatches", 0) if getattr(self, "scale_grads", True) else 1
+                training.tracker.notes.accumulation = divisor
+            return original(self, *args, **kwargs)
+
+        return step
+
+    schedules: Any = module
+    for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        replace(each, "step", make)
 
 
 def _on_checkpoints(module: ModuleType) -> None:

@@ -90,7 +90,7 @@ class Notes:
         self.trainer_losses: list[Any] = []
         """Results of a Trainer's ``training_step``; they add up to the step's loss."""
         self.accumulation = 0
-        """Micro-steps that the engine divides losses by; 0: no engine does."""
+        """Micro-steps that the engine, or a pipeline's schedule, divides losses by; 0: neither does."""
         self.divisors: set[int] = set()
         """Numbers of micro-batches that the script has divided losses by; one set for all steps."""
         self.fetches: dict[int, int] = {}
