@@ -190,3 +190,60 @@ def test_graphs_are_read_again_once_a_step_had_several_losses():
     assert noted(noting, losses(lambda loss: loss / 2, VALUES[:1])).losses[0].factors is None
     noted(noting, losses(lambda loss: loss / 2, VALUES[:2]))
     assert noted(noting, losses(lambda loss: loss / 2, VALUES[:1])).losses[0].factors is not None
+
+
+class PassedOn(torch.autograd.Function):
+    """The loss of a micro-batch whose gradients are known already, as in torchtitan's chunked loss."""
+
+    @staticmethod
+    def forward(ctx, hidden, gradient, loss):
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0], None, None
+
+
+def chunked(value, divide, chunks=4):
+    """Losses that go backward for one micro-batch of 40 tokens: those of its chunks, then the whole one."""
+    hidden = torch.full((40,), value, requires_grad=True) * 1
+    parts = [divide((part.detach().requires_grad_() * 1).sum()) for part in hidden.chunk(chunks)]
+    return [*parts, PassedOn.apply(hidden, torch.ones(40), sum(parts).detach())]
+
+
+def followed(found, **known):
+    """Return the loss of a step with these losses, and its micro-steps."""
+    notes = Notes()
+    for name, value in known.items():
+        setattr(notes, name, value)
+    notes.losses = [note_loss(loss) for loss in found]
+    notes.micro_steps = len(found)
+    return step_loss(notes), notes.micro_steps
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_losses_of_chunks_are_parts_of_the_loss_that_passes_their_gradients_on(chunks):
+    for fetched in ({}, {1: 4}):
+        of_a_step = [loss for value in VALUES for loss in chunked(value, lambda loss: loss / 160, chunks)]
+        assert followed(of_a_step, fetches=fetched) == (pytest.approx(sum(VALUES) / 4), 4)
+        of_each = [loss for value in VALUES for loss in chunked(value, lambda loss: loss * 0.025, chunks)]
+        assert followed(of_each, fetches=fetched) == (pytest.approx(sum(VALUES) / 4), 4)
+    auxiliary = (torch.ones(3, requires_grad=True) ** 2).mean()
+    alone = chunked(3.0, lambda loss: loss / 40, chunks)
+    assert followed([auxiliary, *alone], fetches={1: 1}) == (pytest.approx(4), 2)
+
+
+def test_a_loss_that_went_backward_in_parts_to_cached_embeddings_is_one():
+    parts = [(torch.full((3,), value, requires_grad=True) * 1).mean() for value in VALUES]
+    whole = sum(part.detach() for part in parts).requires_grad_()  # sentence-transformers computes gradients in a hook
+    assert followed([*parts, whole]) == (pytest.approx(40), 1)
+
+
+def test_losses_that_happen_to_be_equal_are_not_joined():
+    equal = [PassedOn.apply(torch.ones(2, requires_grad=True), torch.ones(2), torch.tensor(3.0)) for _ in range(2)]
+    assert followed(equal) == (pytest.approx(3), 2)
+    weights = torch.ones(3, requires_grad=True)
+    assert followed([(weights**2).mean(), weights.abs().mean()]) == (pytest.approx(2), 2)
+    other = chunked(3.0, lambda loss: loss / 40)[-1]
+    assert followed([(weights**2).mean(), other]) == (pytest.approx(4), 2), "of another value"

@@ -13,7 +13,8 @@ def read_parts(notes: Notes) -> tuple[list[Update], Update]:
 
     Call it once, as it reads values copied from the device; ``notes.parts`` is not empty.
     """
-    losses = _share_out(notes.parts, [read_losses(part.notes.losses) for part in notes.parts])
+    losses = _share_out(notes.parts, [read_losses(part.notes) for part in notes.parts])
+    notes.micro_steps = sum(part.notes.micro_steps for part in notes.parts)
     figures = [_figure(part.notes, own) for part, own in zip(notes.parts, losses, strict=True)]
     updates: dict[int, Update] = {}
     for key in dict.fromkeys(part.key for part in notes.parts):

@@ -120,6 +120,7 @@ def step_message(
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
     updates, own = parts.read_parts(notes) if notes.parts else ([], None)
+    loss = losses.step_loss(notes) if own is None else own.loss
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
     else:
@@ -133,7 +134,7 @@ def step_message(
         phases=times.phases,
         device_us=times.device_us,
         micro_steps=max(1, notes.micro_steps),
-        loss=losses.step_loss(notes) if own is None else own.loss,
+        loss=loss,
         lr=device_values.read(notes.lr) if own is None else own.lr,
         grad_norm=device_values.read(notes.grad_norm) if own is None else own.grad_norm,
         loss_scale=device_values.read(notes.loss_scale) if own is None else own.loss_scale,

@@ -11,10 +11,13 @@ thread. Reading takes 10 to 25 microseconds, so it is skipped if the result is k
 the steps so far had one loss each (``LossNotes``).
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from ..device import device_values
 from ..phases.marks import Notes
@@ -26,7 +29,10 @@ _DEPTH = 6
 _CONSTANTS = ("DivBackward0", "MulBackward0")
 _SUMS = ("SumBackward0", "SumBackward1")
 _SAME_VALUE = ("ToCopyBackward0", "SqueezeBackward0", "ViewBackward0", "CloneBackward0")
+_PythonFunction: Any = torch.autograd.function.BackwardCFunction
 _TOLERANCE = 1e-3
+_SAME = 1e-5
+"""Relative difference of a loss and the sum of the losses that it was added up from, in single precision."""
 ALONE_STEPS = 20
 """After this many steps with one loss each that is no multiple, the graph of a step's first loss is not read."""
 
@@ -46,6 +52,8 @@ class LossNote(NamedTuple):
     """The engine whose backward it was; None: a plain ``backward()``."""
     site: Any = None
     """Where the backward was called, and its place among the losses of that call; None: not looked up."""
+    is_opaque: bool = False
+    """Its graph does not show its computation: a leaf, or the result of an autograd function written in Python."""
 
 
 _new: Any = tuple.__new__
@@ -67,9 +75,10 @@ def note_loss(
     if original is not None:
         loss = original
     node = getattr(loss, "grad_fn", None)
+    is_opaque = node is None or isinstance(node, _PythonFunction)
     if read_graph:
-        return LossNote(device_values.fetch(loss), *_graph(node), owner, site)
-    return _new(LossNote, (device_values.fetch(loss), (type(node).__name__,), None, 0, owner, site))
+        return LossNote(device_values.fetch(loss), *_graph(node), owner, site, is_opaque)
+    return _new(LossNote, (device_values.fetch(loss), (type(node).__name__,), None, 0, owner, site, is_opaque))
 
 
 class LossNotes:
@@ -175,7 +184,7 @@ def _summed(node: Any, name: str) -> int:
 
 def step_loss(notes: Notes) -> float | None:
     """Return a step's loss; None if it had none that could be read. The device must have finished the step."""
-    reported, whole, found = _read_all(notes.reported), _read_all(notes.trainer_losses), read_losses(notes.losses)
+    reported, whole, found = _read_all(notes.reported), _read_all(notes.trainer_losses), read_losses(notes)
     if notes.reported_loss is not None:
         return notes.reported_loss
     if reported:
@@ -183,14 +192,45 @@ def step_loss(notes: Notes) -> float | None:
     return sum(whole) if whole else combine(found, notes)
 
 
-def read_losses(losses: Sequence[LossNote]) -> list[LossNote]:
-    """Return the losses with plain numbers: divisors as factors, 0 for an unknown factor. Call it once."""
+def read_losses(notes: Notes) -> list[LossNote]:
+    """Return the losses with plain numbers: divisors as factors, 0 for an unknown factor. Call it once.
+
+    The losses of a micro-batch's chunks are joined; its backwards count as one micro-step of ``notes``.
+    """
     found: list[LossNote] = []
-    for loss in losses:
+    for loss in notes.losses:
         value = device_values.read(loss.value)
         factors = None if loss.factors is None else tuple(map(_read_factor, loss.factors))
         if value is not None:
             found.append(loss._replace(value=value, factors=factors))
+    joined = _join_chunks(found)
+    notes.micro_steps -= len(found) - len(joined)
+    return joined
+
+
+def _join_chunks(losses: Sequence[LossNote]) -> list[LossNote]:
+    """Join losses of chunks with the one that follows, if that has their sum or mean as its value.
+
+    Chunks of a sequence go backward through the output head alone, and an autograd function passes their gradients on
+    to the rest of the model (torchtitan's chunked loss). Or a loss goes backward in parts to cached embeddings, and a
+    hook of the whole one computes the gradients of the model (sentence-transformers).
+    """
+    found: list[LossNote] = []
+    begin = 0
+    """The first loss in ``found`` since the last joined one."""
+    for loss in losses:
+        first = len(found)
+        while first > begin and found[first - 1].kind[:1] == found[-1].kind[:1]:
+            first -= 1
+        chunks, total = found[first:], sum(chunk.value for chunk in found[first:])
+        is_whole = loss.is_opaque and chunks and chunks[0].kind[:1] != loss.kind[:1]
+        if is_whole and any(math.isclose(total / count, loss.value, rel_tol=_SAME) for count in (1, len(chunks))):
+            elements = [chunk.elements for chunk in chunks]
+            whole = chunks[0]._replace(value=loss.value, elements=sum(elements) if all(elements) else 0)
+            found[first:] = [whole._replace(owner=loss.owner, site=loss.site)]
+            begin = len(found)
+        else:
+            found.append(loss)
     return found
 
 
