@@ -285,7 +285,7 @@ def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_s
     assert [(step.samples, step.tokens) for step in pipeline] == [(16, 256)] * 4
 
 
-def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_shards(collector):
+def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_shards_and_adds_up_losses(collector):
     collector.start(*start_ranks.command(2, SCRIPTS / "fsdp2_loop.py")).finish()
     assert collector.job.returncode == 0, collector.output()
     for rank in (0, 1):
@@ -295,6 +295,8 @@ def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_
         assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]
         norms = [step.grad_norm for step in collector.of(Step, rank)]
         assert norms == pytest.approx(printed(collector, "norms", rank), rel=1e-5)
+        losses = [step.loss for step in collector.of(Step, rank)]
+        assert losses == pytest.approx(printed(collector, "optimised", rank), rel=1e-5)
 
 
 def test_a_pipeline_s_parameters_are_those_of_all_its_stages(collector):

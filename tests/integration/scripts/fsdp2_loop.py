@@ -1,4 +1,7 @@
-"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper, gradients clipped."""
+"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper, gradients clipped.
+
+From the third step on, gradients of ranks are added up without a division.
+"""
 
 import json
 
@@ -33,14 +36,20 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
-    norms = []
-    for _ in range(4):
+    norms, told = [], []
+    for number in range(4):
+        if number == 2:
+            for module in (*model.layers, model):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         loss = model(torch.randn(4, 8, device=DEVICE)).pow(2).mean()
+        told.append(loss.item() * (1 if number < 2 else dist.get_world_size()))
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
     print("norms", json.dumps(norms), flush=True)
+    print("optimised", json.dumps(told), flush=True)
     dist.destroy_process_group()
 
 

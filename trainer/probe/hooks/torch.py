@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
+from ..guard import log_error
 from ..loop.training import Training
 from ..memory.history import watch_script
 from ..rank.model import describe_model, dtype_of, own_class, own_model
@@ -441,6 +442,35 @@ def _on_fsdp2(module: ModuleType) -> None:
         return fully_shard
 
     _replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
+    sharded = getattr(module, "FSDPModule", None)
+    if hasattr(sharded, "set_gradient_divide_factor"):
+        replace(sharded, "set_gradient_divide_factor", _setting_divisor)
+
+
+def _setting_divisor(original: Any) -> Callable[..., Any]:
+    """FSDP is to divide the sum of its ranks' gradients by another number than theirs."""
+
+    def set_gradient_divide_factor(self: Any, factor: float) -> None:
+        original(self, factor)
+        training = switched_on()
+        if training is not None:
+            try:
+                _note_divisor(training, self, factor)
+            except Exception as error:
+                log_error("the divisor of FSDP's gradients is not known", error)
+
+    return set_gradient_divide_factor
+
+
+def _note_divisor(training: Training, module: Any, factor: float) -> None:
+    """Note that the ranks' losses add up, if their gradients do. Experts are sharded over fewer ranks than the rest."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        mesh = getattr(group, "mesh_info", None)
+        ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+        if ranks > factor > 0:
+            training.state.added_ranks = max(training.state.added_ranks, ranks / factor)
+            training.state.normalised_over_ranks = True
 
 
 def _on_process_groups(module: ModuleType) -> None:

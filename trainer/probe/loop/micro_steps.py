@@ -307,6 +307,7 @@ class MicroSteps:
         loss = losses[0] if losses else None
         original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else None
         notes.sum_losses, notes.divisors = state.sum_losses or scaled, self._divisors
+        notes.added_ranks = state.added_ranks
         if self._batch_losses.current is not None:
             self._batch_losses.end(loss if original is None else original)
         if loss is not None:
@@ -392,6 +393,8 @@ class MicroSteps:
         start = perf_counter_ns()
         self._pass.fetched(id(self._last_iterator()))
         batch.note(tracker.notes, found, False, self._device.events is not None, fetched)
+        if self._state.normalised_over_ranks:
+            tracker.notes.labels = []
         tracker.cost_ns += perf_counter_ns() - start
         self._phases.enter("forward")
 

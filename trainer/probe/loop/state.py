@@ -5,6 +5,7 @@ class LoopState:
     """Flags of the training thread; hooks, micro-steps and updates read and write them."""
 
     __slots__ = (
+        "added_ranks",
         "closures",
         "engine_steps",
         "evaluations",
@@ -41,3 +42,5 @@ class LoopState:
         """The script is known to divide its micro-steps' losses itself."""
         self.normalised_over_ranks = False
         """The loss is divided by the label tokens of all ranks, so ranks count alike in its mean."""
+        self.added_ranks = 1.0
+        """Ranks whose gradients are added up without a division; their losses add up too. 1: it is their mean."""

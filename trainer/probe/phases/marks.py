@@ -50,6 +50,7 @@ class Notes:
 
     __slots__ = (
         "accumulation",
+        "added_ranks",
         "counts",
         "discarded",
         "divisors",
@@ -91,6 +92,8 @@ class Notes:
         """Results of a Trainer's ``training_step``; they add up to the step's loss."""
         self.accumulation = 0
         """Micro-steps that the engine, or a pipeline's schedule, divides losses by; 0: neither does."""
+        self.added_ranks = 1.0
+        """Ranks whose losses add up: a rank's loss is multiplied by it, so that their mean is the sum."""
         self.divisors: set[int] = set()
         """Numbers of micro-batches that the script has divided losses by; one set for all steps."""
         self.fetches: dict[int, int] = {}

@@ -202,7 +202,7 @@ def read_losses(notes: Notes) -> list[LossNote]:
         value = device_values.read(loss.value)
         factors = None if loss.factors is None else tuple(map(_read_factor, loss.factors))
         if value is not None:
-            found.append(loss._replace(value=value, factors=factors))
+            found.append(loss._replace(value=value * notes.added_ranks, factors=factors))
     joined = _join_chunks(found)
     notes.micro_steps -= len(found) - len(joined)
     return joined
