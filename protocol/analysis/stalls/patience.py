@@ -1,6 +1,7 @@
 """Time limits of each phase: the table used by the hub, the tests and the guide.
 
-A rank's limit, in seconds without progress, is ``max(row, LIMIT_FACTOR x usual longest of that phase on that rank)``.
+A rank's limit, in seconds without progress, is ``max(row, LIMIT_FACTOR x usual longest of that phase on that rank)``;
+a phase that only the first step had so far counts with ``FIRST_STEP_FACTOR``.
 The column depends on the activity of the rank's process tree, see ``Row``.
 """
 
@@ -10,6 +11,7 @@ __all__ = [
     "ACTION_FLOOR_S",
     "ALONE_ACTION_S",
     "EARLY_STEPS",
+    "FIRST_STEP_FACTOR",
     "LIMIT_FACTOR",
     "REGULAR_STEPS",
     "ROWS",
@@ -22,6 +24,8 @@ __all__ = [
 
 LIMIT_FACTOR = 5.0
 """Multiple of a phase's usual longest duration that exceeds its ordinary variation."""
+FIRST_STEP_FACTOR = 2.0
+"""The same for a duration of the first step, which may include compilation and warm-up."""
 EARLY_STEPS = 3
 """Steps whose durations include compilation, warm-up and the first touch of memory."""
 REGULAR_STEPS = 20

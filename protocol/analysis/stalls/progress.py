@@ -7,7 +7,10 @@ longer than ``limit``::
 
 - The usual longest is a decaying maximum: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``, and
   ``m = d`` for the first. A single outlier at most doubles it, so a resolved stall does not disable the rule, and a few
-  long durations in a row raise the limit. The first step does not count: it compiles and warms up.
+  long durations in a row raise the limit.
+- The first step does not count, because it compiles and warms up. Only until a later step has had a phase, twice its
+  duration in the first step counts: an optimizer that computes for minutes does so in the second step too. This does
+  not extend the short limit of a rank that sleeps.
 - The floors are the table of ``protocol.analysis.stalls.patience``: one column if the rank computes or its activity is
   unknown, a longer one while its process tree reads, writes, sends, receives or compiles (``working_limit``), and a
   short one if its training thread sleeps at one line and its process tree is idle (``asleep_limit``), which applies
@@ -25,7 +28,7 @@ also from heartbeats, as the time between the starts of two phases without a ste
 """
 
 from ...telemetry import Heartbeat, PhaseRecord, Step
-from .patience import EARLY_STEPS, LIMIT_FACTOR, Row, row_of
+from .patience import EARLY_STEPS, FIRST_STEP_FACTOR, LIMIT_FACTOR, Row, row_of
 
 SUSPECT_S = 1.5
 SUSPECT_LONG_S = 4.0
@@ -54,6 +57,7 @@ class RankProgress:
         "_unforgiven",
         "collective",
         "collectives",
+        "first_step",
         "group",
         "group_sequence",
         "has_stepped",
@@ -101,6 +105,9 @@ class RankProgress:
         self.per_step_collectives = -1
         """Collectives of the last finished step; -1 before one was seen."""
         self.usual_max: dict[str, float] = {}
+        """Usual longest duration of each phase in seconds, without the first step's."""
+        self.first_step: dict[str, float] = {}
+        """Duration of each phase in the first step that the hub received, in seconds."""
         self._last_beat = 0.0
         """When the latest heartbeat was sent, on the rank's clock."""
         self._stood = 0.0
@@ -118,8 +125,7 @@ class RankProgress:
         if step.step >= self.step:
             self.step = step.step + 1
         entered = 0
-        # Into the bin with what the first step teaches.
-        usual = self.usual_max if self.steps_seen > 1 else {}
+        usual = self.usual_max if self.steps_seen > 1 else self.first_step
         phase: PhaseRecord
         for phase in step.phases:
             entered += phase.collectives
@@ -189,13 +195,16 @@ class RankProgress:
     def _learned(self) -> float:
         return LIMIT_FACTOR * self.usual_max.get(self.phase, 0.0)
 
+    def _expected(self) -> float:
+        return self._learned() or FIRST_STEP_FACTOR * self.first_step.get(self.phase, 0.0)
+
     def limit(self) -> float:
         """Return the limit of this rank's current phase, in seconds without progress (see this module's docstring)."""
-        return max(self._row().computing_s, self._learned())
+        return max(self._row().computing_s, self._expected())
 
     def working_limit(self) -> float:
         """Return the limit for a rank whose process tree works, in seconds."""
-        return max(self._row().working_s, self._learned())
+        return max(self._row().working_s, self._expected())
 
     def asleep_limit(self) -> float:
         """Return the limit for a rank found asleep while others wait for it, in seconds."""

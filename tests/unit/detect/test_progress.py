@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 FLOOR_S = {row.phase: row.computing_s for row in ROWS}
+EARLY = next(row for row in ROWS if row.phase == "early")
 
 
 def learned(make_sim: Any, seconds: list[float], phase: str = "forward") -> RankProgress:
@@ -33,6 +34,15 @@ def test_long_phases_have_five_times_their_usual_longest(make_sim: Any):
 
 def test_the_first_step_teaches_nothing_for_long(make_sim: Any):
     assert learned(make_sim, [120.0] + [0.05] * 10).limit() == FLOOR_S["forward"]
+
+
+def test_a_phase_may_take_twice_as_long_as_in_the_first_step_until_a_later_one_has_it(make_sim: Any):
+    minutes = learned(make_sim, [100.0], "optimizer")
+    assert minutes.limit() == minutes.working_limit() == 200.0
+    assert minutes.asleep_limit() == learned(make_sim, [0.1], "optimizer").asleep_limit(), "a rank that waits"
+    assert learned(make_sim, [1.0], "optimizer").limit() == EARLY.computing_s
+    assert learned(make_sim, [100.0, 0.1], "optimizer").limit() == EARLY.computing_s
+    assert learned(make_sim, [100.0, 100.0], "optimizer").limit() == 500.0
 
 
 def test_one_long_step_at_most_doubles_what_is_usual(make_sim: Any):
