@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...code_owner import library_of
+from ...code_owner import is_probe, library_of
 
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 _BEGIN = "Traceback (most recent call last):"
@@ -114,11 +114,16 @@ def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
 
 
 def _read(body: list[str], rank: int | None) -> RaisedException | None:
-    """Parse the lines after a traceback's first one: frames are indented, the exception is not."""
+    """Parse the lines after a traceback's first one: frames are indented, the exception is not.
+
+    The probe's frames count only where no others are: native code that a wrapper calls has no frame of its own.
+    """
     place = own = ("", 0, "")
     for at, line in enumerate(body):
         frame = _FILE.match(line)
         if frame is not None:
+            if place[1] and is_probe(frame.group(1)):
+                continue
             place = frame.group(1), int(frame.group(2)), frame.group(3)
             if not library_of(place[0]):
                 own = place

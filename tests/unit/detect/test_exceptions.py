@@ -67,6 +67,26 @@ def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_call
     assert own.place == "/home/me/datasets/train.py:31 in main", "raised there itself"
 
 
+def test_native_code_that_a_wrapper_of_the_probe_called_was_called_by_the_code_around_the_wrapper() -> None:
+    packages = "/venv/lib/python3.12/site-packages"
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/home/me/train.py", line 10, in <module>',
+        f'[rank0]:   File "{packages}/torch/distributed/distributed_c10d.py", line 9, in all_reduce',
+        f'[rank0]:   File "{packages}/ftmon/trainer/probe/hooks/collectives.py", line 89, in call',
+        "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
+    ]
+    found = last_exception(lines)
+    assert found is not None
+    assert found.place.endswith("/distributed_c10d.py:9 in all_reduce, called from /home/me/train.py:10 in <module>")
+    direct = last_exception([*lines[:2], *lines[3:]])
+    assert direct is not None
+    assert direct.place == "/home/me/train.py:10 in <module>"
+    alone = last_exception([lines[0], *lines[3:]])
+    assert alone is not None
+    assert alone.place.endswith("collectives.py:89 in call"), "an error of the probe's own"
+
+
 @pytest.mark.parametrize(
     ("lines", "words", "message"),
     [
