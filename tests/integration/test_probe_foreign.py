@@ -173,7 +173,7 @@ def test_a_check_of_gradients_before_there_is_an_optimizer_is_no_step(collector)
     assert host_us(steps[0], "init") > host_us(steps[0], "backward")
 
 
-def test_a_batch_fetched_before_the_update_begins_no_forward_and_a_distributed_checkpoint_is_one(collector):
+def test_a_batch_fetched_early_begins_no_forward_and_a_checkpoint_is_what_is_saved_not_what_is_pickled(collector):
     steps, told = edges(collector, "ahead_and_saved", *start_ranks.command(1))
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert all(host_us(step, "idle") > max(30_000, host_us(step, "forward")) for step in steps[1:6])

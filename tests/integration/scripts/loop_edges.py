@@ -1,6 +1,7 @@
 """Small loops of kinds that public scripts use; each prints what it optimised, step by step. Argument: the mode."""
 
 import json
+import pickle
 import sys
 import tempfile
 import threading
@@ -390,7 +391,8 @@ def checked(told):
 
 
 def ahead_and_saved(told):
-    """The next batch is asked for before the update; then a distributed checkpoint is written in the background."""
+    """The next batch is asked for before the update, and a tensor pickled; then a distributed checkpoint is written in
+    the background."""
     import torch.distributed.checkpoint as checkpoint
 
     model = model_of()
@@ -402,6 +404,7 @@ def ahead_and_saved(told):
         loss.backward()
         batch = next(batches, None)
         time.sleep(PAUSE / 10)
+        pickle.dumps(torch.ones(100_000))
         optimizer.step()
         optimizer.zero_grad()
         told.append(loss.item())

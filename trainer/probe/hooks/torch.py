@@ -51,7 +51,7 @@ def install(become_rank: Callable[[], None]) -> None:
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", partial(_backward, become_rank))
     replace(torch.autograd, "grad", partial(_taking_gradients, become_rank))
-    replace(torch, "save", scoped("checkpoint"))
+    replace(torch, "save", _saving)
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
     replace(torch.nn.Module, "zero_grad", _zeroing)
@@ -94,6 +94,17 @@ def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
         return call
 
     return make
+
+
+def _saving(original: Any) -> Callable[..., Any]:
+    """Pickling a tensor saves its storage in memory, as for ``broadcast_object_list``: no checkpoint."""
+    checkpoint = scoped("checkpoint")(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        pickled = sys._getframe(1).f_globals.get("__name__") == "torch.storage"
+        return (original if pickled else checkpoint)(*args, **kwargs)
+
+    return save
 
 
 def _fetching(original: Any) -> Callable[..., Any]:
