@@ -225,6 +225,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     batch_shape: list[Whole] = []
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
     samples: Whole = 0
+    """Samples of all micro-batches. Of batches that several ranks train on, this rank's part: an equal one with tensor
+    parallelism; with pipeline parallelism the first stage has all. So too ``tokens``, ``padded_tokens``, ``flops``."""
     tokens: Whole = 0
     """Tokens of all micro-batches, without padding where a mask is known."""
     padded_tokens: Whole = 0

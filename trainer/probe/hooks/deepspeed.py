@@ -13,6 +13,7 @@ from ..active import mine, switched_on
 from ..loop.training import Training
 from ..phases.forwards import updates_parameters
 from ..phases.tracker import DRIVEN
+from ..rank.batch_share import of_engine
 from ..rank.hello import plain
 from ..rank.model import dtype_name
 from ..replace import replace
@@ -61,6 +62,7 @@ def attach(engine: Any) -> None:
         training.updates.made_updater(engine, list(_optimizers_of(engine)))
         trained.engine = weakref.ref(engine)
         trained.partitions = _partitions(engine, facts["zero_stage"], training.rank.world_size)
+        trained.tensor_parallel = of_engine(engine)
         register_model(training, engine.module)
         training.phases.check_device()
         training.outbox.send_hello()

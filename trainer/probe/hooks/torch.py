@@ -400,8 +400,8 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
 def register_model(training: Training, model: Any) -> None:
     """Register the trained model: its name and size for the hello, the model itself for its memory."""
     introduction, trained = training.introduction, training.trained
-    introduction.facts.update(describe_model(model))
-    introduction.facts["flops"] = model_flops(model)
+    introduction.facts.update(describe_model(model, trained.tensor_parallel.ranks))
+    introduction.facts["flops"] = model_flops(model, trained.tensor_parallel.ranks)
     introduction.parameter_dtype = dtype_of(model)
     trained.model = weakref.ref(getattr(model, "module", model))
     trained.shifts_labels = own_class(own_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))

@@ -29,6 +29,7 @@ from ..phases.outbox import Outbox
 from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
 from ..phases.tracker import Tracker
+from ..rank.batch_share import COUNTED_ELSEWHERE
 from ..rank.context import RankContext
 from ..rank.hello import Introduction
 from ..rank.trained import Trained
@@ -89,6 +90,7 @@ class Publisher(threading.Thread):
         """Messages that found the queue full."""
         self._rank = rank
         self._introduction = introduction
+        self._trained = trained
         self._tracker = tracker
         self._outbox = outbox
         self._steps = outbox.pending
@@ -280,7 +282,9 @@ class Publisher(threading.Thread):
     def _send_step(self, raw: StepRaw) -> None:
         rank, device = self._rank.rank, self._rank.device
         dropped = self.dropped + self._outbox.overflowed
-        step = step_message(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
+        facts = self._introduction.facts
+        share = COUNTED_ELSEWHERE if facts.get("pipeline_stage") else self._trained.tensor_parallel
+        step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share)
         self.send(step)
         self._last_sent = time.time()
         self._captures.note_sent(raw.number)

@@ -10,6 +10,7 @@ from ..device.events import elapsed_us
 from ..device.reading import Reading
 from ..phases.marks import Mark, Notes, StepRaw
 from ..phases.readings import first_of_step, lend_events, readings
+from ..rank.batch_share import WHOLE, BatchShare
 from ..values import batch, losses
 from . import parts
 
@@ -103,7 +104,12 @@ class _Phase:
 
 
 def step_message(
-    raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int, flops: ModelFlops | None = None
+    raw: StepRaw,
+    rank: int,
+    read: Callable[[Any], Reading],
+    dropped: int,
+    flops: ModelFlops | None = None,
+    share: BatchShare = WHOLE,
 ) -> Step:
     """Make a step's message. Its device events must have passed.
 
@@ -116,11 +122,13 @@ def step_message(
         read: the memory back end's ``read``.
         dropped: messages this probe has dropped so far.
         flops: of the model; None where they are not known.
+        share: this rank's part of the batches; what the loop counts itself (``notes.counts``) is the rank's own.
     """
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
     updates, own = parts.read_parts(notes) if notes.parts else ([], None)
     loss = losses.step_loss(notes) if own is None else own.loss
+    share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
     else:
@@ -140,9 +148,9 @@ def step_message(
         loss_scale=device_values.read(notes.loss_scale) if own is None else own.loss_scale,
         overflow=notes.overflow,
         batch_shape=notes.shape,
-        samples=_samples(notes),
-        tokens=tokens,
-        padded_tokens=notes.padded_tokens,
+        samples=share.of(_samples(notes)),
+        tokens=share.of(tokens),
+        padded_tokens=share.of(notes.padded_tokens),
         label_tokens=labels,
         retries=last.retries,
         ooms=last.ooms,
@@ -150,7 +158,7 @@ def step_message(
         dropped=dropped,
         updates=updates,
         cpu_us=raw.cpu_ns // 1000,
-        flops=_flops(notes, tokens, flops),
+        flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
     )
 
@@ -161,16 +169,16 @@ def _samples(notes: Notes) -> int:
     return sum(counted) if counted and len(counted) == len(notes.counts) else notes.samples
 
 
-def _flops(notes: Notes, tokens: int, flops: ModelFlops | None) -> float:
+def _flops(notes: Notes, tokens: int, flops: ModelFlops | None, share: BatchShare) -> float:
     """Return the FLOPs of the model for a step; 0 where they are not known, as for several models."""
     if notes.flops is not None:
         return notes.flops
-    if flops is None or notes.parts or not tokens:
+    if flops is None or notes.parts or not tokens or not share.ranks:
         return 0.0
     if notes.counts and all(count.pairs for count in notes.counts):
         return flops.of(tokens, sum(count.pairs for count in notes.counts), max(each.longest for each in notes.counts))
     rows = notes.samples
-    return flops.of(tokens, causal_pairs_of_rows(tokens, rows), tokens // rows if rows else 0)
+    return flops.of(tokens, causal_pairs_of_rows(tokens, rows), tokens // rows if rows else 0) / share.ranks
 
 
 def closing_message(raw: StepRaw, rank: int, read: Callable[[Any], Reading]) -> Closing | None:

@@ -15,6 +15,7 @@ from ..phases.marks import Notes
 from ..phases.rounds import LIBRARIES, call_site
 from ..phases.tracker import Tracker
 from ..phases.updaters import Updaters
+from ..rank.batch_share import of_optimizer
 from ..rank.trained import Trained
 from .phases import Phases
 from .state import LoopState
@@ -101,6 +102,7 @@ class Updates:
         self._depth = state.closures = 0
         if self._trained.primary() is None:
             self._trained.primary = weakref.ref(optimizer)  # a strong reference would keep its states alive
+            self._trained.tensor_parallel = of_optimizer(optimizer)
         groups = optimizer.param_groups
         self._begin(groups[0].get("lr") if groups else None, optimizer)
         self.updater = optimizer

@@ -8,12 +8,16 @@ _MOST_WRAPPERS = 8
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "AveragedModel")
 
 
-def describe_model(module: Any) -> dict[str, Any]:
+def describe_model(module: Any, tensor_parallel: int = 1) -> dict[str, Any]:
     """Return a model's name and its parameter counts (partitioned and sharded parameters at their full size).
 
     The name is that of the model's checkpoint if it has one, else the class of the model inside its wrappers.
+
+    Args:
+        module: the model.
+        tensor_parallel: number of ranks over which its tensor-parallel parameters are split.
     """
-    sizes = list(parameter_sizes(module))
+    sizes = list(parameter_sizes(module, tensor_parallel))
     own = own_model(module)
     config = getattr(own, "config", None)
     name = str(getattr(config, "_name_or_path", "") or "") or own_class(own).__name__
@@ -82,7 +86,13 @@ def own_class(module: Any) -> type:
     return kind
 
 
-def parameter_sizes(module: Any) -> Iterator[tuple[int, bool]]:
+def full_size(parameter: Any, tensor_parallel: int = 1) -> int:
+    """Return a parameter's number of elements in all its shards: of ZeRO-3, and of tensor parallelism over ranks."""
+    size = int(getattr(parameter, "ds_numel", parameter.numel()))
+    return size * tensor_parallel if getattr(parameter, "tensor_model_parallel", False) else size
+
+
+def parameter_sizes(module: Any, tensor_parallel: int = 1) -> Iterator[tuple[int, bool]]:
     """Return each parameter's full number of elements, and whether it is trained."""
     # FSDP1 keeps flat shards: their handles have the full size.
     flat: dict[int, Any] = {}
@@ -104,4 +114,4 @@ def parameter_sizes(module: Any) -> Iterator[tuple[int, bool]]:
             yield int(parameter._unpadded_unsharded_size.numel()), bool(parameter.requires_grad)
     for parameter in module.parameters():
         if id(parameter) not in inside:
-            yield int(getattr(parameter, "ds_numel", parameter.numel())), bool(parameter.requires_grad)
+            yield full_size(parameter, tensor_parallel), bool(parameter.requires_grad)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from .batch_share import WHOLE
+
 
 def _nothing() -> None:
     return None
@@ -11,7 +13,7 @@ def _nothing() -> None:
 class Trained:
     """Objects that this rank trains. Hooks set them on the training thread; any thread may read them."""
 
-    __slots__ = ("engine", "model", "partitions", "primary", "shifts_labels")
+    __slots__ = ("engine", "model", "partitions", "primary", "shifts_labels", "tensor_parallel")
 
     def __init__(self) -> None:
         self.engine: Callable[[], Any] = _nothing
@@ -22,5 +24,7 @@ class Trained:
         """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
         self.partitions = 1
         """Number of ranks over which ZeRO partitions the optimizer's state."""
+        self.tensor_parallel = WHOLE
+        """This rank's part of the batches that the ranks of its tensor-parallel group train on together."""
         self.shifts_labels = False
         """The model predicts the next token from labels that are passed unshifted."""

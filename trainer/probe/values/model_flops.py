@@ -8,7 +8,7 @@ import torch
 
 from ....protocol.throughput import ModelFlops
 from .. import guard
-from ..rank.model import own_class, own_model, parameter_sizes
+from ..rank.model import full_size, own_class, own_model, parameter_sizes
 
 _EXPERTS = re.compile(r"(^|\.)experts\.")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -16,16 +16,21 @@ _FULL = "full_attention"
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
-def model_flops(module: Any) -> ModelFlops | None:
-    """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations."""
+def model_flops(module: Any, tensor_parallel: int = 1) -> ModelFlops | None:
+    """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations.
+
+    Args:
+        module: the model.
+        tensor_parallel: number of ranks over which its tensor-parallel parameters are split.
+    """
     try:
-        return _model_flops(module)
+        return _model_flops(module, tensor_parallel)
     except Exception as error:  # a model's class and configuration may be anything
         guard.log_error("the FLOPs of the model are not known", error)
         return None
 
 
-def _model_flops(module: Any) -> ModelFlops | None:
+def _model_flops(module: Any, tensor_parallel: int) -> ModelFlops | None:
     model = own_model(module)
     config: Any = getattr(model, "config", None)
     if config is None or not own_class(model).__name__.endswith(_CAUSAL) or hasattr(config, "vision_config"):
@@ -33,7 +38,7 @@ def _model_flops(module: Any) -> ModelFlops | None:
     active = _active_experts(config)
     token = 0.0
     trained_below = False
-    for size, trainable, is_expert in _matrices(model, config):
+    for size, trainable, is_expert in _matrices(model, config, tensor_parallel):
         if is_expert and active is None:
             return None
         weight = 6 if trainable else 4 if trained_below else 2
@@ -43,7 +48,7 @@ def _model_flops(module: Any) -> ModelFlops | None:
     return None if attention is None or token <= 0 else ModelFlops(token, *attention)
 
 
-def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
+def _matrices(model: Any, config: Any, tensor_parallel: int) -> Iterator[tuple[int, bool, bool]]:
     """Return each parameter's size, whether it is trained, and whether it is an expert's; without embeddings."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = id(getattr(output, "weight", None))
@@ -57,22 +62,22 @@ def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
     ):
         # FSDP1 keeps flat shards: the size of the embedding is only in the configuration.
         skipped = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
-        for size, trainable in parameter_sizes(model):
+        for size, trainable in parameter_sizes(model, tensor_parallel):
             left = max(0, size - skipped)
             skipped -= size - left
             yield left, trainable, False
         return
     for name, parameter in model.named_parameters():
         if id(parameter) not in embeddings:
-            yield _size(parameter), bool(parameter.requires_grad), bool(_EXPERTS.search(name))
+            yield _size(parameter, tensor_parallel), bool(parameter.requires_grad), bool(_EXPERTS.search(name))
 
 
-def _size(parameter: Any) -> int:
-    """Return a parameter's number of elements: all shards under ZeRO-3, two per byte in 4-bit storage."""
+def _size(parameter: Any, tensor_parallel: int) -> int:
+    """Return a parameter's number of elements: of all shards, two per byte in 4-bit storage."""
     quantised = getattr(getattr(parameter, "quant_state", None), "shape", None)
     if quantised is not None:
         return int(torch.Size(quantised).numel())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return full_size(parameter, tensor_parallel)
 
 
 def _active_experts(config: Any) -> float | None:
