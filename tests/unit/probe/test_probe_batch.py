@@ -1,3 +1,4 @@
+import pytest
 import torch
 from ftmon.trainer.probe.device import device_values
 from ftmon.trainer.probe.phases.marks import Notes
@@ -72,3 +73,70 @@ def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
     batch.note(notes, {"input_ids": ids, "attention_mask": mask}, is_forward=False, later=True)
     assert not isinstance(notes.tokens[0], int)
     assert tokens(notes) == 14
+
+
+class Graphs:
+    """As torch_geometric's ``Batch``: its tensors are in a store of its own."""
+
+    num_graphs = 16
+
+
+class Broken:
+    @property
+    def num_graphs(self):
+        raise ValueError("not a batch")
+
+
+class Fields:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+X, Y = torch.zeros(4, 8), torch.zeros(4)
+PICTURES = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 25)]
+TARGETS = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
+IDS = torch.zeros(2, 6, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("found", "samples", "shape"),
+    [
+        (({"encoder": X}, (Y, None)), 4, [4, 8]),
+        ({"input": {"video": [X, X]}, "target": {"label": Y}}, 4, [4, 8]),
+        (({"x": X}, {"y": Y}), 4, [4, 8]),
+        ((PICTURES, TARGETS), 2, [3, 20, 30]),
+        ({"images": tuple(PICTURES), "targets": tuple(TARGETS)}, 2, [3, 20, 30]),
+        (Fields(name="a", x=X, y=Y), 4, [4, 8]),
+        (Fields(input_ids=IDS, attention_mask=torch.ones_like(IDS)), 2, [2, 6]),
+        ((["names"], Fields(x=X)), 4, [4, 8]),
+        (Graphs(), 16, []),
+        (Broken(), 0, []),
+        # These may be lists of samples, or of the parts of a batch.
+        ([{"image": each} for each in PICTURES], 0, []),
+        ([(each, 1) for each in PICTURES], 0, []),
+        ([Graphs(), Graphs()], 0, []),
+    ],
+)
+def test_the_samples_of_nested_batches_and_of_objects_are_counted(found, samples, shape):
+    for notes, is_forward in ((Notes(), False), (Notes(), True)):
+        batch.note(notes, ((found,), {}) if is_forward else found, is_forward)
+        assert (notes.samples, notes.shape) == (samples, shape)
+
+
+def test_nested_ids_are_tokens_without_their_pads():
+    notes = Notes()
+    mask = torch.ones_like(IDS)
+    mask[0, 4:] = 0
+    batch.note(notes, ({"input_ids": IDS, "attention_mask": mask}, ["names"]), is_forward=False)
+    assert (tokens(notes), notes.padded_tokens) == (10, 12)
+
+
+def test_a_forward_with_lists_of_pictures_and_targets_has_a_sample_for_each():
+    assert noted(PICTURES, TARGETS).samples == 2
+
+
+def test_a_forward_of_graphs_has_the_samples_that_the_fetched_batch_states():
+    notes = Notes()
+    nodes = (torch.zeros(192, 5), torch.zeros(2, 700, dtype=torch.long))
+    batch.note(notes, (nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
+    assert (notes.samples, notes.shape) == (16, [192, 5])

@@ -1,7 +1,7 @@
 """Reads a batch: its shape, samples, and tokens with and without padding."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy
@@ -14,7 +14,8 @@ _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _SEQUENCES = (list, tuple)
 _NO_MAPPINGS = (torch.Tensor, list, tuple)
-_NOTHING: tuple[Any, Any, bool] = (None, None, False)
+_DEEPEST = 2
+"""Levels of lists, tuples and mappings inside a batch that are searched for a tensor."""
 
 
 _IGNORED = -100
@@ -26,15 +27,33 @@ class OnHost(NamedTuple):
 
     mask: Any
     labels: Any
+    rows: int | None = None
+    """Samples, if the batch states their number."""
+
+
+class _Found(NamedTuple):
+    """What is read of a batch."""
+
+    ids: Any = None
+    """Its input ids, or its first tensor."""
+    mask: Any = None
+    is_tokens: bool = False
+    rows: int | None = None
+    """Samples; None: as many as ``ids`` has rows."""
+
+    @property
+    def is_batch(self) -> bool:
+        return self.ids is not None or self.rows is not None
 
 
 def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
-    _, mask, _ = _find(found)
+    _, mask, _, rows = _find(found)
     labels = _labels(found, False)
     return OnHost(
         mask if mask is not None and not mask.is_cuda else None,
         labels if labels is not None and not labels.is_cuda else None,
+        rows,
     )
 
 
@@ -54,18 +73,19 @@ def note(
         is_forward: whether ``found`` is a forward's.
         later: defer the counting of a mask to the publisher.
         fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
-            is the forward's before it went to the device, and need not be fetched from there.
+            is the forward's before it went to the device, and need not be fetched from there. A number of samples that
+            it states holds for the forward, whose rows may be others (nodes of graphs).
         shifted: the model receives unshifted labels and ignores the first label of each sequence, as causal models do.
     """
-    ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
-    if ids is None:
-        return
-    shape = list(ids.shape)
+    ids, mask, is_tokens, rows = _find_in_call(*found) if is_forward else _find(found)
+    if fetched is not None and fetched.rows is not None:
+        rows = fetched.rows
+    shape = [] if ids is None else list(ids.shape)
+    notes.samples += rows if rows is not None else shape[0] if shape else 0
     if not shape:
         return
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
         notes.shape = shape
-    notes.samples += shape[0]
     labels = _labels(found, is_forward)
     if labels is not None and labels.is_cuda:
         before = fetched.labels if fetched is not None else None
@@ -104,37 +124,72 @@ def _labels(found: Any, is_forward: bool) -> Any:
     return None
 
 
-def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-    found = _find(kwargs) if kwargs else _NOTHING
+def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Found:
+    found = _find(kwargs) if kwargs else _Found()
     for argument in args:
-        if found[0] is not None:
+        if found.is_batch:
             break
-        found = _find(argument)
-    if found[1] is None and found[2]:
+        found = _find_in(argument, args, _DEEPEST)
+    if found.mask is None and found.is_tokens:
         mask = kwargs.get("attention_mask")
-        return (found[0], mask if _is_tensor(mask) else None, True)
+        return found._replace(mask=mask if _is_tensor(mask) else None)
     return found
 
 
-def _find(value: Any) -> tuple[Any, Any, bool]:
-    """Return (ids or first tensor, mask or None, whether the tensor holds tokens)."""
+def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
+    """Return what is read of a batch: of its ids, of its first tensor, or of what it holds down to that depth."""
     if isinstance(value, torch.Tensor):
-        return value, None, _are_ids(value)
+        return _Found(value, None, _are_ids(value))
+    rows = None
     if isinstance(value, _SEQUENCES):
         items: Any = value
-    elif _is_mapping(value):
+    else:
+        if not _is_mapping(value):
+            rows, deepest = _graphs(value), 0
+            value = getattr(value, "__dict__", {})
         for key in _IDS:
             ids: Any = value.get(key)
             if _is_tensor(ids):
                 mask = value.get("attention_mask")
-                return ids, mask if _is_tensor(mask) else None, key in _OF_TOKENS
+                return _Found(ids, mask if _is_tensor(mask) else None, key in _OF_TOKENS, rows)
         items = value.values()
-    else:
-        return _NOTHING
     for item in items:
         if _is_tensor(item):
-            return item, None, _are_ids(item)
-    return _NOTHING
+            return _Found(item, None, _are_ids(item), rows)
+    if deepest and not (isinstance(value, _SEQUENCES) and _are_samples(value)):
+        for item in items:
+            found = _find_in(item, items, deepest - 1)
+            if found.is_batch:
+                return found
+    return _Found(rows=rows)
+
+
+def _find_in(part: Any, parts: Iterable[Any], deepest: int) -> _Found:
+    """Return what is read of one part of a batch: a list of pictures has one for each mapping in a list of targets."""
+    found = _find(part, deepest)
+    if isinstance(part, _SEQUENCES) and len(part) > 0 and _is_tensor(part[0]):
+        for other in parts:
+            if isinstance(other, _SEQUENCES) and len(other) == len(part) and all(map(_is_mapping, other)):
+                return found._replace(rows=len(part))
+    return found
+
+
+def _are_samples(items: Sequence[Any]) -> bool:
+    """Return whether the items of a list may be samples, rather than the parts of a batch: all are of one kind."""
+    kinds = [
+        tuple(item) if _is_mapping(item) else type(item[0]) if isinstance(item, _SEQUENCES) and item else type(item)
+        for item in items
+    ]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _graphs(value: Any) -> int | None:
+    """Return the number of graphs that an object states, as batches of torch_geometric do; None if it states none."""
+    try:
+        graphs = value.num_graphs if hasattr(type(value), "num_graphs") else None
+    except Exception:  # another library's property
+        return None
+    return graphs if isinstance(graphs, int) else None
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
