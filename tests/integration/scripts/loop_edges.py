@@ -528,7 +528,7 @@ def under_ddp(told):
             continue
         losses = []
         for place, each in enumerate(batches):
-            found = torch.cat([*features[:place], model(each), *features[place + 1 :]]).exp().log().exp().log()
+            found = torch.cat([*features[:place], model(each), *features[place + 1 :]])
             loss = (found - found.detach()).pow(2).mean() + 3
             loss.backward()
             losses.append(loss.item())

@@ -71,8 +71,9 @@ class EvalMode:
         self._is_on = False
         if ends:
             self._forwards.settle(training=False)
-            if self._notes is self._tracker.notes:
-                self._notes.restore_batches(self._before)
+            notes = self._tracker.notes
+            if notes is self._notes:
+                notes.restore_batches(self._before)
             self._phases.interrupt("idle" if generates else self._back_to)
         return ends
 

@@ -292,9 +292,12 @@ def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes, sites: Sequenc
     fetched = max(notes.fetches.values(), default=0)
     if fetched:
         alike = min(alike, fetched)
+    lines = Counter(sites) if sites and None not in sites else Counter()
+    if len(lines) == 1 and fetched == len(kinds):
+        return fetched  # one loss of each, whose first operations may differ (the place of cached features)
     # Lines that are each passed equally often: several losses of each micro-batch. One line for all but the last
     # micro-batch, and another for that one, is how DDP's ``no_sync`` is used.
-    times = set(Counter(sites).values()) if sites and None not in sites else set()
+    times = set(lines.values())
     return min(alike, *times) if len(times) == 1 else alike
 
 
