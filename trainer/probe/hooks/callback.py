@@ -11,7 +11,7 @@ from typing import Any
 
 from ..active import switched_on
 from ..api import current
-from .torch import register_model
+from .trained_model import register_model
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from ..rank.batch_share import of_engine
 from ..rank.hello import plain
 from ..rank.model import dtype_name
 from ..replace import replace
-from .torch import register_model, scaling, scoped
+from .torch import scaling, scoped
+from .trained_model import register_model
 
 _installed = False
 

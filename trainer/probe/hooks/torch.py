@@ -1,4 +1,4 @@
-"""Hooks into plain PyTorch: dataloaders, backward, optimizers, checkpoints, DDP and FSDP forwards.
+"""Hooks into plain PyTorch: dataloaders, backward, optimizers, loss scalers, clipping, checkpoints.
 
 Each replaces a public function or method with one that reports to the probe and calls the original; without a probe, or
 on another thread, it only calls the original.
@@ -6,7 +6,6 @@ on another thread, it only calls the original.
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, ModuleType
@@ -17,13 +16,9 @@ from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
-from ..guard import log_error
 from ..loop.training import Training
 from ..memory.history import watch_script
-from ..rank.model import describe_model, dtype_of, own_class, own_model
-from ..replace import is_replaced, replace
-from ..values import replicas
-from ..values.model_flops import model_flops
+from ..replace import replace, replace_in_package
 from . import eval_mode, reducer
 from .imports import after_import
 
@@ -59,20 +54,12 @@ def install(become_rank: Callable[[], None]) -> None:
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-        replace(owner, "clip_grad_norm_", _clipping)
+        replace(owner, "clip_grad_norm_", clipping)
         if hasattr(owner, "clip_grads_with_norm_"):
             replace(owner, "clip_grads_with_norm_", _clipping_with)
     replace(torch.amp.GradScaler, "__init__", _making_scaler)
     replace(torch.amp.GradScaler, "scale", scaling)
     replace(torch.amp.GradScaler, "step", _scaled_step)
-    replace(torch.nn.parallel.DistributedDataParallel, "__init__", _making_parallel)
-    replace(torch.nn.parallel.DistributedDataParallel, "forward", _parallel_forward("ddp"))
-    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
-    after_import("torch.distributed.fsdp", _on_fsdp2)
-    after_import("torch.distributed._composable.fsdp", _on_fsdp2)
-    after_import("torch.distributed.pipelining.stage", _on_pipeline)
-    after_import("torch.distributed.pipelining.schedules", _on_schedules)
-    after_import("torch.distributed.distributed_c10d", _on_process_groups)
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
@@ -305,7 +292,9 @@ def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         training.updates.end_update(optimizer)
 
 
-def _clipping(original: Any) -> Callable[..., Any]:
+def clipping(original: Any) -> Callable[..., Any]:
+    """Make a wrapper of a function that clips gradients and returns their norm."""
+
     def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
         training = mine()
@@ -351,14 +340,6 @@ def _making_scaler(original: Any) -> Callable[..., Any]:
     return __init__
 
 
-def _making_parallel(original: Any) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        replicas.note_parallel(self)
-
-    return __init__
-
-
 def _scaled_step(original: Any) -> Callable[..., Any]:
     """A loss scaler that finds infinite gradients leaves the optimizer alone: a step all the same, and skipped."""
 
@@ -373,195 +354,7 @@ def _scaled_step(original: Any) -> Callable[..., Any]:
     return step
 
 
-def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
-    """Make a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost one counts."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            training = mine()
-            if training is None or training.state.in_forward or training.state.in_backward:
-                return original(self, *args, **kwargs)
-            training.manual_updates.go_on()
-            _begin_forward(training, framework, self, args, kwargs)
-            training.state.in_forward = True
-            try:
-                return original(self, *args, **kwargs)
-            except BaseException:
-                training.micro_steps.failed_forward()
-                raise
-            finally:
-                training.state.in_forward = False
-
-        return forward
-
-    return make
-
-
-def register_model(training: Training, model: Any) -> None:
-    """Register the trained model: its name and size for the hello, the model itself for its memory."""
-    introduction, trained = training.introduction, training.trained
-    introduction.facts.update(describe_model(model, trained.tensor_parallel.ranks))
-    introduction.facts["flops"] = model_flops(model, trained.tensor_parallel.ranks)
-    introduction.parameter_dtype = dtype_of(model)
-    trained.model = weakref.ref(getattr(model, "module", model))
-    trained.shifts_labels = own_class(own_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def _begin_forward(training: Training, framework: str, module: Any, args: Any, kwargs: Any) -> None:
-    state, micro_steps = training.state, training.micro_steps
-    try:
-        trained = training.forwards.is_trained(module)
-        if trained and not state.forward_by:
-            micro_steps.expect_forward("parallel")
-            report_framework(framework, module)
-        # A Trainer or an engine reports itself where the forward of its model begins.
-        if state.forward_by == "parallel" or (state.forward_by and not trained):
-            micro_steps.forwarding(module, args, kwargs)
-    except Exception as error:
-        training.guard.disable(error)
-
-
-def report_framework(framework: str, model: Any = None) -> None:
-    """Report the framework in the rank's hello, unless a more specific one is known already."""
-    training = switched_on()
-    if training is None or training.introduction.facts["framework"] not in ("pytorch", framework):
-        return
-    try:
-        training.introduction.facts["framework"] = framework
-        if model is not None:
-            register_model(training, model)
-        training.outbox.send_hello()
-    except Exception as error:
-        training.guard.disable(error)
-
-
-def _on_fsdp(module: ModuleType) -> None:
-    fsdp: Any = module
-    replace(fsdp.FullyShardedDataParallel, "forward", _parallel_forward("fsdp"))
-    replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", _clipping)
-
-
-def _on_fsdp2(module: ModuleType) -> None:
-    """Hook ``fully_shard``. The package and the module that defines it have moved between versions of PyTorch."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def fully_shard(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            _note_sharded(found)
-            return found
-
-        return fully_shard
-
-    _replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
-    sharded = getattr(module, "FSDPModule", None)
-    if hasattr(sharded, "set_gradient_divide_factor"):
-        replace(sharded, "set_gradient_divide_factor", _setting_divisor)
-
-
-def _setting_divisor(original: Any) -> Callable[..., Any]:
-    """FSDP is to divide the sum of its ranks' gradients by another number than theirs."""
-
-    def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        original(self, factor)
-        training = switched_on()
-        if training is not None:
-            try:
-                _note_divisor(training, self, factor)
-            except Exception as error:
-                log_error("the divisor of FSDP's gradients is not known", error)
-
-    return set_gradient_divide_factor
-
-
-def _note_divisor(training: Training, module: Any, factor: float) -> None:
-    """Note that the ranks' losses add up, if their gradients do. Experts are sharded over fewer ranks than the rest."""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        mesh = getattr(group, "mesh_info", None)
-        ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
-        if ranks > factor > 0:
-            training.state.added_ranks = max(training.state.added_ranks, ranks / factor)
-            training.state.normalised_over_ranks = True
-
-
-def _on_process_groups(module: ModuleType) -> None:
-    """Note the backend before it is destroyed: the rank's hello may be sent later."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            training = switched_on()
-            if training is not None:
-                training.introduction.note_backend()
-            return original(*args, **kwargs)
-
-        return destroy_process_group
-
-    _replace_in_package(module, "destroy_process_group", make, ("torch.distributed",))
-
-
-def _on_pipeline(module: ModuleType) -> None:
-    """Hook the stages of PyTorch's pipelines: a rank may have several."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(self, *args, **kwargs)
-            training = switched_on()
-            if training is not None:
-                facts = training.introduction.facts
-                facts["pipeline_stage"] = min(self.stage_index, facts.get("pipeline_stage", self.stage_index))
-
-        return __init__
-
-    stage: Any = module
-    replace(stage._PipelineStageBase, "__init__", make)
-
-
-def _on_schedules(module: ModuleType) -> None:
-    """Hook the schedules of PyTorch's pipelines: unless told not to, they divide gradients by the micro-batches."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            training = mine()
-            if training is not None:
-                divisor = getattr(self, "_n_microbatches", 0) if getattr(self, "scale_grads", True) else 1
-                training.tracker.notes.accumulation = divisor
-            return original(self, *args, **kwargs)
-
-        return step
-
-    schedules: Any = module
-    for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        replace(each, "step", make)
-
-
 def _on_checkpoints(module: ModuleType) -> None:
     """Hook what saves and loads distributed checkpoints and safetensors; of ``async_save``, what the call waits for."""
     for name in ("save", "async_save", "load", "save_file", "save_model"):
-        _replace_in_package(module, name, scoped("checkpoint"), (module.__name__.rpartition(".")[0],))
-
-
-def _replace_in_package(
-    module: ModuleType, name: str, make: Callable[[Any], Callable[..., Any]], packages: tuple[str, ...]
-) -> None:
-    """Replace a function in its module, if it is there, and in those of its packages that have imported it by name."""
-    original = getattr(module, name, None)
-    if original is None or is_replaced(original):
-        return
-    replace(module, name, make)
-    for place, other in list(sys.modules.items()):
-        if place.startswith(packages) and getattr(other, name, None) is original:
-            setattr(other, name, getattr(module, name))
-
-
-def _note_sharded(found: Any) -> None:
-    """A model is sharded layer by layer and as a whole at the end: the largest so far is the model."""
-    training = switched_on()
-    module: Any = found[-1] if isinstance(found, list | tuple) and found else found
-    if training is None or not hasattr(module, "parameters"):
-        return
-    try:
-        known = training.trained.model()
-        if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
-            report_framework("fsdp", module)
-    except Exception as error:
-        training.guard.disable(error)
+        replace_in_package(module, name, scoped("checkpoint"), (module.__name__.rpartition(".")[0],))

@@ -8,7 +8,8 @@ from typing import Any
 from .. import guard
 from ..active import mine
 from ..replace import replace
-from .torch import report_framework, scoped
+from .torch import scoped
+from .trained_model import report_framework
 
 
 def install_trainer(module: ModuleType) -> None:
@@ -56,7 +57,7 @@ def _making(original: Any) -> Callable[..., Any]:
         owner = next(kind for kind in type(self).__mro__ if "training_step" in vars(kind))
         code = getattr(inspect.unwrap(owner.training_step), "__code__", None)
         if code is not None and "training_step" not in code.co_names:
-            replace(owner, "training_step", _training_step)  # one that does not call its base class's
+            replace(owner, "training_step", _training_step)  # it does not call the method of its base class
 
     return __init__
 

@@ -60,10 +60,11 @@ def await_frameworks() -> None:
 
 
 def _on_torch(_module: ModuleType) -> None:
-    from ..hooks import collectives, torch
+    from ..hooks import collectives, parallel, torch
     from .begin import become_rank, begin_rank
 
     torch.install(become_rank)
+    parallel.install()
     collectives.install()
     if os.environ.get(RANK_PID_ENV) == str(os.getpid()):
         begin_rank()

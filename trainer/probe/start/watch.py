@@ -71,7 +71,7 @@ def _attach(target: Any, model: Any) -> None:
         training.guard.adopt_thread()
         training.phases.check_device()
     if model is not None:
-        from ..hooks.torch import register_model
+        from ..hooks.trained_model import register_model
 
         register_model(training, model)
     training.outbox.send_hello()
