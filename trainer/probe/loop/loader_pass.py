@@ -12,8 +12,6 @@ Where each backward has one batch, a single one is left out, too: if another pas
 has looked at a batch, or stopped at its limit), or if a pass that was trained on goes on (one batch was evaluated).
 """
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from ..phases.marks import BatchesNoted, Notes
@@ -23,10 +21,6 @@ from .one_each import OneEach
 _ENOUGH = 2
 """So many batches without a backward are no batch of a step with batches of several dataloaders."""
 _PHASES = ("data", "forward", "idle")
-
-
-def _nothing() -> None:
-    return None
 
 
 class LoaderPass:
@@ -43,7 +37,6 @@ class LoaderPass:
         "_data",
         "_delivered",
         "_first",
-        "_iterator",
         "_key",
         "_marks",
         "_notes",
@@ -67,9 +60,8 @@ class LoaderPass:
         self._ahead: int | None = None
         """Batches of the first dataloader that were fetched before its first backward, but for one."""
         self._one_each = OneEach()
-        self._iterator: Callable[[], Any] = _nothing
         self._data = 0
-        """The latest iterator, and the ``id`` of its data set."""
+        """The ``id`` of the latest iterator's data set."""
         self._since = 0
         """Batches fetched from any dataloader since the last backward."""
         self._sole = OneEach()
@@ -86,7 +78,7 @@ class LoaderPass:
             elif self._sole and getattr(iterator, "_ftmon_trained", False):
                 self._evaluated()
         self._left(_ENOUGH)
-        self._iterator, self._data = weakref.ref(iterator), data
+        self._data = data
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
@@ -109,9 +101,6 @@ class LoaderPass:
         self._one_each.trained(self._count)
         self._sole.trained(self._since)
         self._count = self._since = 0
-        iterator = self._iterator()
-        if iterator is not None:
-            iterator._ftmon_trained = True
 
     def exhausted(self) -> None:
         """The dataloader that was asked last has no batch left."""

@@ -87,6 +87,10 @@ class MicroSteps:
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
+        self._data_iterator: Callable[[], Any] = _nothing
+        """The iterator that the latest batch outside of an evaluation was fetched from."""
+        self._eval_fetches = 0
+        """Batches fetched from the latest iterator during an evaluation."""
         self._prefetched: deque[batch.OnHost] | None = None
         """While a loader prefetches: what is fetched is not the batch that the script gets next."""
         self._seen_forward = False
@@ -135,6 +139,7 @@ class MicroSteps:
             iterator._ftmon_eval = True
         if not again:
             self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
+            self._eval_fetches = 0
         if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
             iterator._ftmon_eval = True
             self._phases.enter("eval")
@@ -153,6 +158,9 @@ class MicroSteps:
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             if self._batch_losses.current is not None:
                 self._batch_losses.add(found, False)
+            self._data_iterator = self._last_iterator
+        elif tracker.phase == "eval":
+            self._eval_fetches += 1
         if self._prefetched is not None and not self._state.forward_by:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
@@ -228,9 +236,7 @@ class MicroSteps:
         self._is_reported = True
         if self._calls_module:
             self._calls_module = False
-            tracker.notes.restore_batches(
-                self._trained_on[1] if self._trained_on[0] is tracker.notes else BatchesNoted()
-            )
+            self._forget_untrained()
         if self._batch_losses.current is not None:
             self._batch_losses.add((args, kwargs), True)
         if module is None:
@@ -244,10 +250,7 @@ class MicroSteps:
             knew = self._forwards.recomputes
             kind = self._forwards.judge(module)
             if self._forwards.recomputes and not knew:
-                iterator = self._last_iterator()
-                if iterator is not None:
-                    iterator._ftmon_eval = False
-                tracker.notes.fetches.clear()
+                self._train_on_evaluated()
             if kind == "eval" and before in ("data", "forward"):
                 iterator = self._last_iterator()
                 if iterator is not None:
@@ -374,6 +377,9 @@ class MicroSteps:
         self._begun, self._forwards_begun = None, max(0, self._forwards_begun - 1)
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
+        trained_on = self._data_iterator()
+        if trained_on is not None:
+            trained_on._ftmon_trained = True
         was_eval_mode = self._eval_mode.going_backward()
         if self._forwards.going_backward() or was_eval_mode:
             iterator = self._last_iterator()
@@ -412,6 +418,13 @@ class MicroSteps:
         elif again or self._begun is None or self._begun[1] is not notes:
             self._forwards_begun += 1
         self._begun = model, notes, notes.batches()
+
+    def _train_on_evaluated(self) -> None:
+        """The batches that were evaluated, by all appearance, are trained on."""
+        iterator, fetches = self._last_iterator(), self._tracker.notes.fetches
+        if iterator is not None:
+            iterator._ftmon_eval = False
+            fetches[id(iterator)] = fetches.get(id(iterator), 0) + self._eval_fetches
 
     def _forget_untrained(self) -> None:
         """Forget the batches that were noted since the latest backward."""
