@@ -1,6 +1,6 @@
 """A pipeline of two stages of unequal size, by PyTorch's own schedule; the last one prints its loss step by step.
 
-Three steps with a schedule that divides gradients by the number of micro-batches, then three with one that does not.
+The schedule of the first three steps divides gradients by the number of micro-batches, that of the others does not.
 """
 
 import json

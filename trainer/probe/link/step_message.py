@@ -127,7 +127,7 @@ def step_message(
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
     updates, own = parts.read_parts(notes) if notes.parts else ([], None)
-    loss = losses.step_loss(notes) if own is None else own.loss
+    loss = losses.step_loss(notes) if own is None else own.loss  # before micro_steps, which it corrects
     share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)

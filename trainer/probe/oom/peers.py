@@ -33,6 +33,6 @@ def _timeout() -> tuple[float, str]:
         backend = backend_of("cuda" if torch.cuda.is_initialized() else "cpu")
         device = torch.device("cuda" if "nccl" in backend else "cpu")
         options = group._get_backend(device).options
-        return options._timeout.total_seconds(), "nccl" if device.type == "cuda" else backend.rpartition(":")[2]
+        return options._timeout.total_seconds(), backend
     except Exception:  # private names of PyTorch: without them the figure is not known
         return 0.0, ""

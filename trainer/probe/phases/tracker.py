@@ -227,7 +227,6 @@ class Tracker:
         """
         start = perf_counter_ns()
         marks, notes, before = self.marks, self.notes, self.phase
-        ended = time()
         if at is None:
             if self.depth and before not in STEP_PHASES:
                 after = before
@@ -239,7 +238,7 @@ class Tracker:
             ended = time()
         else:
             mark = marks[at]
-            ended -= (start - mark.ns) / 1e9
+            ended = time() - (start - mark.ns) / 1e9
             marks, self.marks = marks[: at + 1], marks[at:]
         self.notes = Notes()
         self.progress += 1

@@ -42,10 +42,11 @@ class Optimized:
         for key, each in {**own, **{key: each for model in models for key, each in _by_id(model)}}.items():
             self._sizes[key] = int(each.numel()), bool(each.requires_grad)
             self._alive[key] = weakref.ref(each, partial(self._forget, key))
+        sizes = list(self._sizes.values())  # a parameter may be freed meanwhile
         return {
             "model": " + ".join(describe_model(each)["model"] for each in known),
-            "parameters": sum(size for size, _ in self._sizes.values()),
-            "trainable_parameters": sum(size for size, is_trained in self._sizes.values() if is_trained),
+            "parameters": sum(size for size, _ in sizes),
+            "trainable_parameters": sum(size for size, is_trained in sizes if is_trained),
         }
 
     def _forget(self, key: int, reference: weakref.ref[Any]) -> None:

@@ -209,7 +209,7 @@ def read_losses(notes: Notes) -> list[LossNote]:
 
 
 def _join_chunks(losses: Sequence[LossNote]) -> list[LossNote]:
-    """Join losses of chunks with the one that follows, if that has their sum or mean as its value.
+    """Merge the losses of chunks with the loss after them, if it equals their sum or mean.
 
     Chunks of a sequence go backward through the output head alone, and an autograd function passes their gradients on
     to the rest of the model (torchtitan's chunked loss). Or a loss goes backward in parts to cached embeddings, and a
