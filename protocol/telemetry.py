@@ -243,8 +243,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """Labels that ``loss`` is a mean over, by which ranks are weighted in a mean over ranks. 0: not known, or the loss
     is normalised over all ranks already; ranks then count alike."""
     updates: list[Update] = []
-    """Where several engines or optimizers update in one round of the loop: each of those that did, in their order. The
-    step's own figures are those of the first of the run."""
+    """Where several engines or optimizers update in one round of the loop: the first 32 of those that did, in their
+    order. The step's own figures are those of the first of the run."""
     cpu_us: Whole = 0
     """CPU time of the training thread in this step; 0: not measured."""
     flops: Flops = 0.0

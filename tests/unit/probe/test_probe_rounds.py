@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from ftmon.trainer.probe.phases.rounds import Entry, Rounds, call_site
+from ftmon.trainer.probe.phases.rounds import Rounds, call_site
 
 
 class Loop:
@@ -15,10 +15,8 @@ class Loop:
         self.exhausted = False
 
     def step(self, name):
-        entry = Entry(ord(name), call_site(sys._getframe(1)), self.exhausted)
+        self.entries.append(self.rounds.note(ord(name), call_site(sys._getframe(1)), self.exhausted))
         self.exhausted = False
-        self.rounds.note(entry)
-        self.entries.append(entry)
 
     def batches(self, count):
         yield from range(count)
@@ -168,7 +166,10 @@ def test_a_round_is_known_to_be_over_once_it_has_been_so_twice_and_no_longer_one
     loop = Loop()
     every_third_from_the_first_on(loop)
     for entries in loop.rounds.split(loop.entries):
-        loop.rounds.close(entries)
-    alone = [loop.entries[2]]
-    assert not loop.rounds.is_whole(alone)
-    assert loop.rounds.is_whole(loop.entries[:2])
+        for entry in entries:
+            loop.rounds.add(entry)
+        loop.rounds.close([len(entries)])
+    loop.rounds.add(loop.entries[0])
+    assert not loop.rounds.is_whole()
+    loop.rounds.add(loop.entries[1])
+    assert loop.rounds.is_whole()

@@ -16,9 +16,11 @@ def read_parts(notes: Notes) -> tuple[list[Update], Update]:
     losses = _share_out(notes.parts, [read_losses(part.notes) for part in notes.parts])
     notes.micro_steps = sum(part.notes.micro_steps for part in notes.parts)
     figures = [_figure(part.notes, own) for part, own in zip(notes.parts, losses, strict=True)]
+    by_key: dict[int, list[tuple[PartNotes, float | None]]] = {}
+    for part, loss in zip(notes.parts, figures, strict=True):
+        by_key.setdefault(part.key, []).append((part, loss))
     updates: dict[int, Update] = {}
-    for key in dict.fromkeys(part.key for part in notes.parts):
-        own = [(part, loss) for part, loss in zip(notes.parts, figures, strict=True) if part.key == key]
+    for key, own in by_key.items():
         known = [loss for _, loss in own if loss is not None]
         updates[key] = Update(
             name=own[0][0].name,

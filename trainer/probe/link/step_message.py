@@ -19,6 +19,8 @@ IDLE_BYTES = 16 * 2**20
 """Time between phases gets a record of its own when it is this share of the step, or moved this much memory."""
 
 
+MOST_UPDATES = 32
+"""Rows of ``Step.updates``."""
 _FIGURES = (0, 2, 4, 6, 8)
 """Indexes in ``Reading`` of allocated, reserved, active, requested and resident; the peak of each is next to it."""
 
@@ -156,7 +158,7 @@ def step_message(
         ooms=last.ooms,
         probe_us=raw.cost_ns // 1000,
         dropped=dropped,
-        updates=updates,
+        updates=updates[:MOST_UPDATES],
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,

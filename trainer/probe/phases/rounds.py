@@ -17,7 +17,7 @@ import torch
 LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 """Folders of the probe and of PyTorch, whose frames are no place in a script."""
 INNER_LIMIT = 128
-"""Updates in one round; an inner loop that makes more is one over data."""
+"""Updates of one optimizer in one round; an inner loop that makes more is one over data."""
 _ALONE = 2
 """After so many rounds of one alone, another one at the same place is no part of them."""
 _KEPT_SITES = 4
@@ -29,12 +29,23 @@ Site = tuple[tuple[CodeType, int], ...]
 """Place of an update: the code and the position in it (a byte offset) of every frame, the outermost first."""
 
 
+class Place:
+    """A place at which some engines or optimizers have updated."""
+
+    __slots__ = ("keys", "site")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.keys: set[int] = set()
+        """Keys of those that have."""
+
+
 class Entry(NamedTuple):
     """One update."""
 
     key: int
     """Key of the engine or optimizer that updated."""
-    site: Site
+    place: Place
     exhausted: bool = False
     """A dataloader came to its end between the update before and this one."""
 
@@ -60,81 +71,180 @@ class Rounds:
     """Splits a sequence of updates into rounds, by all places that updates were seen at."""
 
     def __init__(self) -> None:
-        self._sites: dict[int, list[Site]] = {}
+        self._places: list[Place] = []
+        """All places; one that several update at is there once."""
+        self._own: dict[int, list[Place]] = {}
+        """Places by key."""
+        self._shared: dict[tuple[int, int], int] = {}
+        """Number of loops that two places are both in, by the ids of both."""
         self._loose: set[int] = set()
         """Keys of those that update in an inner loop over data, where every update is a round."""
         self._closed: dict[tuple[int, ...], int] = {}
-        """Number of rounds so far, by the set of keys that updated in them."""
+        """Number of rounds so far, by the keys that updated in them, in order."""
+        self._held: list[Entry] = []
+        """Updates that are over, of rounds that are not."""
+        self._counts: dict[int, int] = {}
+        """Number of updates held, by key."""
+        self._similar: list[tuple[int, ...]] = []
+        """Keys of the closed rounds that begin with those held."""
+        self._unsplit = False
+        """The updates held may be of several rounds: since they were split, a place was learned or a round closed."""
 
     @property
-    def known(self) -> int:
-        """Number of engines or optimizers that have updated."""
-        return len(self._sites)
+    def width(self) -> int:
+        """Number of different engines or optimizers among the updates held."""
+        return len(self._counts)
 
-    def note(self, entry: Entry) -> None:
-        """Learn the place of an update that begins."""
-        sites = self._sites.setdefault(entry.key, [])
-        if entry.site not in sites:
-            sites.append(entry.site)
-            del sites[:-_KEPT_SITES]
+    def note(self, key: int, site: Site, exhausted: bool = False) -> Entry:
+        """Learn the place of an update that begins.
+
+        Args:
+            key: key of the engine or optimizer.
+            site: where it updates.
+            exhausted: a dataloader came to its end since the update before.
+        """
+        own = self._own.setdefault(key, [])
+        place = next((each for each in own if each.site == site), None)
+        if place is None:
+            place = self._learn(key, own, site)
+        return Entry(key, place, exhausted)
+
+    def over(self, entry: Entry, waits: bool = False) -> list[int]:
+        """Return the lengths of the rounds, of the updates held, that are over as an update begins.
+
+        Args:
+            entry: the update.
+            waits: leave that to the next update.
+        """
+        self._unsplit |= waits
+        if waits or not self._held:
+            return []
+        if self._unsplit or self._is_over_data(self._held[-1], self._counts, entry):
+            found = [len(each) for each in self.split([*self._held, entry])[:-1]]
+            self._unsplit = bool(found)  # the rounds that are closed now may tell more of the last one
+            return found
+        return [len(self._held)] if self._begins(self._held[-1], self._counts, entry) else []
+
+    def add(self, entry: Entry) -> None:
+        """Hold an update that is over."""
+        self._held.append(entry)
+        self._counts[entry.key] = self._counts.get(entry.key, 0) + 1
+        length = len(self._held)
+        if length == 1:
+            self._similar = list(self._closed)
+        self._similar = [keys for keys in self._similar if len(keys) >= length and keys[length - 1] == entry.key]
+
+    def is_whole(self) -> bool:
+        """Return whether a round is over with the update added last, by comparison with similar rounds."""
+        similar = self._similar
+        return len(similar) == 1 and len(similar[0]) == len(self._held) and self._closed[similar[0]] >= 2
+
+    def rest(self) -> list[int]:
+        """Return the lengths of the rounds of all updates held; no more are to come."""
+        return [len(each) for each in self.split(self._held)]
+
+    def close(self, lengths: Sequence[int]) -> None:
+        """Learn the rounds that are over, the first of the updates held, by their lengths."""
+        held, start = self._held, 0
+        for length in lengths:
+            keys = tuple(entry.key for entry in held[start : start + length])
+            if keys in self._closed or len(self._closed) < _KEPT_ROUNDS:
+                self._closed[keys] = self._closed.get(keys, 0) + 1
+            start += length
+        self._held, self._counts, self._similar = [], {}, []
+        for entry in held[start:]:
+            self.add(entry)
 
     def split(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Split updates into rounds; all but the last are over."""
         rounds: list[list[Entry]] = []
+        counts: dict[int, int] = {}
         for entry in entries:
-            last = rounds[-1] if rounds else []
-            if last and (len(last) >= INNER_LIMIT or (entry.exhausted and self._is_inner(last[-1]))):
-                self._loose.update(each.key for each in last)
-                rounds[-1:] = [[each] for each in last]
-                rounds.append([entry])
-            elif not last or self._begins(last, entry):
-                rounds.append([entry])
+            if rounds and self._is_over_data(rounds[-1][-1], counts, entry):
+                self._loose.update(counts)
+                rounds[-1:] = self._split_loop(rounds[-1])
+                begins = True
             else:
-                last.append(entry)
+                begins = not rounds or self._begins(rounds[-1][-1], counts, entry)
+            if begins:
+                rounds.append([])
+                counts = {}
+            rounds[-1].append(entry)
+            counts[entry.key] = counts.get(entry.key, 0) + 1
         return rounds
 
-    def close(self, entries: Sequence[Entry]) -> None:
-        """Learn a round that is over."""
-        keys = tuple(entry.key for entry in entries)
-        if keys in self._closed or len(self._closed) < _KEPT_ROUNDS:
-            self._closed[keys] = self._closed.get(keys, 0) + 1
+    def _split_loop(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """Split the updates of what has turned out to be a loop over data."""
+        rounds: list[list[Entry]] = []
+        counts: dict[int, int] = {}
+        for entry in entries:
+            if not rounds or entry.key in counts or self._begins(rounds[-1][-1], counts, entry):
+                rounds.append([])
+                counts = {}
+            rounds[-1].append(entry)
+            counts[entry.key] = 1
+        return rounds
 
-    def is_whole(self, entries: Sequence[Entry]) -> bool:
-        """Return whether a round is over with the update that ended just now, by comparison with similar rounds."""
-        keys = tuple(entry.key for entry in entries)
-        longer = any(len(other) > len(keys) and other[: len(keys)] == keys for other in self._closed)
-        return not longer and self._closed.get(keys, 0) >= 2
+    def _learn(self, key: int, own: list[Place], site: Site) -> Place:
+        """Return the place of a site that this key has not updated at."""
+        place = next((each for each in self._places if each.site == site), None)
+        # One more of many optimizers at a place, as in a loop over them, changes nothing for the updates before.
+        self._unsplit |= place is None or len(place.keys) < 3
+        if place is None:
+            place = Place(site)
+            self._places.append(place)
+            self._shared.clear()
+        place.keys.add(key)
+        own.append(place)
+        for former in own[:-_KEPT_SITES]:
+            former.keys.discard(key)
+            if not former.keys:
+                self._places.remove(former)
+                self._shared.clear()
+        del own[:-_KEPT_SITES]
+        return place
 
-    def _begins(self, current: Sequence[Entry], entry: Entry) -> bool:
-        """Return whether an update begins a new round after those of ``current``."""
-        last = current[-1]
-        parted = _part(last.site, entry.site)
-        shared = _common_loops(last.site, entry.site)
-        repeated = any(each.key == entry.key for each in current)
-        if parted is None and not repeated and len(current) == 1 and self._closed.get((last.key,), 0) >= _ALONE:
+    def _is_over_data(self, last: Entry, counts: dict[int, int], entry: Entry) -> bool:
+        """Return whether the round under way turns out to be an inner loop over data."""
+        return counts.get(entry.key, 0) >= INNER_LIMIT or (entry.exhausted and self._is_inner(last))
+
+    def _begins(self, last: Entry, counts: dict[int, int], entry: Entry) -> bool:
+        """Return whether an update begins a new round after those of ``counts``, of which ``last`` is the latest."""
+        same = last.place is entry.place
+        parted = None if same else _part(last.place.site, entry.place.site)
+        repeated = entry.key in counts
+        if parted is None and not repeated and counts == {last.key: 1} and self._closed.get((last.key,), 0) >= _ALONE:
             return True  # one line that updated the other alone until now: stages of a training, one after the other
+        shared = self._loops_around(last.place, entry.place)
         back = repeated if parted is None else parted[1] < parted[0] or not shared
         if back:
             return not self._is_inner(last, entry)
         # Onward, out of a loop: the inner loop of a round, or a loop of its own before this one (a warm-up).
-        left_a_loop = len(_common_loops(last.site, last.site)) > len(shared)
+        left_a_loop = self._loops_around(last.place, last.place) > shared
         return left_a_loop and not self._is_inner(last)
 
     def _is_inner(self, entry: Entry, second: Entry | None = None) -> bool:
         """Return whether updates share an inner loop: another's is outside of it, in a loop around both."""
-        both = (entry,) if second is None else (entry, second)
-        if any(each.key in self._loose for each in both):
+        other = second or entry
+        keys = {entry.key, other.key}
+        if not keys.isdisjoint(self._loose):
             return False
-        around = len(_common_loops(entry.site, both[-1].site))
-        for key, sites in self._sites.items():
-            if any(each.key == key for each in both):
+        around = self._loops_around(entry.place, other.place)
+        for place in self._places:
+            if place.keys <= keys:
                 continue
-            for site in sites:
-                shared = len(_common_loops(entry.site, site))
-                nearest = max(len(_common_loops(own, site)) for own in self._sites.get(entry.key, [entry.site]))
-                if 0 < shared < around and shared == nearest:
-                    return True
+            shared = self._loops_around(entry.place, place)
+            if 0 < shared < around and all(self._loops_around(own, place) <= shared for own in self._own[entry.key]):
+                return True
         return False
+
+    def _loops_around(self, first: Place, second: Place) -> int:
+        """Return the number of loops that two places are both in."""
+        pair = id(first), id(second)
+        found = self._shared.get(pair)
+        if found is None:
+            found = self._shared[pair] = _common_loops(first.site, second.site)
+        return found
 
 
 def went_back(first: Site, second: Site) -> bool:
@@ -153,13 +263,13 @@ def _part(first: Site, second: Site) -> tuple[int, int] | None:
     return None
 
 
-def _common_loops(first: Site, second: Site) -> list[tuple[int, tuple[int, int]]]:
-    """Return the loops that two places are both in, from the outermost in; each with the depth of its frame."""
-    found: list[tuple[int, tuple[int, int]]] = []
-    for depth, ((code, at), (other, other_at)) in enumerate(zip(first, second, strict=False)):
+def _common_loops(first: Site, second: Site) -> int:
+    """Return the number of loops that two places are both in."""
+    found = 0
+    for (code, at), (other, other_at) in zip(first, second, strict=False):
         if code is not other:
             break
-        found += [(depth, loop) for loop in loops(code) if _in(loop, at) and _in(loop, other_at)]
+        found += sum(_in(loop, at) and _in(loop, other_at) for loop in loops(code))
         if at != other_at:
             break
     return found

@@ -80,6 +80,8 @@ class Tracker:
         "cost_ns",
         "counts",
         "cpu_ns",
+        "crowded",
+        "crowded",
         "depth",
         "light",
         "mark_event",
@@ -116,6 +118,8 @@ class Tracker:
         self._ended_in_scope = False
         self.light = FETCHING
         """Phases whose beginning is marked by its time alone."""
+        self.crowded = False
+        """Many optimizers update one after the other: marks of their updates have the memory sample before them."""
         self.cost_ns = 0
         self.cpu_ns = thread_time_ns()
         """The training thread's CPU time when the step in the making began."""
@@ -278,7 +282,9 @@ class Tracker:
         start = perf_counter_ns()
         if phase in self.light:
             sample = event = None
-        elif phase == "forward" and self.light is DRIVEN and self._is_unmeasured():
+        elif (phase == "optimizer" and self.crowded) or (
+            phase == "forward" and self.light is DRIVEN and self._is_unmeasured()
+        ):
             sample, event = self.sample, self.mark_event()
         else:
             self.sample = sample = self.memory.sample()
@@ -299,5 +305,6 @@ class Tracker:
 
     def _mark(self, phase: str, ns: int) -> Mark:
         counts = self.counts
-        self.sample = sample = self.memory.sample()
-        return _new(Mark, (phase, ns, sample, self.mark_event(), counts.entered, counts.host_ns))
+        if not self.crowded:
+            self.sample = self.memory.sample()
+        return _new(Mark, (phase, ns, self.sample, self.mark_event(), counts.entered, counts.host_ns))

@@ -10,7 +10,7 @@ seen before.
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,12 +32,15 @@ TRAINING_NS = 5_000_000_000
 optimizer, per client or task."""
 WAITED_ROUNDS = 200
 """Rounds that are not closed at once while there is an optimizer that has never updated."""
+MEASURED_UPDATERS = 8
+"""In a round of more engines or optimizers, as of one for each parameter, memory is not sampled at every update."""
 
 
 class _Part(NamedTuple):
     """An update that has ended, and the step's marks since the update before."""
 
-    entry: Entry
+    key: int
+    """Of the engine or optimizer."""
     raw: StepRaw
     name: str
 
@@ -51,13 +54,15 @@ class Updaters:
         Args:
             tracker: the training thread's phases.
             finish: called with each finished step.
-            met: called when one more of several has made its first update.
+            met: called when one more engine of several has made its first update.
         """
         self._tracker = tracker
         self._finish = finish
         self._met = met
         self._made: dict[int, Any] = {}
         """Weak references to optimizers and engines, by id."""
+        self._unseen: set[int] = set()
+        """Those that have made no update while there were several, by id."""
         self._names: dict[int, str] = {}
         """Names of the engines or optimizers that have updated while there were several."""
         self._only = self._first = 0
@@ -94,6 +99,8 @@ class Updaters:
         """Learn of an optimizer or engine; two that live make steps rounds."""
         key = id(updater)
         self._made[key] = weakref.ref(updater, lambda _: self._forget(key))
+        if key not in self._names:
+            self._unseen.add(key)
         if len(self._made) > 1 and self._rounds is None:
             self._rounds = Rounds()
 
@@ -101,12 +108,14 @@ class Updaters:
         """Learn of optimizers that an engine or another optimizer drives: their updates are parts of its own."""
         for optimizer in optimizers:
             self._made.pop(id(optimizer), None)
+            self._unseen.discard(id(optimizer))
         if len(self._made) < 2 and not self._names and not self._parts:
             self._rounds = None
 
     def _forget(self, key: int) -> None:
         """Forget one that was freed, on whichever thread that happens: the next one may have its address."""
         self._made.pop(key, None)
+        self._unseen.discard(key)
         self._names.pop(key, None)
         if self._only == key:
             self._only = 0
@@ -117,6 +126,7 @@ class Updaters:
 
     def begin(self, updater: Any) -> None:
         """An update begins; rounds that are over with that are finished."""
+        start = perf_counter_ns()
         key = id(updater)
         if len(self._made) < 2 and not self._parts and key in self._made:
             self._rounds = None  # the others are freed
@@ -131,18 +141,18 @@ class Updaters:
             self.made(updater)
         frame = sys._getframe(1)
         if key not in self._names:
-            self._names[key] = _unique(_name_of(updater, frame), self._names.values())
+            self._names[key] = _unique(_name_of(updater, frame), set(self._names.values()))
+            self._unseen.discard(key)
             self._first = self._first or key
-            if len(self._names) > 1:
-                self._several = True
+            self._several |= len(self._names) > 1
+            if self._several and hasattr(updater, "module"):
                 self._met()
-        self._entry = entry = Entry(key, call_site(frame, LIBRARIES), self._exhausted)
+        self._entry = entry = self._rounds.note(key, call_site(frame, LIBRARIES), self._exhausted)
         self._exhausted = False
-        self._rounds.note(entry)
-        if self._waits():
-            return
-        for group in self._rounds.split([*(part.entry for part in self._parts), entry])[:-1]:
-            self._close(len(group))
+        over = self._rounds.over(entry, self._waits())
+        self._tracker.cost_ns += perf_counter_ns() - start
+        if over:
+            self._close(over)
 
     def end(self, number: int | None, after: str = "idle") -> None:
         """An update is over.
@@ -159,15 +169,20 @@ class Updaters:
             return
         if not self._parts:
             self._held_since = perf_counter_ns()
-        self._parts.append(_Part(entry, self._tracker.end_part(after), self._names.get(entry.key, "")))
-        if not self._unseen() and self._rounds.is_whole([part.entry for part in self._parts]):
-            self._close(len(self._parts))
+        start = perf_counter_ns()
+        tracker, rounds = self._tracker, self._rounds
+        rounds.add(entry)
+        whole = not self._waits_for_unseen() and rounds.is_whole()
+        tracker.crowded = rounds.width > MEASURED_UPDATERS and not whole and not tracker.watchers
+        tracker.cost_ns += perf_counter_ns() - start
+        self._parts.append(_Part(entry.key, tracker.end_part(after), self._names.get(entry.key, "")))
+        if whole:
+            self._close([len(self._parts)])
 
     def flush(self) -> None:
         """Finish the updates held back; the process ends."""
         if self._rounds is not None and self._parts:
-            for group in self._rounds.split([part.entry for part in self._parts]):
-                self._close(len(group))
+            self._close(self._rounds.rest())
 
     def _make_sole(self, key: int, updater: Any) -> None:
         """Make this updater the single one; reset the step number if it begins another training."""
@@ -183,24 +198,32 @@ class Updaters:
 
     def _waits(self) -> bool:
         """Whether to hold updates back, as the second of several has made none yet."""
-        if len(self._names) > 1 or not self._unseen() or len(self._parts) >= WAITED_PARTS or self._closed:
+        if len(self._names) > 1 or not self._waits_for_unseen() or len(self._parts) >= WAITED_PARTS or self._closed:
             return False
         return not self._parts or perf_counter_ns() - self._held_since < WAITED_NS
 
-    def _unseen(self) -> bool:
-        return self._closed < WAITED_ROUNDS and any(key not in self._names for key in list(self._made))
+    def _waits_for_unseen(self) -> bool:
+        return bool(self._unseen) and self._closed < WAITED_ROUNDS
 
-    def _close(self, count: int) -> None:
-        """Finish the step of the first ``count`` parts."""
-        parts, self._parts = self._parts[:count], self._parts[count:]
+    def _close(self, lengths: Sequence[int]) -> None:
+        """Finish the steps of the rounds that are over, by the number of parts of each."""
         assert self._rounds is not None
-        self._rounds.close([part.entry for part in parts])
-        self._closed += 1
-        self._tracker.step += 1
-        if len(parts) == 1 and not self._several:
-            self._finish(parts[0].raw._replace(number=self._tracker.step))
-        else:
-            self._finish(_merge(parts, self._tracker.step, self._first))
+        self._rounds.close(lengths)
+        tracker, start = self._tracker, 0
+        tracker.crowded = False
+        closed, self._parts = self._parts, self._parts[sum(lengths) :]
+        for length in lengths:
+            parts = closed[start : start + length]
+            start += length
+            self._closed += 1
+            tracker.step += 1
+            if length == 1 and not self._several:
+                self._finish(parts[0].raw._replace(number=tracker.step))
+            else:
+                begun = perf_counter_ns()
+                merged = _merge(parts, tracker.step, self._first)
+                tracker.cost_ns += perf_counter_ns() - begun
+                self._finish(merged)
 
 
 def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
@@ -220,7 +243,7 @@ def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
         notes.overflow |= own.overflow
         notes.waits += own.waits
         notes.shape = max(notes.shape, own.shape, key=_size)
-        notes.parts.append(PartNotes(part.entry.key, part.name, own))
+        notes.parts.append(PartNotes(part.key, part.name, own))
     notes.first = first
     cost_ns, cpu_ns = sum(part.raw.cost_ns for part in parts), sum(part.raw.cpu_ns for part in parts)
     return StepRaw(number, marks, parts[-1].raw.ended, notes, cost_ns, cpu_ns)
@@ -265,7 +288,7 @@ def _wraps(value: Any, updater: Any) -> bool:
     return inside.get("optimizer") is updater or inside.get("_optimizer") is updater
 
 
-def _unique(name: str, taken: Any) -> str:
+def _unique(name: str, taken: Set[str]) -> str:
     found, number = name, 1
     while found in taken:
         number += 1

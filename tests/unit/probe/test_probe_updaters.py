@@ -1,0 +1,90 @@
+"""Steps of loops with several optimizers, from real optimizers that update parameters without gradients."""
+
+import pytest
+import torch
+from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.link.step_message import MOST_UPDATES, step_message
+from ftmon.trainer.probe.phases import rounds
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.probe.phases.updaters import Updaters
+
+
+class CountingMemory:
+    measure = "cuda"
+    device_index = 0
+    samples = 0
+
+    def sample(self):
+        self.samples += 1
+        return self.samples
+
+    def read(self, _sample):
+        return Reading(0, 0, 0, 0)
+
+
+class Loop:
+    """A training loop whose backward passes and updates are only reported."""
+
+    def __init__(self):
+        self.memory = CountingMemory()
+        self.steps = []
+        self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
+        self.updaters = Updaters(self.tracker, self.steps.append, lambda: None)
+
+    def optimizer(self):
+        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        self.updaters.made(made)
+        return made
+
+    def backward(self):
+        self.tracker.enter("backward")
+        self.tracker.notes.micro_steps += 1
+
+    def update(self, optimizer):
+        self.updaters.begin(optimizer)
+        self.tracker.enter("optimizer")
+        self.updaters.end(None)
+
+    def updates(self):
+        """Number of each step's backward passes and updates."""
+        self.updaters.flush()
+        return [(raw.notes.micro_steps, max(1, len(raw.notes.parts))) for raw in self.steps]
+
+
+@pytest.fixture
+def loop():
+    return Loop()
+
+
+def test_an_optimizer_for_each_of_many_parameters_makes_one_step_of_a_round_at_a_linear_cost(loop, monkeypatch):
+    compared = []
+    original = rounds._common_loops
+    monkeypatch.setattr(rounds, "_common_loops", lambda *sites: compared.append(sites) or original(*sites))
+    judged = []
+    begins = rounds.Rounds._begins
+    monkeypatch.setattr(rounds.Rounds, "_begins", lambda *given: judged.append(given) or begins(*given))
+    optimizers = [loop.optimizer() for _ in range(300)]
+    for _ in range(4):
+        loop.backward()
+        for optimizer in optimizers:
+            loop.update(optimizer)
+    assert loop.updates() == [(1, 300)] * 4
+    assert len(compared) < 10
+    assert len(judged) < 4 * 310
+    assert loop.memory.samples < 4 * 50
+    message = step_message(loop.steps[-1], 0, loop.memory.read, 0)
+    assert len(message.updates) == MOST_UPDATES
+    assert message.phase("optimizer").count == 300
+
+
+def test_an_inner_loop_that_makes_many_updates_is_one_over_data(loop):
+    inner, second, outer = (loop.optimizer() for _ in range(3))
+    turns = rounds.INNER_LIMIT + 10
+    for _ in range(2):
+        loop.backward()
+        loop.update(outer)
+        for _ in range(turns):
+            loop.backward()
+            loop.update(inner)
+            loop.update(second)
+    assert loop.updates() == [(2, 3), *[(1, 2)] * (turns - 1)] * 2
