@@ -88,3 +88,27 @@ def test_an_inner_loop_that_makes_many_updates_is_one_over_data(loop):
             loop.update(inner)
             loop.update(second)
     assert loop.updates() == [(2, 3), *[(1, 2)] * (turns - 1)] * 2
+
+
+def test_an_optimizer_made_at_its_first_update_joins_the_step_that_has_just_ended(loop):
+    optimizers = {}
+    for turn in range(10):
+        loop.backward()
+        for name in "abc" if turn < 5 else "abcd":
+            if name not in optimizers:
+                optimizers[name] = loop.optimizer()
+            loop.update(optimizers[name])
+    assert loop.updates() == [(1, 1), *[(1, 3)] * 4, (1, 3), *[(1, 4)] * 4]
+    assert {raw.notes.first for raw in loop.steps[1:]} == {id(optimizers["a"])}
+
+
+def test_a_second_optimizer_that_trains_after_the_first_makes_steps_of_its_own_from_its_first_update_on(loop):
+    first = loop.optimizer()
+    for _ in range(3):
+        loop.backward()
+        loop.update(first)
+    second = loop.optimizer()
+    for _ in range(3):
+        loop.backward()
+        loop.update(second)
+    assert loop.updates() == [(1, 1)] * 6

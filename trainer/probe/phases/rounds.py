@@ -95,6 +95,11 @@ class Rounds:
         """Number of different engines or optimizers among the updates held."""
         return len(self._counts)
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Keys of the updates held, in order."""
+        return tuple(entry.key for entry in self._held)
+
     def note(self, key: int, site: Site, exhausted: bool = False) -> Entry:
         """Learn the place of an update that begins.
 
@@ -154,6 +159,11 @@ class Rounds:
         self._held, self._counts, self._similar = [], {}, []
         for entry in held[start:]:
             self.add(entry)
+
+    def extend(self, keys: tuple[int, ...], key: int) -> None:
+        """Learn that the last round closed, of these keys, had one more update."""
+        self._closed.pop(keys, None)
+        self._closed[(*keys, key)] = 1
 
     def split(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Split updates into rounds; all but the last are over."""

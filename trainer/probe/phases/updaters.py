@@ -80,6 +80,8 @@ class Updaters:
         self._exhausted = False
         self._held_since = 0
         self._closed = 0
+        self._ended: tuple[int, ...] = ()
+        """Those that updated in the last step, if it ended with its last update, before the next one began."""
         self.updates = 0
         """Updates that have ended."""
 
@@ -143,7 +145,7 @@ class Updaters:
         if key not in self._names:
             self._names[key] = _unique(_name_of(updater, frame), set(self._names.values()))
             self._unseen.discard(key)
-            self._first = self._first or key
+            self._first = self._first or (self._ended or (key,))[0]
             self._several |= len(self._names) > 1
             if self._several and hasattr(updater, "module"):
                 self._met()
@@ -166,8 +168,14 @@ class Updaters:
         if self._rounds is None or entry is None:
             self._tracker.end_step(number, after)
             self._counted = self._tracker.step
+            self._ended = (self._only,)
             return
         if not self._parts:
+            if self._is_late(entry):
+                self._rounds.extend(self._ended, entry.key)
+                self._ended = (*self._ended, entry.key)
+                self._tracker.enter(after)
+                return
             self._held_since = perf_counter_ns()
         start = perf_counter_ns()
         tracker, rounds = self._tracker, self._rounds
@@ -176,13 +184,24 @@ class Updaters:
         tracker.crowded = rounds.width > MEASURED_UPDATERS and not whole and not tracker.watchers
         tracker.cost_ns += perf_counter_ns() - start
         self._parts.append(_Part(entry.key, tracker.end_part(after), self._names.get(entry.key, "")))
+        self._ended = ()
         if whole:
+            self._ended = rounds.keys
             self._close([len(self._parts)])
 
     def flush(self) -> None:
         """Finish the updates held back; the process ends."""
         if self._rounds is not None and self._parts:
             self._close(self._rounds.rest())
+
+    def _is_late(self, entry: Entry) -> bool:
+        """Whether an update is one more of the step that has ended: another's, and without a backward in between.
+
+        Such is the first update of an optimizer made at its first update. Its time goes to the next step.
+        """
+        notes = self._tracker.notes
+        has_backward = notes.micro_steps or notes.repeats or notes.gradient_losses
+        return bool(self._ended) and not has_backward and entry.key not in self._ended
 
     def _make_sole(self, key: int, updater: Any) -> None:
         """Make this updater the single one; reset the step number if it begins another training."""
