@@ -7,6 +7,7 @@ from ftmon.trainer.probe.link.step_message import MOST_UPDATES, step_message
 from ftmon.trainer.probe.phases import rounds
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from ftmon.trainer.probe.phases.updaters import Updaters
+from ftmon.trainer.probe.values.losses import note_loss
 
 
 class CountingMemory:
@@ -31,18 +32,20 @@ class Loop:
         self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
         self.updaters = Updaters(self.tracker, self.steps.append, lambda: None)
 
-    def optimizer(self):
-        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    def optimizer(self, lr=0.1):
+        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
         self.updaters.made(made)
         return made
 
-    def backward(self):
+    def backward(self, loss=1.0):
         self.tracker.enter("backward")
         self.tracker.notes.micro_steps += 1
+        self.tracker.notes.losses.append(note_loss(torch.tensor(loss)))
 
     def update(self, optimizer):
         self.updaters.begin(optimizer)
         self.tracker.enter("optimizer")
+        self.tracker.notes.lr = optimizer.param_groups[0]["lr"]
         self.updaters.end(None)
 
     def updates(self):
@@ -112,3 +115,18 @@ def test_a_second_optimizer_that_trains_after_the_first_makes_steps_of_its_own_f
         loop.backward()
         loop.update(second)
     assert loop.updates() == [(1, 1)] * 6
+
+
+def test_the_learning_rate_is_that_of_the_first_of_the_run_also_where_another_updates_before_it(loop):
+    sometimes, always = loop.optimizer(0.001), loop.optimizer(0.002)
+    for turn in range(6):
+        loop.backward(float(turn))
+        loop.tracker.notes.grad_norm = turn + 0.5
+        if turn % 2 == 1:
+            loop.update(sometimes)
+        loop.update(always)
+    loop.updaters.flush()
+    messages = [step_message(raw, 0, loop.memory.read, 0) for raw in loop.steps]
+    assert [(message.loss, message.lr, message.grad_norm) for message in messages] == [
+        (turn, 0.002, turn + 0.5) for turn in range(6)
+    ]

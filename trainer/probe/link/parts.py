@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from ....protocol.telemetry import Update
 from ..device import device_values
 from ..phases.marks import Notes, PartNotes
@@ -9,7 +11,10 @@ from ..values.losses import LossNote, combine, read_losses
 
 
 def read_parts(notes: Notes) -> tuple[list[Update], Update]:
-    """Return the figures of each one, in the order of their first updates, and the one whose figures are the step's.
+    """Return the figures of each one, in the order of their first updates, and the step's own.
+
+    The step's are those of the first of the run if it updated. Of a backward before both, the update that came first
+    has the loss, and the norm that the script clipped.
 
     Call it once, as it reads values copied from the device; ``notes.parts`` is not empty.
     """
@@ -33,9 +38,16 @@ def read_parts(notes: Notes) -> tuple[list[Update], Update]:
             overflow=any(part.notes.overflow for part, _ in own),
         )
     found = list(updates.values())
-    first = updates.get(notes.first)
-    with_loss = [update for update in found if update.loss is not None]
-    own = first if first is not None and (first.loss is not None or not with_loss) else (with_loss or found)[0]
+    with_loss = next((update for update in found if update.loss is not None), found[0])
+    own = updates.get(notes.first, with_loss)
+    if own.loss is None:
+        norm, scale = own.grad_norm, own.loss_scale
+        own = msgspec.structs.replace(
+            own,
+            loss=with_loss.loss,
+            grad_norm=with_loss.grad_norm if norm is None else norm,
+            loss_scale=with_loss.loss_scale if scale is None else scale,
+        )
     return found, own
 
 
