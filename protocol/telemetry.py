@@ -185,7 +185,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one of several engines or optimizers (generator and discriminator, actor and critic) did in one step."""
 
     name: str
-    """As the script calls it: the model's class for an engine, the variable for an optimizer."""
+    """As the script calls it: the model's class for an engine; the variable, attribute or key for an optimizer."""
     count: Whole = 1
     """Updates it made in the step."""
     micro_steps: Whole = 0

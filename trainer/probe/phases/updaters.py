@@ -12,16 +12,14 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
 from time import perf_counter_ns
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..frame_locals import frame_locals, receiver_name
-from ..rank.model import own_class, own_model
 from .marks import Notes, PartNotes, StepRaw
 from .rounds import LIBRARIES, Entry, Rounds, call_site
 from .tracker import Tracker
+from .updater_names import name_of
 
 WAITED_PARTS = 8
 WAITED_NS = 30_000_000_000
@@ -143,7 +141,7 @@ class Updaters:
             self.made(updater)
         frame = sys._getframe(1)
         if key not in self._names:
-            self._names[key] = _unique(_name_of(updater, frame), set(self._names.values()))
+            self._names[key] = _unique(name_of(updater, frame), set(self._names.values()))
             self._unseen.discard(key)
             self._first = self._first or (self._ended or (key,))[0]
             self._several |= len(self._names) > 1
@@ -279,32 +277,6 @@ def _size(shape: list[int]) -> int:
     for length in shape:
         size *= length
     return size
-
-
-def _name_of(updater: Any, frame: FrameType | None) -> str:
-    """Return the script's name for an engine (its model's class) or an optimizer (its variable)."""
-    module = getattr(updater, "module", None)
-    if isinstance(module, torch.nn.Module):
-        return own_class(own_model(module)).__name__
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            receiver = receiver_name(frame)
-            for name, value in frame_locals(frame).items():
-                if name not in (receiver, "optimizer") and (value is updater or _wraps(value, updater)):
-                    return name
-                for attribute, inner in list(getattr(value, "__dict__", {}).items()) if name == receiver else ():
-                    if inner is updater and attribute not in ("optimizer", "_optimizer"):
-                        return attribute
-        frame = frame.f_back
-    return type(updater).__name__
-
-
-def _wraps(value: Any, updater: Any) -> bool:
-    """Whether a value is a framework's wrapper of an optimizer (Lightning's, accelerate's)."""
-    if not any(kind.__name__.endswith("Optimizer") for kind in type(value).__mro__):
-        return False
-    inside = getattr(value, "__dict__", {})
-    return inside.get("optimizer") is updater or inside.get("_optimizer") is updater
 
 
 def _unique(name: str, taken: Set[str]) -> str:
