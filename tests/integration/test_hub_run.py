@@ -77,6 +77,21 @@ def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words(
         assert Reader(run.recording).info().state == "failed"
 
 
+def test_a_command_that_replaces_pythonpath_is_told_so_while_it_runs_and_at_its_end(tmp_path):
+    library = tmp_path / "libtorch_cpu.so"
+    library.write_bytes(b"code")
+    maps = f"f = open('{library}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    code = f"import mmap, time; {maps}; time.sleep(60)"
+    command = ["sh", "-c", 'PYTHONPATH=. exec "$0" -c "$1"', sys.executable, code]
+    with started(command) as run, App(run) as app:
+        note = app.wait_for(Alert, lambda alert: alert.evidence.get("rule") == "unhooked")
+        assert "PYTHONPATH=.:$PYTHONPATH" in note.title
+        os.kill(note.evidence["pid"], signal.SIGTERM)
+        end = app.wait_for(Alert, lambda alert: alert.evidence.get("rule") == "before_first_step")
+        assert "no rank reported; pid" in end.title
+        assert "PYTHONPATH=.:$PYTHONPATH" in end.title
+
+
 def test_a_command_that_cannot_be_executed_fails_the_run_in_words(tmp_path):
     broken = tmp_path / "broken"
     broken.write_text("#!/no/such/interpreter\n")

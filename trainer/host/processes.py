@@ -133,6 +133,13 @@ def environment_of(pid: int) -> list[bytes]:
         return []
 
 
+def variable_of(pid: int, name: str) -> str | None:
+    """Return an environment variable with which a process was started; None: it had none, or is not readable."""
+    prefix = os.fsencode(f"{name}=")
+    found = next((one for one in environment_of(pid) if one.startswith(prefix)), None)
+    return None if found is None else os.fsdecode(found[len(prefix) :])
+
+
 def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None) -> list[Process]:
     """Return the processes whose environment names ``run`` (and, if given, the rank ``rank_pid``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")

@@ -12,6 +12,8 @@ import msgspec
 
 from ...protocol.analysis.deaths.detector import is_lost_peer
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
+from ...protocol.analysis.health.hub import UnhookedFacts
+from ...protocol.analysis.text import monitor
 from ...protocol.end_request import read_end_request
 from ...protocol.job_log import last_lines
 from ...protocol.process import is_alive
@@ -133,10 +135,13 @@ class EndDetector:
             self._run.write_exit(found)
         return found
 
-    def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
+    def before_first_step(
+        self, end: ExitFile, unhooked: UnhookedFacts | None = None
+    ) -> tuple[str, str, list[str]] | None:
         """Return why a run ended without a step: title, text, last lines of its output.
 
-        None if there were steps, or if an earlier run had completed them all.
+        None if there were steps, or if an earlier run had completed them all. ``unhooked``: a process that was not
+        watched.
         """
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
@@ -146,6 +151,10 @@ class EndDetector:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
             why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
             return f"ended before its first step: {words}", why, last
+        if unhooked is not None and not self._hellos:
+            cause = monitor.unhooked(unhooked)
+            why = f"no rank reported: {cause.title} ({end.text}). {cause.text}"
+            return f"ended without a recorded step: no rank reported; {cause.title}", why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"
             why = (

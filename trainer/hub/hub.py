@@ -54,6 +54,7 @@ from .stall_probe import StallProbe
 from .stats import Stats
 from .stream import Stream
 from .trace_analysis import TraceAnalysis
+from .unhooked import Unhooked
 
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0
@@ -110,6 +111,8 @@ class Hub:
         stack_requests = StackRequests(tracker, self._link, inspection, self._stall_probe, self.emit)
         self._commands = Commands(run, self, self._rank_hosts, self._link, stack_requests, kills, self._read_only)
         self._missing_ranks = MissingRanks(self._analysis, self._rank_hosts, self._file.options.listen)
+        launcher = self._file.launcher
+        self._unhooked = Unhooked(run, launcher.pid if launcher is not None else None, self._analysis)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._facts.collect))
         self._facts = ProcessFacts(run, self._supervisor, self._analysis, self.emit)
         self._jobs = JobStream(
@@ -199,6 +202,7 @@ class Hub:
         self._analysis.tick(time.time())
         self._jobs.tick()
         self._missing_ranks.tick(now)
+        self._unhooked.tick(now, bool(self._rank_hosts.senders))
         self._stall_probe.tick()
         self._policy.tick(now)
         self._leftovers.tick(now)
@@ -241,7 +245,7 @@ class Hub:
         self._traces.settle(TRACES_SECONDS)
         self._mailbox.drain()
         self._facts.collect()
-        silent = self._end_detector.before_first_step(end)
+        silent = self._end_detector.before_first_step(end, self._unhooked.found)
         if silent is not None and end.state != "stopped":
             title, text, last = silent
             severity = "error" if end.state == "failed" else "warning"

@@ -10,9 +10,7 @@ from ...protocol.environment import JOIN_ENV, RUN_ENV, monitor_environment
 from ...protocol.join import JoinFile, join_path
 from ...protocol.private_files import write_private
 from ...protocol.rundir import RunDir
-
-INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
-"""Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
+from ..host.import_hook import INJECT_DIR
 
 _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FLIGHT_RECORDER_ENTRIES = "2000"

@@ -42,6 +42,14 @@ class NoStepFacts(msgspec.Struct, frozen=True):
     ranks: int
 
 
+class UnhookedFacts(msgspec.Struct, frozen=True):
+    """A process with PyTorch that was started without ftmon's import hook."""
+
+    pid: int
+    pythonpath: str | None
+    """The ``PYTHONPATH`` it was started with, which lacks the hook's folder; None: it had none."""
+
+
 class HealthDetector:
     """Finds lost telemetry, a failing recording and a run without steps."""
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from ...text import sanitize
 from ..findings import Finding
-from ..health.hub import LossFacts, NoStepFacts, RecordingFacts
+from ..health.hub import LossFacts, NoStepFacts, RecordingFacts, UnhookedFacts
 from .words import Words
 
 
@@ -40,6 +41,18 @@ def no_step(finding: Finding) -> Words:
         "The launcher's log has its output."
     )
     return Words(f"the script ended without a recorded step{code}", why)
+
+
+def unhooked(facts: UnhookedFacts) -> Words:
+    """A process that cannot be recorded, because ``PYTHONPATH`` was replaced."""
+    given = sanitize(facts.pythonpath or "", 60)
+    started = f"with PYTHONPATH={given}" if given else "without PYTHONPATH"
+    remedy = f"use PYTHONPATH={given}:$PYTHONPATH" if given else "leave PYTHONPATH as it is"
+    return Words(
+        f"pid {facts.pid} was started {started}, so without ftmon's import hook; {remedy}",
+        "The hook is a folder on PYTHONPATH, which the command has replaced; the process and what it starts are not "
+        "recorded.",
+    )
 
 
 def evidence(finding: Finding) -> dict[str, Any]:

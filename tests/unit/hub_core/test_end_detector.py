@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ftmon.protocol.analysis.health.hub import UnhookedFacts
 from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
 from ftmon.protocol.telemetry import Heartbeat
 from ftmon.trainer.hub.end_detector import EndDetector
@@ -24,3 +25,13 @@ def test_a_run_that_resumed_after_its_last_step_ended_as_planned(tmp_path: Path)
 
 def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path) -> None:
     assert detector(tmp_path, 1).before_first_step(ExitFile(0, 3.0, "finished", "exit code 0")) is not None
+
+
+def test_a_run_of_which_nothing_was_heard_names_the_process_that_was_not_watched(tmp_path: Path) -> None:
+    told = detector(tmp_path, 1).before_first_step(ExitFile(1, 3.0, "failed", "exit code 1"), UnhookedFacts(42, "."))
+    assert told is not None
+    assert told[0] == (
+        "ended without a recorded step: no rank reported; pid 42 was started with PYTHONPATH=., so without ftmon's "
+        "import hook; use PYTHONPATH=.:$PYTHONPATH"
+    )
+    assert "the process and what it starts are not recorded" in told[1]

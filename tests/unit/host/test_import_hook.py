@@ -1,0 +1,54 @@
+"""A process with PyTorch that was started without the import hook is found, and named with the way out."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ftmon.protocol.analysis.health.hub import UnhookedFacts
+from ftmon.protocol.analysis.text.monitor import unhooked
+from ftmon.trainer.host.import_hook import INJECT_DIR, find_unhooked
+
+MAPS = "import mmap; f = open('{}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print(flush=True); input()"
+
+
+@contextmanager
+def python(folder: Path, library: str, **variables: str) -> Generator[int]:
+    """Run a child process that has mapped ``library``, as one that has imported PyTorch has mapped its own."""
+    file = folder / library
+    file.write_bytes(b"code")
+    environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **variables}
+    child = subprocess.Popen(
+        [sys.executable, "-c", MAPS.format(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child.pid
+    finally:
+        child.communicate(b"\n")
+
+
+def found(folder: Path, library: str, **variables: str) -> tuple[UnhookedFacts | None, int]:
+    with python(folder, library, FTMON_RUN=str(folder), **variables) as pid:
+        return find_unhooked(folder, os.getpid()), pid
+
+
+def test_a_process_with_pytorch_whose_pythonpath_lacks_the_hook_is_found(tmp_path: Path) -> None:
+    facts, pid = found(tmp_path, "libtorch_cpu.so", PYTHONPATH=".:/mine")
+    assert facts is not None
+    assert facts == UnhookedFacts(pid, ".:/mine")
+    assert "PYTHONPATH=.:/mine:$PYTHONPATH" in unhooked(facts).title
+    facts, pid = found(tmp_path, "libtorch_cpu.so")
+    assert facts is not None
+    assert facts == UnhookedFacts(pid, None)
+    assert f"pid {pid} was started without PYTHONPATH," in unhooked(facts).title
+
+
+def test_a_process_with_the_hook_or_without_pytorch_is_not(tmp_path: Path) -> None:
+    assert found(tmp_path, "libtorch_cpu.so", PYTHONPATH=f".:{INJECT_DIR}")[0] is None
+    assert found(tmp_path, "libother.so", PYTHONPATH=".")[0] is None
+    with python(tmp_path, "libtorch_cpu.so", FTMON_RUN="/another", PYTHONPATH="."):
+        assert find_unhooked(tmp_path, os.getpid()) is None, "of another run"
