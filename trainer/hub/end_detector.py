@@ -158,8 +158,8 @@ class EndDetector:
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"
             why = (
-                "either there was none, or their processes were ended at once, which loses up to a tenth of a second "
-                "of steps"
+                "either there was none, or other processes that a rank started made the steps, which are not recorded, "
+                "or the ranks' processes were ended at once, which loses up to a tenth of a second of steps"
             )
         else:
             what = "no rank reported"
