@@ -81,7 +81,6 @@ class Tracker:
         "counts",
         "cpu_ns",
         "crowded",
-        "crowded",
         "depth",
         "light",
         "mark_event",
