@@ -12,7 +12,7 @@ from eventually import SECONDS, eventually
 from ftmon.protocol.analysis.stalls.activity import Activity, Work
 from ftmon.protocol.telemetry import SelfDump
 from ftmon.trainer.host import activity, file_locks, processes
-from ftmon.trainer.host.escaped import escaped, origin
+from ftmon.trainer.host.escaped import Origin, escaped, origin
 from ftmon.trainer.host.gil_wait import RANKS_AT_ONCE
 from ftmon.trainer.host.rank_inspection import inspect_ranks
 from ftmon.trainer.host.stack_dump import DumpTarget
@@ -163,15 +163,21 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
         subprocess.Popen([sys.executable, "-c", DAEMON], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
     ]
     table: dict[int, processes.Process] = {}
+    origins: list[Origin] = []
     found: dict[int, list[processes.Process]] = {}
     try:
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
-        table = processes.table()
-        origins = [one for rank, process in enumerate(ranks) if (one := origin(rank, process.pid, table)) is not None]
-        found = escaped(origins, table)
-        assert {rank: len(daemons) for rank, daemons in found.items()} == {0: 2, 1: 2}
+
+        def all_daemons() -> bool:  # one that is between two programs has no environment to read
+            nonlocal table, origins, found
+            table = processes.table()
+            origins = [one for rank, each in enumerate(ranks) if (one := origin(rank, each.pid, table)) is not None]
+            found = escaped(origins, table)
+            return {rank: len(daemons) for rank, daemons in found.items()} == {0: 2, 1: 2}
+
+        eventually(all_daemons, "both daemons of both ranks")
         below = {each.pid for each in processes.descendants([process.pid for process in ranks], table)}
         assert not below & {daemon.pid for daemons in found.values() for daemon in daemons}
         assert {daemon.pid for daemon in escaped(origins[:1], table)[0]} == {daemon.pid for daemon in found[0]}
