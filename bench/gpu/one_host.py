@@ -1,11 +1,13 @@
 """What needs all GPUs of one host: the demo and its faults, stalls alone and beside CPU load, an 8B on 1, 2, 4, 8 GPUs.
 
-    python bench/gpu/one_host.py --out FOLDER [--parts prepare,demo,stalls] [--parts speed] [--gpus 4] [--steps 40]
+    python bench/gpu/one_host.py --out FOLDER [--parts prepare,trl,fewer,bf16,demo,stalls] [--gpus 4] [--steps 40]
 
 ``prepare`` writes the 8B's weights and predicts each configuration, on the CPU. ``stalls`` plays
 "a rank is missing from a collective" five times alone, five times beside scenes on the host's CPUs, then the other
-kinds. ``speed`` trains the 8B with ZeRO-3 on all GPUs beside TRL, and on fewer, each on GPUs of its own. Results of the
-other benches are written into the folder; ``--table`` prints predicted beside measured peaks of each phase and rank.
+kinds. ``trl`` trains the 8B with ZeRO-3 on all GPUs, then has TRL do the same; ``fewer`` trains it on two, and on
+another GPU with bf16 states; ``bf16`` with these states on all and on two. A part can be run by itself: what is there
+of ``prepare`` is used. Results of the other benches are written into the folder; ``--table`` prints predicted beside
+measured peaks of each phase and rank. ``--tiny`` shrinks the models, to try the script itself on a CPU.
 """
 
 import argparse
@@ -60,27 +62,30 @@ def rows_of(gpus: int) -> list[str]:
     return [*(f"8b-zero3-{count}" for count in counts), *(f"8b-zero3-bf16-{count}" for count in counts), ALONE]
 
 
-def documents_of(work: Path, key: str, steps: int) -> Path:
+def row_of(key: str, tiny: bool) -> train_rows.Row:
+    row = train_rows.ROWS[key]
+    return train_rows.shrunk(row) if tiny else row
+
+
+def documents_of(work: Path, key: str, steps: int, tiny: bool) -> Path:
     """Return a row's documents; ``train_speed.py`` writes the same."""
-    row, data = train_rows.ROWS[key], work / f"{key}.jsonl"
+    row, data = row_of(key, tiny), work / f"{key}.jsonl"
     train_rows.documents(data, row.micro_batch * row.length * row.gpus * (steps + 10))
     return data
 
 
-def prepare(out: Path, work: Path, gpus: int, steps: int) -> None:
+def prepare(out: Path, work: Path, gpus: int, steps: int, tiny: bool) -> None:
     """Write the weights, and predict every row before it runs."""
     began = time.monotonic()
     keys = rows_of(gpus)
-    row = train_rows.ROWS[keys[0]]
-    data, folder = documents_of(work, keys[0], steps), train_rows.folder_of(work, row)
-    words = ["--prepare", keys[0], "--folder", str(folder), "--data", str(data)]
+    data, folder = documents_of(work, keys[0], steps, tiny), train_rows.folder_of(work, row_of(keys[0], tiny))
+    words = ["--prepare", keys[0], "--folder", str(folder), "--data", str(data), *(["--tiny"] if tiny else [])]
     call(out, "weights", str(HERE / "train_speed.py"), *words)
     found: dict[str, Any] = {}
 
     def predict(key: str) -> None:
         began = time.monotonic()
-        own = train_rows.ROWS[key]
-        found[key] = train_speed.predicted(own, folder, documents_of(work, key, steps), steps, False)
+        found[key] = train_speed.predicted(row_of(key, tiny), folder, documents_of(work, key, steps, tiny), steps, tiny)
         found[key]["seconds"] = round(time.monotonic() - began, 1)
         (out / "predicted.json").write_text(json.dumps(found, indent=1))
 
@@ -114,28 +119,18 @@ def stalls(out: Path, gpus: int) -> None:
     call(out, "kinds", bench, *common, *words, "--parallel", "4")
 
 
-def speed(out: Path, work: Path, gpus: int, steps: int) -> None:
-    bench, common = str(HERE / "train_speed.py"), ["--steps", str(steps), "--work", str(work)]
-
-    def train(name: str, devices: range, *words: str, seconds: float = 260) -> threading.Thread:
-        here = ",".join(map(str, devices))
-        words = (bench, *words, *common, "--out", str(out / f"{name}.json"))
-        thread = threading.Thread(target=call, args=(out, name, *words), kwargs={"gpus": here, "seconds": seconds})
-        thread.start()
-        return thread
-
-    def together(*threads: threading.Thread) -> None:
-        for thread in threads:
-            thread.join()
-
-    every = range(gpus)
-    together(train("all", every, "--rows", f"8b-zero3-{gpus}", "--trl"))
-    together(
-        train("two", range(2), "--rows", "8b-zero3-2"),
-        train("one-bf16", range(gpus - 1, gpus), "--rows", ALONE),
-    )
-    together(train("all-bf16", every, "--rows", f"8b-zero3-bf16-{gpus}"))
-    together(train("two-bf16", range(2), "--rows", "8b-zero3-bf16-2"))
+def train(out: Path, work: Path, steps: int, tiny: bool, *runs: tuple[str, range, str, bool]) -> None:
+    """Train rows side by side: name of the results, GPUs, row, whether TRL trains it as well."""
+    threads: list[threading.Thread] = []
+    for name, devices, key, trl in runs:
+        words = ["--rows", key, "--steps", str(steps), "--work", str(work), "--out", str(out / f"{name}.json")]
+        words += ["--trl"] * trl + ["--tiny"] * tiny
+        options: dict[str, Any] = {"gpus": ",".join(map(str, devices)), "seconds": 300 if trl else 200}
+        called = (out, name, str(HERE / "train_speed.py"), *words)
+        threads.append(threading.Thread(target=call, args=called, kwargs=options))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
 
 
 def table(out: Path) -> None:
@@ -171,9 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/one_host"))
-    parser.add_argument("--parts", default="prepare,demo,stalls,speed")
+    parser.add_argument("--parts", default="prepare,trl,fewer,bf16,demo,stalls")
     parser.add_argument("--gpus", type=int, default=0, help="default: all")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the tables of the folder's results, run nothing")
     given = parser.parse_args()
     if given.table:
@@ -182,14 +178,21 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     gpus, parts = given.gpus or counted(), given.parts.split(",")
+    training = (given.out, given.work, given.steps, given.tiny)
     if "prepare" in parts:
-        prepare(given.out, given.work, gpus, given.steps)
+        prepare(given.out, given.work, gpus, given.steps, given.tiny)
+    if "trl" in parts:
+        train(*training, ("all", range(gpus), f"8b-zero3-{gpus}", True))
+    if "fewer" in parts:
+        one = ("one-bf16", range(gpus - 1, gpus), ALONE, False)
+        train(*training, ("two", range(2), "8b-zero3-2", False), one)
+    if "bf16" in parts:
+        train(*training, ("all-bf16", range(gpus), f"8b-zero3-bf16-{gpus}", False))
+        train(*training, ("two-bf16", range(2), "8b-zero3-bf16-2", False))
     if "demo" in parts:
         call(given.out, "demo", str(HERE / "demo.py"), "--out", str(given.out / "demo.md"))
     if "stalls" in parts:
         stalls(given.out, gpus)
-    if "speed" in parts:
-        speed(given.out, given.work, gpus, given.steps)
 
 
 if __name__ == "__main__":

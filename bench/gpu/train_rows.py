@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,8 @@ ROWS = {
 
 
 def shrunk(row: Row) -> Row:
-    """Return a row that a CPU can run."""
-    model = {**row.model, **TINY}
-    return Row(model, 128, 2, 1, [word for word in row.words if "zero.stage" not in word], row.trl, min(row.lora, 4))
+    """Return a row that a CPU can run, on two ranks at most."""
+    return replace(row, model={**row.model, **TINY}, length=128, gpus=min(row.gpus, 2), lora=min(row.lora, 4))
 
 
 def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> list[str]:

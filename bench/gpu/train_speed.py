@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "optimizer")
 def deepspeed_for_trl(bucket: int) -> dict[str, Any]:
     """Return the configuration that ftmon makes of ``zero.stage=3``, as the Hugging Face integration takes it."""
     return {
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": "auto"},
         "gradient_clipping": 1.0,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
