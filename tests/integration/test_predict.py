@@ -89,7 +89,8 @@ def test_free_memory_is_not_that_of_this_hosts_gpus(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
     words = ("--model", str(tmp_path / "model.json"), "--deepspeed", str(tmp_path / "ds.json"))
     command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words, "--sequence-length", "8"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
