@@ -140,6 +140,17 @@ def twice_in_a_round(loop):
     return ["aba"] * 2
 
 
+def regularised_now_and_then(loop):
+    for number in range(9):
+        loop.step("a")
+        if number == 0:
+            loop.step("a")
+        loop.step("b")
+        if number % 4 == 0:
+            loop.step("b")
+    return ["aabb", "ab", "ab", "ab", "abb", "ab", "ab", "ab", "abb"]
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -155,6 +166,7 @@ def twice_in_a_round(loop):
         alternating_epochs,
         dispatched_by_a_table,
         twice_in_a_round,
+        regularised_now_and_then,
     ],
 )
 def test_one_round_of_the_loop_is_one_step(script):
@@ -173,3 +185,18 @@ def test_a_round_is_known_to_be_over_once_it_has_been_so_twice_and_no_longer_one
     assert not loop.rounds.is_whole()
     loop.rounds.add(loop.entries[1])
     assert loop.rounds.is_whole()
+
+
+def test_a_round_is_not_over_where_it_may_go_on_to_a_regulariser():
+    loop = Loop()
+    regularised_now_and_then(loop)
+    found = []
+    for entry in loop.entries[:-1]:
+        over = loop.rounds.over(entry)
+        found += over
+        loop.rounds.close(over)
+        loop.rounds.add(entry)
+        if loop.rounds.is_whole():
+            found.append(len(loop.rounds.keys))
+            loop.rounds.close(found[-1:])
+    assert found == [4, 2, 2, 2, 3, 2, 2, 2]

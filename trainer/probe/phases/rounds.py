@@ -87,6 +87,8 @@ class Rounds:
         """Number of updates held, by key."""
         self._similar: list[tuple[int, ...]] = []
         """Keys of the closed rounds that begin with those held."""
+        self._may_go_on: dict[tuple[int, ...], bool] = {}
+        """Whether rounds may have further updates, by the ids of the places of theirs so far."""
         self._unsplit = False
         """The updates held may be of several rounds: since they were split, a place was learned or a round closed."""
 
@@ -140,9 +142,18 @@ class Rounds:
         self._similar = [keys for keys in self._similar if len(keys) >= length and keys[length - 1] == entry.key]
 
     def is_whole(self) -> bool:
-        """Return whether a round is over with the update added last, by comparison with similar rounds."""
+        """Return whether a round is over with the update added last, by comparison with similar rounds.
+
+        It is not where the round could go on to a place at which an update is made now and then (a regulariser).
+        """
         similar = self._similar
-        return len(similar) == 1 and len(similar[0]) == len(self._held) and self._closed[similar[0]] >= 2
+        if len(similar) != 1 or len(similar[0]) != len(self._held) or self._closed[similar[0]] < 2:
+            return False
+        passed = tuple(id(entry.place) for entry in self._held)
+        found = self._may_go_on.get(passed)
+        if found is None:
+            found = self._may_go_on[passed] = self._leads_on(self._held[-1], passed)
+        return not found
 
     def rest(self) -> list[int]:
         """Return the lengths of the rounds of all updates held; no more are to come."""
@@ -172,6 +183,7 @@ class Rounds:
         for entry in entries:
             if rounds and self._is_over_data(rounds[-1][-1], counts, entry):
                 self._loose.update(counts)
+                self._may_go_on.clear()
                 rounds[-1:] = self._split_loop(rounds[-1])
                 begins = True
             else:
@@ -182,6 +194,15 @@ class Rounds:
             rounds[-1].append(entry)
             counts[entry.key] = counts.get(entry.key, 0) + 1
         return rounds
+
+    def _leads_on(self, last: Entry, passed: Sequence[int]) -> bool:
+        """Return whether an update at another place than those passed would be one more of the round of ``last``."""
+        return any(
+            not self._begins(last, self._counts, Entry(key, place))
+            for place in self._places
+            if id(place) not in passed
+            for key in place.keys
+        )
 
     def _split_loop(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Split the updates of what has turned out to be a loop over data."""
@@ -200,6 +221,7 @@ class Rounds:
         place = next((each for each in self._places if each.site == site), None)
         # One more of many optimizers at a place, as in a loop over them, changes nothing for the updates before.
         self._unsplit |= place is None or len(place.keys) < 3
+        self._may_go_on.clear()
         if place is None:
             place = Place(site)
             self._places.append(place)
