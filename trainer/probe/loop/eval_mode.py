@@ -35,6 +35,8 @@ class EvalMode:
         self._notes: Notes | None = None
         self._before = BatchesNoted()
         """Notes of the step in which it began, and what they had of batches."""
+        self._first: list[int] = []
+        """The marks at which a batch was asked for and fetched that may be the first of the training again."""
 
     def __bool__(self) -> bool:
         return self._is_on and self._tracker.phase == "eval"
@@ -58,6 +60,22 @@ class EvalMode:
         self._phases.enter("eval")
         return True
 
+    def began_before_batch(self) -> None:
+        """The batch that was fetched before it began is evaluated, too, and is out of the notes."""
+        if self and self._tracker.notes is self._notes:
+            self._back_to, self._before = "idle", self._tracker.notes.batches()
+
+    def fetching(self, may_train: bool) -> None:
+        """A batch is asked for; ``may_train``: it is the first of another pass over the data that is trained on."""
+        self._first = []
+        if may_train:
+            self._note_mark()
+
+    def fetched(self) -> None:
+        """A batch was fetched."""
+        if self._first:
+            self._note_mark()
+
     def note(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
         """Note a batch, which is the step's if a backward follows, and the only one."""
         notes = self._tracker.notes
@@ -65,10 +83,26 @@ class EvalMode:
             notes.restore_batches(self._before)
             batch.note(notes, found, False, later, fetched)
 
+    def end_after_fetch(self) -> tuple[int, BatchesNoted] | None:
+        """The model is put into training mode again after the batch that may be the first of the training.
+
+        Returns:
+            The mark at which that batch was asked for, and what was noted of batches before; None: there is no such
+            batch, and the evaluation goes on.
+        """
+        first, self._first = self._first, []
+        if len(first) < 2 or not self or self._tracker.notes is not self._notes:
+            return None
+        self._is_on = False
+        self._forwards.settle(training=False)
+        self._tracker.relabel(first[0], "data")
+        self._tracker.relabel(first[1], "data" if self._state.forward_by else "forward")
+        return first[0], self._before
+
     def end(self, generates: bool = False) -> bool:
         """The model is put into training mode again, or generates; return whether an evaluation ends."""
         ends = bool(self)
-        self._is_on = False
+        self._is_on, self._first = False, []
         if ends:
             self._forwards.settle(training=False)
             notes = self._tracker.notes
@@ -81,3 +115,7 @@ class EvalMode:
         """A backward begins, so the script trains in that mode; return whether it was an evaluation until now."""
         was_on, self._is_on = bool(self), False
         return was_on
+
+    def _note_mark(self) -> None:
+        self._tracker.begin("eval")
+        self._first.append(len(self._tracker.marks) - 1)

@@ -8,10 +8,15 @@ A loop that trains on each batch by itself leaves a batch out if it fetches anot
 any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either. Some loops fetch
 batches ahead, as accelerate does: the first ones of a dataloader are left out by none of them.
 
+A model that is put into evaluation mode after a batch was fetched evaluates it, too, if another of the same dataloader
+follows before any backward (ignite fetches first).
+
 Where each backward has one batch, a single one is left out, too: if another pass over the same data begins (the script
-has looked at a batch, or stopped at its limit), or if a pass that was trained on goes on (one batch was evaluated).
+has looked at a batch, or stopped at its limit), or if a pass over the data that is trained on goes on or begins (one
+batch was evaluated).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from ..phases.marks import BatchesNoted, Notes
@@ -28,6 +33,7 @@ class LoaderPass:
 
     Args:
         tracker: the phase machine.
+        evaluated: called when batches were evaluated, and are out of the notes.
     """
 
     __slots__ = (
@@ -36,6 +42,7 @@ class LoaderPass:
         "_count",
         "_data",
         "_delivered",
+        "_evaluated",
         "_first",
         "_key",
         "_marks",
@@ -46,8 +53,9 @@ class LoaderPass:
         "_tracker",
     )
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, evaluated: Callable[[], None]) -> None:
         self._tracker = tracker
+        self._evaluated = evaluated
         self._count = 0
         """Batches fetched from the latest dataloader since the last backward."""
         self._key = 0
@@ -67,18 +75,30 @@ class LoaderPass:
         self._sole = OneEach()
         """As ``_one_each``, with batches of all dataloaders."""
 
-    def fetching(self, again: bool, iterator: Any) -> None:
-        """A batch is asked for; ``again``: of the iterator that the last one was of."""
+    def fetching(self, again: bool, iterator: Any, trains_on: bool = False) -> None:
+        """A batch is asked for.
+
+        Args:
+            again: it is of the iterator that the last one was of.
+            iterator: the dataloader's iterator.
+            trains_on: the latest backward's batch was of the same data set.
+        """
         if again:
             return
         data = id(getattr(iterator, "_dataset", None))
         if self._count == 1 and (self._sole or not self._sole.known):
             if data == self._data:
                 self._looked_at()
-            elif self._sole and getattr(iterator, "_ftmon_trained", False):
-                self._evaluated()
+            elif self._sole and (trains_on or getattr(iterator, "_ftmon_trained", False)):
+                self._end_evaluation()
         self._left(_ENOUGH)
         self._data = data
+
+    def evaluating(self) -> None:
+        """Another batch of the same dataloader is asked for while the model is in evaluation mode."""
+        if self._count:
+            self._end_evaluation()
+            self._count = 0
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
@@ -93,6 +113,18 @@ class LoaderPass:
         self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
         self._first = len(tracker.marks) - 1
         self._before = notes.batches()
+
+    def resumed(self, key: int, first: int, before: BatchesNoted) -> None:
+        """The batch that was fetched last, in evaluation mode, is to be trained on: it is in the notes.
+
+        Args:
+            key: that of the dataloader in ``Notes.fetches``.
+            first: the mark at which it was asked for.
+            before: what was noted of batches before it.
+        """
+        self._key, self._notes, self._marks = key, self._tracker.notes, self._tracker.marks
+        self._count = self._delivered = self._since = 1
+        self._first, self._before = first, before
 
     def trained(self) -> None:
         """A backward begins: what was fetched is trained on."""
@@ -114,11 +146,12 @@ class LoaderPass:
     def _left(self, least: int) -> None:
         """The latest dataloader is not asked again; ``least`` batches or more without a backward were evaluated."""
         if self._count >= least:
-            self._evaluated()
+            self._end_evaluation()
         self._count = self._delivered = 0
 
-    def _evaluated(self) -> None:
+    def _end_evaluation(self) -> None:
         self._relabel(_PHASES, "eval")
+        self._evaluated()
 
     def _looked_at(self) -> None:
         self._relabel(("forward",), "idle")

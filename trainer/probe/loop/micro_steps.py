@@ -83,12 +83,15 @@ class MicroSteps:
         """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
         self._unscaled: tuple[int, Any] | None = None
         self._fetched = FetchedBatches()
-        self._pass = LoaderPass(tracker)
+        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
+        self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
         self._data_iterator: Callable[[], Any] = _nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
+        self._trained_data = 0
+        """The ``id`` of the data set that the latest backward's batch is of."""
         self._eval_fetches = 0
         """Batches fetched from the latest iterator during an evaluation."""
         self._prefetched: deque[batch.OnHost] | None = None
@@ -111,7 +114,6 @@ class MicroSteps:
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
-        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -126,12 +128,17 @@ class MicroSteps:
         if tracker.notes.discarded is not None:
             self._drop_batch()
         again = self._last_iterator() is iterator
-        self._pass.fetching(again, iterator)
+        trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
+        self._pass.fetching(again, iterator, trains_on)
         is_eval = self._forwards.fetching(again) and again
         if self._eval_mode:
             if getattr(iterator, "_ftmon_trained", False):
                 self._eval_mode.end()  # training goes on, in that mode
             else:
+                if again:
+                    self._pass.evaluating()
+                if not again or self._prefetched is None:
+                    self._eval_mode.fetching(may_train=trains_on and not again)
                 iterator._ftmon_eval = True
                 self._last_iterator = weakref.ref(iterator)
                 return
@@ -165,6 +172,7 @@ class MicroSteps:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
         elif self._eval_mode:
+            self._eval_mode.fetched()
             self._eval_mode.note(found, None, self._device.events is not None)
         elif tracker.phase != "data":
             return
@@ -189,6 +197,7 @@ class MicroSteps:
         fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
         if self._eval_mode:
+            self._eval_mode.fetched()
             self._eval_mode.note(found, fetched, self._device.events is not None)
         elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
             self._begin_forward(found, fetched)
@@ -221,7 +230,17 @@ class MicroSteps:
     @guarded
     def leave_eval_mode(self, generates: bool = False) -> bool:
         """The evaluated model is put into training mode again, or generates; return whether an evaluation ends."""
-        return self._eval_mode.end(generates)
+        iterator: Any = None if generates else self._last_iterator()  # freed where no loop goes on with it
+        resumed = None if iterator is None else self._eval_mode.end_after_fetch()
+        if resumed is None or iterator is None:
+            return self._eval_mode.end(generates)
+        iterator._ftmon_eval = False
+        self._data_iterator = self._last_iterator
+        fetches = self._tracker.notes.fetches
+        fetches[id(iterator)] = fetches.get(id(iterator), 0) + 1
+        if not self._state.forward_by:
+            self._pass.resumed(id(iterator), *resumed)
+        return True
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -380,6 +399,7 @@ class MicroSteps:
         trained_on = self._data_iterator()
         if trained_on is not None:
             trained_on._ftmon_trained = True
+            self._trained_data = id(getattr(trained_on, "_dataset", None))
         was_eval_mode = self._eval_mode.going_backward()
         if self._forwards.going_backward() or was_eval_mode:
             iterator = self._last_iterator()

@@ -1,0 +1,115 @@
+"""Batches around an evaluation in loops that fetch before they change the model's mode, as their hooks see them."""
+
+import pytest
+import torch
+from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.phases import tracker
+from ftmon.trainer.probe.phases.outbox import Outbox
+from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.tracker import Counts
+from ftmon.trainer.probe.rank.context import RankContext
+from ftmon.trainer.probe.rank.hello import Introduction
+from ftmon.trainer.probe.rank.trained import Trained
+
+
+class Batches:
+    """A dataloader's iterator, weakly referable."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+
+class Loop:
+    """A plain loop, whose forwards no hook sees."""
+
+    def __init__(self):
+        rank = RankContext(0, 0, 1, RunDir("run"))
+        self.training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+        self.steps = self.training.micro_steps
+        self.model = torch.nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.training.updates.found_optimizer(self.optimizer)
+        self.train, self.held_out = object(), object()
+
+    def fetch(self, batches, rows=4):
+        self.steps.fetching(batches)
+        self.steps.fetched(torch.ones(rows, 2))
+
+    def update(self):
+        """Train on the batch fetched last; return the step's samples and phases, those of the updating left out."""
+        self.steps.going_backward(())
+        self.steps.went_backward()
+        notes, marks = self.training.tracker.notes, self.training.tracker.marks
+        self.training.updates.updating(None)
+        self.training.updates.updated()
+        names = [mark.phase for mark in marks[:-1]]
+        names = [name for at, name in enumerate(names) if name not in ("idle", "init") and name != names[at - 1]]
+        return notes.samples, names[: names.index("backward")]
+
+    def epoch(self):
+        batches = Batches(self.train)
+        for _ in range(3):
+            self.fetch(batches)
+            assert self.update() == (4, ["data", "forward"])
+
+    def resume(self):
+        """Fetch the next epoch's first batch, and change the mode then."""
+        self.batches = Batches(self.train)
+        self.fetch(self.batches)
+        self.steps.leave_eval_mode()
+        return self.update()
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # what is told apart does not depend on this machine's speed
+    loop = Loop()
+    loop.epoch()
+    return loop
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_batch_of_a_validation_is_no_step_s_where_the_mode_changes_after_the_fetch(loop, count):
+    batches = Batches(loop.held_out)
+    for _ in range(count):
+        loop.fetch(batches, rows=9)
+        loop.steps.evaluating(loop.model)
+    assert loop.resume() == (4, ["eval", "data", "forward"])
+
+
+def test_a_batch_fetched_before_the_mode_changes_back_is_the_training_s(loop):
+    loop.steps.evaluating(loop.model)
+    batches = Batches(loop.held_out)
+    for _ in range(3):
+        loop.fetch(batches, rows=9)
+    loop.steps.exhausted(batches)
+    assert loop.resume() == (4, ["eval", "data", "forward"])
+
+
+def test_a_batch_of_the_training_data_that_is_only_evaluated_is_in_no_step(loop):
+    loop.steps.evaluating(loop.model)
+    loop.fetch(Batches(loop.train), rows=9)
+    loop.steps.leave_eval_mode()
+    batches = Batches(loop.train)
+    loop.fetch(batches)
+    assert loop.update() == (4, ["eval", "data", "forward"])
+
+
+def test_an_evaluation_of_the_training_data_is_no_training(loop):
+    loop.steps.evaluating(loop.model)
+    batches = Batches(loop.train)
+    for _ in range(3):
+        loop.fetch(batches, rows=9)
+    loop.steps.exhausted(batches)
+    assert loop.resume() == (4, ["eval", "data", "forward"])
+
+
+def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
+    loop.fetch(Batches(loop.train))
+    loop.steps.evaluating(loop.model)
+    batches = Batches(loop.held_out)
+    for _ in range(3):
+        loop.fetch(batches, rows=9)
+    loop.steps.leave_eval_mode()
+    assert loop.update() == (4, ["data", "forward", "eval", "forward"])
