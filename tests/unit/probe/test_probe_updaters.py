@@ -117,6 +117,39 @@ def test_a_second_optimizer_that_trains_after_the_first_makes_steps_of_its_own_f
     assert loop.updates() == [(1, 1)] * 6
 
 
+def test_short_lived_optimizers_that_update_in_one_line_share_no_step(loop):
+    outer = loop.optimizer()
+    loop.backward()
+    loop.update(outer)
+    inner = None
+    for _ in range(4):
+        inner = loop.optimizer()  # the one before is freed
+        for _ in range(2):
+            loop.backward()
+            loop.update(inner)
+    assert loop.updates() == [(1, 1)] * 9
+
+
+def test_a_last_stage_whose_data_is_exhausted_has_as_many_steps_as_updates(loop):
+    first, second = loop.optimizer(), loop.optimizer()
+
+    def warm_up():
+        for _ in range(2):
+            loop.backward()
+            loop.update(first)
+        loop.updaters.exhausted()
+
+    def train():
+        for _ in range(3):
+            loop.backward()
+            loop.update(second)
+        loop.updaters.exhausted()
+
+    for stage in (warm_up, train):
+        stage()
+    assert loop.updates() == [(1, 1)] * 5
+
+
 def test_the_learning_rate_is_that_of_the_first_of_the_run_also_where_another_updates_before_it(loop):
     sometimes, always = loop.optimizer(0.001), loop.optimizer(0.002)
     for turn in range(6):

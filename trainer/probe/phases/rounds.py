@@ -48,6 +48,8 @@ class Entry(NamedTuple):
     place: Place
     exhausted: bool = False
     """A dataloader came to its end between the update before and this one."""
+    freed: bool = False
+    """The engine or optimizer of the update before has been freed since."""
 
 
 def call_site(frame: FrameType | None, skipped: tuple[str, ...] = ()) -> Site:
@@ -102,19 +104,20 @@ class Rounds:
         """Keys of the updates held, in order."""
         return tuple(entry.key for entry in self._held)
 
-    def note(self, key: int, site: Site, exhausted: bool = False) -> Entry:
+    def note(self, key: int, site: Site, exhausted: bool = False, freed: bool = False) -> Entry:
         """Learn the place of an update that begins.
 
         Args:
             key: key of the engine or optimizer.
             site: where it updates.
             exhausted: a dataloader came to its end since the update before.
+            freed: the engine or optimizer of the update before has been freed since.
         """
         own = self._own.setdefault(key, [])
         place = next((each for each in own if each.site == site), None)
         if place is None:
             place = self._learn(key, own, site)
-        return Entry(key, place, exhausted)
+        return Entry(key, place, exhausted, freed)
 
     def over(self, entry: Entry, waits: bool = False) -> list[int]:
         """Return the lengths of the rounds, of the updates held, that are over as an update begins.
@@ -155,9 +158,16 @@ class Rounds:
             found = self._may_go_on[passed] = self._leads_on(self._held[-1], passed)
         return not found
 
-    def rest(self) -> list[int]:
-        """Return the lengths of the rounds of all updates held; no more are to come."""
-        return [len(each) for each in self.split(self._held)]
+    def rest(self, exhausted: bool = False) -> list[int]:
+        """Return the lengths of the rounds of all updates held; no more are to come.
+
+        Args:
+            exhausted: a dataloader came to its end since the last one.
+        """
+        rounds = self.split(self._held)
+        if exhausted and rounds and self._is_inner(rounds[-1][-1]):
+            rounds[-1:] = self._split_loop(rounds[-1])
+        return [len(each) for each in rounds]
 
     def close(self, lengths: Sequence[int]) -> None:
         """Learn the rounds that are over, the first of the updates held, by their lengths."""
@@ -248,7 +258,8 @@ class Rounds:
         if parted is None and not repeated and counts == {last.key: 1} and self._closed.get((last.key,), 0) >= _ALONE:
             return True  # one line that updated the other alone until now: stages of a training, one after the other
         shared = self._loops_around(last.place, entry.place)
-        back = repeated if parted is None else parted[1] < parted[0] or not shared
+        # Where one line updates now this, now that, those that exist together make a round, as a list of them.
+        back = repeated or entry.freed if parted is None else parted[1] < parted[0] or not shared
         if back:
             return not self._is_inner(last, entry)
         # Onward, out of a loop: the inner loop of a round, or a loop of its own before this one (a warm-up).

@@ -147,7 +147,8 @@ class Updaters:
             self._several |= len(self._names) > 1
             if self._several and hasattr(updater, "module"):
                 self._met()
-        self._entry = entry = self._rounds.note(key, call_site(frame, LIBRARIES), self._exhausted)
+        freed = bool(self._parts) and self._parts[-1].key not in self._made
+        self._entry = entry = self._rounds.note(key, call_site(frame, LIBRARIES), self._exhausted, freed)
         self._exhausted = False
         over = self._rounds.over(entry, self._waits())
         self._tracker.cost_ns += perf_counter_ns() - start
@@ -190,7 +191,7 @@ class Updaters:
     def flush(self) -> None:
         """Finish the updates held back; the process ends."""
         if self._rounds is not None and self._parts:
-            self._close(self._rounds.rest())
+            self._close(self._rounds.rest(self._exhausted))
 
     def _is_late(self, entry: Entry) -> bool:
         """Whether an update is one more of the step that has ended: another's, and without a backward in between.
