@@ -240,6 +240,11 @@ def test_a_loss_that_went_backward_in_parts_to_cached_embeddings_is_one():
     assert followed([*parts, whole]) == (pytest.approx(40), 1)
 
 
+def test_a_trainer_s_micro_steps_are_counted_by_what_its_step_returned():
+    parts = [(torch.full((3,), value, requires_grad=True) * 1).mean() for value in VALUES]
+    assert followed(parts, trainer_losses=[4.0, 6.0]) == (pytest.approx(10), 2)
+
+
 def test_losses_that_happen_to_be_equal_are_not_joined():
     equal = [PassedOn.apply(torch.ones(2, requires_grad=True), torch.ones(2), torch.tensor(3.0)) for _ in range(2)]
     assert followed(equal) == (pytest.approx(3), 2)
