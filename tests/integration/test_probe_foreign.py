@@ -86,6 +86,7 @@ def test_micro_batches_of_several_optimizers_are_not_shared_out_among_them(colle
 def test_optimizers_that_train_one_after_the_other_make_steps_of_their_own(collector):
     steps, told = edges(collector, "stages")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [(step.samples, host_us(step, "data") > 0) for step in steps[12:]] == [(4, True)] * 2
 
 
 def test_a_batch_whose_gradients_are_dropped_is_in_no_loss(collector):

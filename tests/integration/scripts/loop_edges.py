@@ -110,12 +110,19 @@ def shared(told):
 
 
 def stages(told):
-    """Two optimizers that train one after the other, in the same lines."""
+    """Two optimizers that train one after the other, in the same lines; then another model, after an evaluation."""
     model = model_of()
     both = [torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
     for optimizer in both:
         for _ in range(6):
             update(model, optimizer, torch.randn(4, 8), told)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    other = model_of()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    for batch in torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4):
+        update(other, optimizer, batch, told)
 
 
 def dropped(told):

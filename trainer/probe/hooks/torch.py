@@ -195,6 +195,7 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
             training.updates.found_optimizer(self)
         training = mine()
         if training is not None and not training.state.making_engine:
+            training.micro_steps.leave_eval_mode(generates=True)  # what the evaluated model did is over
             training.updates.made_updater(self)
             _report_optimized(training, self, sys._getframe(1))
 

@@ -229,7 +229,12 @@ class MicroSteps:
 
     @guarded
     def leave_eval_mode(self, generates: bool = False) -> bool:
-        """The evaluated model is put into training mode again, or generates; return whether an evaluation ends."""
+        """End an evaluation by the model's mode; return whether there was one.
+
+        Args:
+            generates: no forward of the training step follows: the model generates, or another training begins. Else
+                it was put into training mode again.
+        """
         iterator: Any = None if generates else self._last_iterator()  # freed where no loop goes on with it
         resumed = None if iterator is None else self._eval_mode.end_after_fetch()
         if resumed is None or iterator is None:
