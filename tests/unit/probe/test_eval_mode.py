@@ -1,8 +1,12 @@
 """Batches around an evaluation in loops that fetch before they change the model's mode, as their hooks see them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.probe import active
+from ftmon.trainer.probe.hooks.transformers import install_modeling
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
 from ftmon.trainer.probe.phases.outbox import Outbox
@@ -113,3 +117,25 @@ def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
         loop.fetch(batches, rows=9)
     loop.steps.leave_eval_mode()
     assert loop.update() == (4, ["data", "forward", "eval", "forward"])
+
+
+class PreTrained(torch.nn.Linear):
+    """As the models of transformers 5, it has its own ``eval``."""
+
+    def eval(self):
+        return self.train(False)
+
+    def save_pretrained(self):
+        pass
+
+
+def test_a_model_that_has_its_own_eval_is_evaluated_from_it_to_train(loop, monkeypatch):
+    install_modeling(SimpleNamespace(PreTrainedModel=PreTrained))
+    monkeypatch.setattr(active, "training", loop.training)
+    model = PreTrained(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.training.updates.found_optimizer(optimizer)
+    model.eval()
+    assert (loop.training.tracker.phase, model.training) == ("eval", False)
+    model.train()
+    assert (loop.training.tracker.phase, model.training) == ("idle", True)

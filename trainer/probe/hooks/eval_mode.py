@@ -15,10 +15,12 @@ _evaluated: weakref.ref[Module] | None = None
 
 def install() -> None:
     """Hook into ``Module.eval``."""
-    replace(Module, "eval", _evaluating)
+    replace(Module, "eval", evaluating)
 
 
-def _evaluating(original: Any) -> Callable[..., Any]:
+def evaluating(original: Any) -> Callable[..., Any]:
+    """Make a wrapper of ``eval``, also of a class that has its own."""
+
     def call(self: Module) -> Module:
         global _evaluated
         model = original(self)

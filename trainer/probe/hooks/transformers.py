@@ -8,6 +8,7 @@ from typing import Any
 from .. import guard
 from ..active import mine
 from ..replace import replace
+from .eval_mode import evaluating
 from .torch import scoped
 from .trained_model import report_framework
 
@@ -24,8 +25,9 @@ def install_trainer(module: ModuleType) -> None:
 
 
 def install_modeling(module: ModuleType) -> None:
-    """Hook into ``PreTrainedModel.save_pretrained``."""
+    """Hook into ``PreTrainedModel.save_pretrained``, and its own ``eval``."""
     replace(module.PreTrainedModel, "save_pretrained", scoped("checkpoint"))
+    replace(module.PreTrainedModel, "eval", evaluating)
 
 
 def install_generation(module: ModuleType) -> None:
