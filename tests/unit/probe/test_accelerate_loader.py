@@ -10,7 +10,7 @@ from ftmon.trainer.probe.replace import replace
 data_loader = pytest.importorskip("accelerate.data_loader")
 
 
-class MicroSteps:
+class Loading:
     """Receives the reports of the hook; the loader's collate function fetches into its queue."""
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ def test_each_batch_is_returned_with_what_was_counted_of_it(monkeypatch: Any, co
 
     replace(Loader, "__iter__", accelerate._iterating)
     training: Any = type("Training", (), {})()
-    training.micro_steps = steps = MicroSteps()
+    training.loading = loading = Loading()
     monkeypatch.setattr(accelerate, "mine", lambda: training)
 
     def collate(rows: list[int]) -> torch.Tensor:
-        steps.fetched.append(rows[0])
+        loading.fetched.append(rows[0])
         return torch.tensor(rows)
 
     loader = Loader(list(range(count)), batch_size=1, collate_fn=collate, skip_batches=skipped)
     assert [int(batch[0]) for batch in loader] == list(range(skipped, count))
-    assert steps.pairs == [(number, number) for number in range(skipped, count)]
-    assert steps.ends == 1
+    assert loading.pairs == [(number, number) for number in range(skipped, count)]
+    assert loading.ends == 1

@@ -30,15 +30,15 @@ class Loop:
     def __init__(self):
         rank = RankContext(0, 0, 1, RunDir("run"))
         self.training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
-        self.steps = self.training.micro_steps
+        self.loading, self.steps = self.training.loading, self.training.micro_steps
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.training.updates.found_optimizer(self.optimizer)
         self.train, self.held_out = object(), object()
 
     def fetch(self, batches, rows=4):
-        self.steps.fetching(batches)
-        self.steps.fetched(torch.ones(rows, 2))
+        self.loading.fetching(batches)
+        self.loading.fetched(torch.ones(rows, 2))
 
     def update(self):
         """Train on the batch fetched last; return the step's samples and phases, those of the updating left out."""
@@ -61,7 +61,7 @@ class Loop:
         """Fetch the next epoch's first batch, and change the mode then."""
         self.batches = Batches(self.train)
         self.fetch(self.batches)
-        self.steps.leave_eval_mode()
+        self.loading.evaluated(trains=True)
         return self.update()
 
 
@@ -78,45 +78,53 @@ def test_the_first_batch_of_a_validation_is_no_step_s_where_the_mode_changes_aft
     batches = Batches(loop.held_out)
     for _ in range(count):
         loop.fetch(batches, rows=9)
-        loop.steps.evaluating(loop.model)
+        loop.loading.evaluating(loop.model)
     assert loop.resume() == (4, ["eval", "data", "forward"])
 
 
 def test_a_batch_fetched_before_the_mode_changes_back_is_the_training_s(loop):
-    loop.steps.evaluating(loop.model)
+    loop.loading.evaluating(loop.model)
     batches = Batches(loop.held_out)
     for _ in range(3):
         loop.fetch(batches, rows=9)
-    loop.steps.exhausted(batches)
+    loop.loading.exhausted(batches)
     assert loop.resume() == (4, ["eval", "data", "forward"])
 
 
 def test_a_batch_of_the_training_data_that_is_only_evaluated_is_in_no_step(loop):
-    loop.steps.evaluating(loop.model)
+    loop.loading.evaluating(loop.model)
     loop.fetch(Batches(loop.train), rows=9)
-    loop.steps.leave_eval_mode()
+    loop.loading.evaluated(trains=True)
     batches = Batches(loop.train)
     loop.fetch(batches)
     assert loop.update() == (4, ["eval", "data", "forward"])
 
 
 def test_an_evaluation_of_the_training_data_is_no_training(loop):
-    loop.steps.evaluating(loop.model)
+    loop.loading.evaluating(loop.model)
     batches = Batches(loop.train)
     for _ in range(3):
         loop.fetch(batches, rows=9)
-    loop.steps.exhausted(batches)
+    loop.loading.exhausted(batches)
     assert loop.resume() == (4, ["eval", "data", "forward"])
 
 
 def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
     loop.fetch(Batches(loop.train))
-    loop.steps.evaluating(loop.model)
+    loop.loading.evaluating(loop.model)
     batches = Batches(loop.held_out)
     for _ in range(3):
         loop.fetch(batches, rows=9)
-    loop.steps.leave_eval_mode()
+    loop.loading.evaluated(trains=True)
     assert loop.update() == (4, ["data", "forward", "eval", "forward"])
+
+
+def test_a_single_batch_evaluated_last_is_no_forward(loop):
+    loop.fetch(Batches(loop.held_out), rows=9)
+    loop.loading.evaluating(loop.model)
+    loop.training.hand_over_closing()
+    marks = loop.training.outbox.items[-1].raw.marks
+    assert {mark.phase for mark in marks} - {"", "idle"} == {"eval"}
 
 
 class PreTrained(torch.nn.Linear):

@@ -36,14 +36,14 @@ def loop(monkeypatch):
     class Loop:
         rank = RankContext(0, 0, 1, RunDir("run"))
         training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
-        steps, updates = training.micro_steps, training.updates
+        loading, steps, updates = training.loading, training.micro_steps, training.updates
         policy = Wrapper(torch.nn.Linear(2, 2))
         reference = Wrapper(copy.deepcopy(policy.module)).eval()
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
 
         def fetch(self, loader):
-            self.steps.fetching(loader)
-            self.steps.fetched(None)
+            self.loading.fetching(loader)
+            self.loading.fetched(None)
 
         def forward(self, module, grad=True):
             with torch.set_grad_enabled(grad):
@@ -115,7 +115,7 @@ def test_an_evaluation_with_its_reference_is_an_evaluation(loop):
         loop.forward(loop.reference, grad=False)
         loop.forward(loop.policy, grad=False)
         assert loop.training.tracker.phase == "eval"
-    loop.steps.fetching(held_out)
+    loop.loading.fetching(held_out)
     loop.policy.train()
     loop.fetch(train)
     loop.forward(loop.policy)
@@ -140,7 +140,7 @@ def test_an_evaluation_that_leaves_the_model_in_training_mode_is_found_out_with_
     for _ in range(3):
         loop.fetch(held_out)
         loop.forward(loop.policy, grad=False)
-    loop.steps.fetching(held_out)
+    loop.loading.fetching(held_out)
     loop.fetch(train)
     loop.forward(loop.policy)
     loop.backward()

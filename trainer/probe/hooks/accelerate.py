@@ -26,17 +26,17 @@ def _iterating(original: Any) -> Callable[..., Any]:
         while True:
             training = mine()
             if training is not None:
-                training.micro_steps.prefetching(prefetched)
+                training.loading.prefetching(prefetched)
             try:
                 batch = next(batches)
             except BaseException as error:
                 if training is not None:
-                    training.micro_steps.prefetched_all()
+                    training.loading.prefetched_all()
                 if isinstance(error, StopIteration):
                     return
                 raise
             if training is not None:
-                training.micro_steps.delivered(batch)
+                training.loading.delivered(batch)
             yield batch
 
     return __iter__

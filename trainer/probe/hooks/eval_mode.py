@@ -27,7 +27,7 @@ def evaluating(original: Any) -> Callable[..., Any]:
         training = mine()
         if training is not None:
             training.manual_updates.go_on()
-            if training.micro_steps.evaluating(self):
+            if training.loading.evaluating(self):
                 _evaluated = weakref.ref(self)
                 replace(Module, "train", _training_again)
         return model
@@ -44,7 +44,7 @@ def _training_again(original: Any) -> Callable[..., Any]:
                 Module.train = original
             training = mine()
             if training is not None:
-                training.micro_steps.leave_eval_mode()
+                training.loading.evaluated(trains=True)
         return original(self, mode)
 
     return train

@@ -100,14 +100,14 @@ def _fetching(original: Any) -> Callable[..., Any]:
         if training is None:
             return original(self)
         training.manual_updates.go_on()
-        training.micro_steps.fetching(self)
+        training.loading.fetching(self)
         try:
             found = original(self)
         except StopIteration:
-            training.micro_steps.exhausted(self)
+            training.loading.exhausted(self)
             training.updates.exhausted()
             raise
-        training.micro_steps.fetched(found)
+        training.loading.fetched(found)
         return found
 
     return __next__
@@ -195,7 +195,7 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
             training.updates.found_optimizer(self)
         training = mine()
         if training is not None and not training.state.making_engine:
-            training.micro_steps.leave_eval_mode(generates=True)  # what the evaluated model did is over
+            training.loading.evaluated(trains=False)  # what the evaluated model did is over
             training.updates.made_updater(self)
             _report_optimized(training, self, sys._getframe(1))
 

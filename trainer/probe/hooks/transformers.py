@@ -39,9 +39,7 @@ def _generate(original: Any) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Any:
         training = mine()
         before = None
-        if training is not None and (
-            training.tracker.phase != "eval" or training.micro_steps.leave_eval_mode(generates=True)
-        ):
+        if training is not None and (training.tracker.phase != "eval" or training.loading.evaluated(trains=False)):
             before = training.phases.open_scope("generate")
         try:
             return original(*args, **kwargs)

@@ -1,9 +1,7 @@
-"""Micro-steps: a batch is fetched, goes forward, and its loss goes backward."""
+"""Micro-steps: a batch goes forward, and its loss goes backward."""
 
 import sys
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from ..device import device_values
 from ..guard import guarded
 from ..phases.forwards import Forwards
-from ..phases.marks import BatchesNoted, Mark, Notes
+from ..phases.marks import BatchesNoted, Notes
 from ..phases.outbox import Outbox
 from ..phases.rounds import LIBRARIES, call_site, went_back
 from ..phases.tracker import Tracker
@@ -23,19 +21,11 @@ from ..rank.model import dtype_name
 from ..rank.trained import Trained
 from ..values import batch
 from ..values.batch_losses import BatchLosses
-from ..values.fetched_batches import FetchedBatches
 from ..values.losses import LossNotes
-from .eval_mode import EvalMode
-from .loader_pass import LoaderPass
+from .loading import Loading
 from .one_each import OneEach
 from .phases import Phases
 from .state import LoopState
-
-_is_grad_enabled = torch.is_grad_enabled
-
-
-def _nothing() -> None:
-    return None
 
 
 class MicroSteps:
@@ -49,6 +39,7 @@ class MicroSteps:
         tracker: the phase machine.
         phases: moves between its phases.
         forwards: judges whether a forward is training.
+        loading: follows the dataloaders.
         updaters: the engines and optimizers that update.
         state: state of the training loop.
         batch_losses: compares losses of equal batches.
@@ -63,6 +54,7 @@ class MicroSteps:
         tracker: Tracker,
         phases: Phases,
         forwards: Forwards,
+        loading: Loading,
         updaters: Updaters,
         state: LoopState,
         batch_losses: BatchLosses,
@@ -75,6 +67,7 @@ class MicroSteps:
         self._tracker = tracker
         self._phases = phases
         self._forwards = forwards
+        self._loading = loading
         self._updaters = updaters
         self._state = state
         self._batch_losses = batch_losses
@@ -82,20 +75,6 @@ class MicroSteps:
         self._divisors: set[int] = set()
         """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
         self._unscaled: tuple[int, Any] | None = None
-        self._fetched = FetchedBatches()
-        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
-        self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
-        self._fetching_ns = 0
-        """When the latest fetch began."""
-        self._last_iterator: Callable[[], Any] = _nothing
-        self._data_iterator: Callable[[], Any] = _nothing
-        """The iterator that the latest batch outside of an evaluation was fetched from."""
-        self._trained_data = 0
-        """The ``id`` of the data set that the latest backward's batch is of."""
-        self._eval_fetches = 0
-        """Batches fetched from the latest iterator during an evaluation."""
-        self._prefetched: deque[batch.OnHost] | None = None
-        """While a loader prefetches: what is fetched is not the batch that the script gets next."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
@@ -107,145 +86,9 @@ class MicroSteps:
         """The notes of that step."""
         self._is_reported = False
         """A forward was reported since the last backward."""
-        self._calls_module = False
-        """The script calls the module inside its engine, so that no hook reports the forward."""
         self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
-        self._eval_end: tuple[list[Mark], int] = [], 0
-        """The mark at which an evaluation's loader was exhausted."""
-
-    def last_iterator(self) -> Any:
-        """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
-        return self._last_iterator()
-
-    @guarded
-    def fetching(self, iterator: Any) -> None:
-        """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
-        tracker, state = self._tracker, self._state
-        if tracker.depth or (state.in_update and not state.closures):
-            return
-        if tracker.notes.discarded is not None:
-            self._drop_batch()
-        again = self._last_iterator() is iterator
-        trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
-        self._pass.fetching(again, iterator, trains_on)
-        is_eval = self._forwards.fetching(again) and again
-        if self._eval_mode:
-            if getattr(iterator, "_ftmon_trained", False):
-                self._eval_mode.end()  # training goes on, in that mode
-            else:
-                if again:
-                    self._pass.evaluating()
-                if not again or self._prefetched is None:
-                    self._eval_mode.fetching(may_train=trains_on and not again)
-                iterator._ftmon_eval = True
-                self._last_iterator = weakref.ref(iterator)
-                return
-        if is_eval:
-            iterator._ftmon_eval = True
-        if not again:
-            self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
-            self._eval_fetches = 0
-        if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
-            iterator._ftmon_eval = True
-            self._phases.enter("eval")
-        else:
-            self._phases.enter("data")
-            self._fetching_ns = perf_counter_ns()
-
-    @guarded
-    def fetched(self, found: Any) -> None:
-        """Record a batch: without a forward hook, the forward begins now."""
-        tracker = self._tracker
-        notes = tracker.notes
-        if tracker.phase == "data":
-            key = id(self._last_iterator())
-            notes.fetches[key] = notes.fetches.get(key, 0) + 1
-            notes.fetch_ns += perf_counter_ns() - self._fetching_ns
-            if self._batch_losses.current is not None:
-                self._batch_losses.add(found, False)
-            self._data_iterator = self._last_iterator
-        elif tracker.phase == "eval":
-            self._eval_fetches += 1
-        if self._prefetched is not None and not self._state.forward_by:
-            if self._device.events is not None:
-                self._prefetched.append(batch.on_host(found))
-        elif self._eval_mode:
-            self._eval_mode.fetched()
-            self._eval_mode.note(found, None, self._device.events is not None)
-        elif tracker.phase != "data":
-            return
-        elif not self._state.forward_by or self._calls_module:
-            self._begin_forward(found)
-        elif self._device.events is not None:
-            self._fetched.add(self._last_iterator(), notes, found)
-
-    @guarded
-    def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
-        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that.
-
-        Args:
-            prefetched: receives what is counted of fetched batches, where the loader moves them to a device.
-        """
-        self._prefetched = prefetched
-
-    @guarded
-    def delivered(self, found: Any) -> None:
-        """A prefetching loader returns a batch that it has fetched before."""
-        prefetched, self._prefetched = self._prefetched, None
-        fetched = prefetched.popleft() if prefetched else None
-        tracker = self._tracker
-        if self._eval_mode:
-            self._eval_mode.fetched()
-            self._eval_mode.note(found, fetched, self._device.events is not None)
-        elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
-            self._begin_forward(found, fetched)
-
-    @guarded
-    def prefetched_all(self) -> None:
-        """A prefetching loader has returned its last batch, or has failed."""
-        self._prefetched = None
-        self._pass.exhausted()
-
-    @guarded
-    def exhausted(self, iterator: Any) -> None:
-        """A dataloader is exhausted: what follows is no loading of data."""
-        if self._last_iterator() is iterator and self._prefetched is None:
-            self._pass.exhausted()
-        tracker = self._tracker
-        self._forwards.exhausted()
-        if tracker.phase == "data":
-            self._phases.enter("idle")
-        elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
-            # What follows may be the rest of the evaluation, or a forward without a loader: the backward will tell.
-            tracker.begin("eval")
-            self._eval_end = tracker.marks, len(tracker.marks) - 1
-
-    @guarded
-    def evaluating(self, model: Any) -> bool:
-        """A module was put into evaluation mode; return whether an evaluation begins."""
-        return self._eval_mode.begin(model)
-
-    @guarded
-    def leave_eval_mode(self, generates: bool = False) -> bool:
-        """End an evaluation by the model's mode; return whether there was one.
-
-        Args:
-            generates: no forward of the training step follows: the model generates, or another training begins. Else
-                it was put into training mode again.
-        """
-        iterator: Any = None if generates else self._last_iterator()  # freed where no loop goes on with it
-        resumed = None if iterator is None else self._eval_mode.end_after_fetch()
-        if resumed is None or iterator is None:
-            return self._eval_mode.end(generates)
-        iterator._ftmon_eval = False
-        self._data_iterator = self._last_iterator
-        fetches = self._tracker.notes.fetches
-        fetches[id(iterator)] = fetches.get(id(iterator), 0) + 1
-        if not self._state.forward_by:
-            self._pass.resumed(id(iterator), *resumed)
-        return True
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,8 +101,8 @@ class MicroSteps:
         """
         tracker, state = self._tracker, self._state
         self._is_reported = True
-        if self._calls_module:
-            self._calls_module = False
+        if state.calls_module:
+            state.calls_module = False
             self._forget_untrained()
         if self._batch_losses.current is not None:
             self._batch_losses.add((args, kwargs), True)
@@ -274,11 +117,9 @@ class MicroSteps:
             knew = self._forwards.recomputes
             kind = self._forwards.judge(module)
             if self._forwards.recomputes and not knew:
-                self._train_on_evaluated()
+                self._loading.train_on_evaluated()
             if kind == "eval" and before in ("data", "forward"):
-                iterator = self._last_iterator()
-                if iterator is not None:
-                    iterator._ftmon_eval = True
+                self._loading.note_evaluated()
             if kind != "train":
                 return
         self._phases.enter("forward")
@@ -286,7 +127,7 @@ class MicroSteps:
         if state.evaluations > 1 or self._is_same_batch():
             return
         start = perf_counter_ns()
-        fetched = self._fetched.take(notes)
+        fetched = self._loading.take()
         self._leave_out(id(module))
         batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
         if state.normalised_over_ranks:
@@ -389,10 +230,6 @@ class MicroSteps:
         """A Trainer's ``training_step`` returned the loss of a micro-step, as it normalised it."""
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
 
-    def finish(self) -> None:
-        """The process ends: batches fetched since the last step were evaluated."""
-        self._pass.finish()
-
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True
@@ -400,34 +237,13 @@ class MicroSteps:
         self._one_each.trained(self._forwards_begun)
         self._begun, self._forwards_begun = None, max(0, self._forwards_begun - 1)
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
-        self._pass.trained()
-        trained_on = self._data_iterator()
-        if trained_on is not None:
-            trained_on._ftmon_trained = True
-            self._trained_data = id(getattr(trained_on, "_dataset", None))
-        was_eval_mode = self._eval_mode.going_backward()
-        if self._forwards.going_backward() or was_eval_mode:
-            iterator = self._last_iterator()
-            if iterator is not None:
-                iterator._ftmon_eval = False
-        is_forward = tracker.phase == "idle" or was_eval_mode or self._is_after_eval()
+        is_forward = self._loading.going_backward() or tracker.phase == "idle"
         if (is_unreported or not state.forward_by) and not tracker.depth and is_forward:
             tracker.rename("forward")
         self._is_reported = False
         # Where that forward began is not known; of the next ones it will be.
-        self._calls_module |= is_unreported and bool(state.forward_by) and tracker.phase == "data"
+        state.calls_module |= is_unreported and bool(state.forward_by) and tracker.phase == "data"
         self._phases.enter("backward")
-
-    def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
-        """Note a batch that no forward hook will report; its forward begins."""
-        tracker = self._tracker
-        start = perf_counter_ns()
-        self._pass.fetched(id(self._last_iterator()))
-        batch.note(tracker.notes, found, False, self._device.events is not None, fetched)
-        if self._state.normalised_over_ranks:
-            tracker.notes.labels = []
-        tracker.cost_ns += perf_counter_ns() - start
-        self._phases.enter("forward")
 
     def _leave_out(self, model: int) -> None:
         """Begin a forward of ``model``; discard the batch of its previous one if that batch should have had a backward.
@@ -444,41 +260,23 @@ class MicroSteps:
             self._forwards_begun += 1
         self._begun = model, notes, notes.batches()
 
-    def _train_on_evaluated(self) -> None:
-        """The batches that were evaluated, by all appearance, are trained on."""
-        iterator, fetches = self._last_iterator(), self._tracker.notes.fetches
-        if iterator is not None:
-            iterator._ftmon_eval = False
-            fetches[id(iterator)] = fetches.get(id(iterator), 0) + self._eval_fetches
-
     def _forget_untrained(self) -> None:
         """Forget the batches that were noted since the latest backward."""
         trained, batches = self._trained_on
         notes = self._tracker.notes
         notes.restore_batches(batches if trained is notes else BatchesNoted())
 
-    def _is_after_eval(self) -> bool:
-        """Return whether the evaluation that began last may be over: its loader is exhausted."""
-        marks, index = self._eval_end
-        return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
-
     def _is_same_batch(self) -> bool:
         """Return whether the batch whose gradients were set to zero is used again: no loop has gone on since."""
-        discarded = self._tracker.notes.discarded
-        if discarded is None:
-            return False
-        if not went_back(discarded, call_site(sys._getframe(2), LIBRARIES)):
-            return True
-        self._drop_batch()
-        return False
-
-    def _drop_batch(self) -> None:
-        """The script left out a batch whose backward has run; its loss is not the step's."""
         notes = self._tracker.notes
-        notes.discarded, notes.micro_steps, notes.losses = None, 0, []
-        notes.restore_batches(BatchesNoted())
+        if notes.discarded is None:
+            return False
+        if not went_back(notes.discarded, call_site(sys._getframe(2), LIBRARIES)):
+            return True
+        notes.drop_batch()
         if self._before is not None:
             self._before = notes, 0, 0, len(notes.gradient_losses)
+        return False
 
     def _see_forward(self) -> None:
         """Record once whether autocast computes the forward, and its data type."""

@@ -6,6 +6,7 @@ class LoopState:
 
     __slots__ = (
         "added_ranks",
+        "calls_module",
         "closures",
         "engine_steps",
         "evaluations",
@@ -38,6 +39,8 @@ class LoopState:
         """Reporter of the forward's begin (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
         then; empty: none does, and the forward is the time between a batch and its backward.
         """
+        self.calls_module = False
+        """The script calls the module inside its engine, so that no hook reports the forward."""
         self.sum_losses = False
         """The script is known to divide its micro-steps' losses itself."""
         self.normalised_over_ranks = False

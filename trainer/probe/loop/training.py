@@ -16,6 +16,7 @@ from ..rank.optimized import Optimized
 from ..rank.trained import Trained
 from ..values.batch_losses import BatchLosses
 from ..values.replicas import EARLY_EVERY, Replicas
+from .loading import Loading
 from .manual_updates import ManualUpdates
 from .micro_steps import MicroSteps
 from .phases import Phases
@@ -65,8 +66,9 @@ class Training:
         self.phases = phases = Phases(rank, tracker, outbox)
         self.replicas = Replicas(rank, tracker, trained, pace)
         self.batch_losses = BatchLosses(rank, tracker, trained)
+        self.loading = loading = Loading(rank, trained, tracker, phases, forwards, state, self.batch_losses)
         self.micro_steps = MicroSteps(
-            rank, introduction, trained, outbox, tracker, phases, forwards, updaters, state, self.batch_losses
+            rank, introduction, trained, outbox, tracker, phases, forwards, loading, updaters, state, self.batch_losses
         )
         self.manual_updates = ManualUpdates(rank.guard, tracker, forwards, self._finish_step)
         self.updates = Updates(rank.guard, trained, tracker, phases, forwards, updaters, state)
@@ -81,7 +83,7 @@ class Training:
         """Hand over the record after the last step; the process is about to end."""
         self.updaters.flush()
         self.manual_updates.finish()
-        self.micro_steps.finish()
+        self.loading.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 
     def _finish_step(self, raw: StepRaw) -> None:

@@ -143,6 +143,11 @@ class Notes:
         self.samples, self.padded_tokens, tokens, labels, self.shape = before
         del self.tokens[tokens:], self.labels[labels:]
 
+    def drop_batch(self) -> None:
+        """Remove the batch whose backward has run and whose gradients were set to zero: the script left it out."""
+        self.discarded, self.micro_steps, self.losses = None, 0, []
+        self.restore_batches(BatchesNoted())
+
 
 class PartNotes(NamedTuple):
     """Notes of the part of a step that one of several engines or optimizers made."""

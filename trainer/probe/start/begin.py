@@ -79,7 +79,7 @@ def _begin(rank: RankContext) -> Probe:
         history,
         phase_marks,
         [training.replicas.ready, training.batch_losses.ready],
-        training.micro_steps.last_iterator,
+        training.loading.last_iterator,
     )
     ending.install(rank, training, stop, publisher)
     probe = Probe(rank.rank, training, stop)

@@ -1,0 +1,260 @@
+"""Dataloaders, and whether their batches are trained on, evaluated or left out."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from ..guard import guarded
+from ..phases.forwards import Forwards
+from ..phases.marks import Mark
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.trained import Trained
+from ..values import batch
+from ..values.batch_losses import BatchLosses
+from ..values.fetched_batches import FetchedBatches
+from .eval_mode import EvalMode
+from .loader_pass import LoaderPass
+from .phases import Phases
+from .state import LoopState
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def _nothing() -> None:
+    return None
+
+
+class Loading:
+    """Follows dataloaders and the model's mode, on the training thread alone.
+
+    Args:
+        rank: this rank.
+        trained: engine, model and optimizer that the rank trains.
+        tracker: the phase machine.
+        phases: moves between its phases.
+        forwards: judges whether a forward is training.
+        state: state of the training loop.
+        batch_losses: compares losses of equal batches.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        trained: Trained,
+        tracker: Tracker,
+        phases: Phases,
+        forwards: Forwards,
+        state: LoopState,
+        batch_losses: BatchLosses,
+    ) -> None:
+        self.guard = rank.guard
+        self._device = rank.device
+        self._tracker = tracker
+        self._phases = phases
+        self._forwards = forwards
+        self._state = state
+        self._batch_losses = batch_losses
+        self._fetched = FetchedBatches()
+        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
+        self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
+        self._fetching_ns = 0
+        """When the latest fetch began."""
+        self._last_iterator: Callable[[], Any] = _nothing
+        self._data_iterator: Callable[[], Any] = _nothing
+        """The iterator that the latest batch outside of an evaluation was fetched from."""
+        self._trained_data = 0
+        """The ``id`` of the data set that the latest backward's batch is of."""
+        self._eval_fetches = 0
+        """Batches fetched from the latest iterator during an evaluation."""
+        self._eval_end: tuple[list[Mark], int] = [], 0
+        """The mark at which an evaluation's loader was exhausted."""
+        self._prefetched: deque[batch.OnHost] | None = None
+        """While a loader prefetches: what is fetched is not the batch that the script gets next."""
+
+    def last_iterator(self) -> Any:
+        """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
+        return self._last_iterator()
+
+    @guarded
+    def fetching(self, iterator: Any) -> None:
+        """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
+        tracker, state = self._tracker, self._state
+        if tracker.depth or (state.in_update and not state.closures):
+            return
+        if tracker.notes.discarded is not None:
+            tracker.notes.drop_batch()  # its backward has run; its loss is not the step's
+        again = self._last_iterator() is iterator
+        trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
+        self._pass.fetching(again, iterator, trains_on)
+        is_eval = self._forwards.fetching(again) and again
+        if self._eval_mode:
+            if getattr(iterator, "_ftmon_trained", False):
+                self._eval_mode.end()  # training goes on, in that mode
+            else:
+                if again:
+                    self._pass.evaluating()
+                if not again or self._prefetched is None:
+                    self._eval_mode.fetching(may_train=trains_on and not again)
+                iterator._ftmon_eval = True
+                self._last_iterator = weakref.ref(iterator)
+                return
+        if is_eval:
+            iterator._ftmon_eval = True
+        if not again:
+            self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
+            self._eval_fetches = 0
+        if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
+            iterator._ftmon_eval = True
+            self._phases.enter("eval")
+        else:
+            self._phases.enter("data")
+            self._fetching_ns = perf_counter_ns()
+
+    @guarded
+    def fetched(self, found: Any) -> None:
+        """Record a batch: without a forward hook, the forward begins now."""
+        tracker = self._tracker
+        notes = tracker.notes
+        if tracker.phase == "data":
+            key = id(self._last_iterator())
+            notes.fetches[key] = notes.fetches.get(key, 0) + 1
+            notes.fetch_ns += perf_counter_ns() - self._fetching_ns
+            if self._batch_losses.current is not None:
+                self._batch_losses.add(found, False)
+            self._data_iterator = self._last_iterator
+        elif tracker.phase == "eval":
+            self._eval_fetches += 1
+        if self._prefetched is not None and not self._state.forward_by:
+            if self._device.events is not None:
+                self._prefetched.append(batch.on_host(found))
+        elif self._eval_mode:
+            self._eval_mode.fetched()
+            self._eval_mode.note(found, None, self._device.events is not None)
+        elif tracker.phase != "data":
+            return
+        elif not self._state.forward_by or self._state.calls_module:
+            self._begin_forward(found)
+        elif self._device.events is not None:
+            self._fetched.add(self._last_iterator(), notes, found)
+
+    @guarded
+    def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
+        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that.
+
+        Args:
+            prefetched: receives what is counted of fetched batches, where the loader moves them to a device.
+        """
+        self._prefetched = prefetched
+
+    @guarded
+    def delivered(self, found: Any) -> None:
+        """A prefetching loader returns a batch that it has fetched before."""
+        prefetched, self._prefetched = self._prefetched, None
+        fetched = prefetched.popleft() if prefetched else None
+        tracker = self._tracker
+        if self._eval_mode:
+            self._eval_mode.fetched()
+            self._eval_mode.note(found, fetched, self._device.events is not None)
+        elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
+            self._begin_forward(found, fetched)
+
+    @guarded
+    def prefetched_all(self) -> None:
+        """A prefetching loader has returned its last batch, or has failed."""
+        self._prefetched = None
+        self._pass.exhausted()
+
+    @guarded
+    def exhausted(self, iterator: Any) -> None:
+        """A dataloader is exhausted: what follows is no loading of data."""
+        if self._last_iterator() is iterator and self._prefetched is None:
+            self._pass.exhausted()
+        tracker = self._tracker
+        self._forwards.exhausted()
+        if tracker.phase == "data":
+            self._phases.enter("idle")
+        elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
+            # What follows may be the rest of the evaluation, or a forward without a loader: the backward will tell.
+            tracker.begin("eval")
+            self._eval_end = tracker.marks, len(tracker.marks) - 1
+
+    @guarded
+    def evaluating(self, model: Any) -> bool:
+        """A module was put into evaluation mode; return whether an evaluation begins."""
+        return self._eval_mode.begin(model)
+
+    @guarded
+    def evaluated(self, trains: bool) -> bool:
+        """An evaluation by the model's mode is over; return whether there was one.
+
+        Args:
+            trains: the model was put into training mode again. Otherwise no forward of the training follows: the model
+                generates, or another training begins.
+        """
+        iterator: Any = self._last_iterator() if trains else None  # freed where no loop goes on with it
+        resumed = None if iterator is None else self._eval_mode.end_after_fetch()
+        if resumed is None or iterator is None:
+            return self._eval_mode.end(generates=not trains)
+        iterator._ftmon_eval = False
+        self._data_iterator = self._last_iterator
+        fetches = self._tracker.notes.fetches
+        fetches[id(iterator)] = fetches.get(id(iterator), 0) + 1
+        if not self._state.forward_by:
+            self._pass.resumed(id(iterator), *resumed)
+        return True
+
+    def going_backward(self) -> bool:
+        """A backward begins: what was fetched is trained on; return whether it was, or may have been, evaluated."""
+        self._pass.trained()
+        trained_on = self._data_iterator()
+        if trained_on is not None:
+            trained_on._ftmon_trained = True
+            self._trained_data = id(getattr(trained_on, "_dataset", None))
+        was_eval_mode = self._eval_mode.going_backward()
+        if self._forwards.going_backward() or was_eval_mode:
+            self.note_evaluated(False)
+        return was_eval_mode or self._is_after_eval()
+
+    def note_evaluated(self, is_eval: bool = True) -> None:
+        """The batches of the latest dataloader are evaluated, or are not."""
+        iterator = self._last_iterator()
+        if iterator is not None:
+            iterator._ftmon_eval = is_eval
+
+    def train_on_evaluated(self) -> None:
+        """The batches that were evaluated, by all appearance, are trained on."""
+        iterator, fetches = self._last_iterator(), self._tracker.notes.fetches
+        if iterator is not None:
+            iterator._ftmon_eval = False
+            fetches[id(iterator)] = fetches.get(id(iterator), 0) + self._eval_fetches
+
+    def take(self) -> Any:
+        """Return what was counted of the batch whose forward begins, where it was counted as it was fetched."""
+        return self._fetched.take(self._tracker.notes)
+
+    def finish(self) -> None:
+        """The process ends: batches fetched since the last step were evaluated."""
+        if self._eval_mode:
+            self._pass.evaluating()  # a single one, fetched before the model's mode changed
+        self._pass.finish()
+
+    def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
+        """Note a batch that no forward hook will report; its forward begins."""
+        tracker = self._tracker
+        start = perf_counter_ns()
+        self._pass.fetched(id(self._last_iterator()))
+        batch.note(tracker.notes, found, False, self._device.events is not None, fetched)
+        if self._state.normalised_over_ranks:
+            tracker.notes.labels = []
+        tracker.cost_ns += perf_counter_ns() - start
+        self._phases.enter("forward")
+
+    def _is_after_eval(self) -> bool:
+        """Return whether the evaluation that began last may be over: its loader is exhausted."""
+        marks, index = self._eval_end
+        return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
