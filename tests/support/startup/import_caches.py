@@ -4,12 +4,13 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import inspect
 import marshal
 import os
 import sys
 import zlib
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 
@@ -81,6 +82,20 @@ def speed_up_get_source(module: Any) -> None:
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     module.get_source = get_source
+
+
+class _Inspect:
+    """``inspect`` with the module of a frame by the frame's own word."""
+
+    def getmodule(self, frame: FrameType) -> ModuleType | None:
+        return sys.modules.get(frame.f_globals.get("__name__", ""))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+
+def speed_up_getmodule(module: Any) -> None:
+    module.inspect = _Inspect()
 
 
 def cache_dataclass_methods(_module: Any) -> None:

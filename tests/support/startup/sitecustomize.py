@@ -5,11 +5,14 @@ Imports are most of the suite's processor time: 2 to 3 s for each of 300 process
 - Garbage collection is rare: otherwise it takes a third of the time of a rank that trains a few steps.
 - transformers reads its 1,700 files twice at each start for a table of names (0.5 s): cached.
 - ``dataclasses`` compiles the methods of 1,000 classes of torch and what comes with it (0.25 s): cached.
-- PyTorch asks ``inspect`` where its operators are registered, which looks through all modules (0.15 s): not asked.
+- PyTorch asks ``inspect`` where its operators are registered, which looks through all modules (0.3 s): not asked.
+- Every optimizer imports ``torch._dynamo``, the front end of ``torch.compile`` (1 s): where that is disabled, it is
+  imported when something is used that does more than mark code for it (``lazy_dynamo``).
 """
 
 import atexit
 import gc
+import os
 import sys
 
 gc.set_threshold(200_000, 50, 1000)
@@ -18,6 +21,7 @@ atexit.register(gc.freeze)
 _AFTER = {
     "torch.version": "cache_dataclass_methods",
     "torch._library.utils": "speed_up_get_source",
+    "torch.library": "speed_up_getmodule",
     "transformers.utils.import_utils": "cache_import_structure",
 }
 """Names of functions in ``import_caches``, each called with a module once that is imported."""
@@ -25,6 +29,10 @@ _AFTER = {
 
 class _PostImportHooks:
     def find_spec(self, fullname, path, target=None):
+        if fullname.startswith("torch._dynamo") and (
+            os.environ.get("TORCHDYNAMO_DISABLE") == "1" or "lazy_dynamo" in sys.modules
+        ):
+            return _support("lazy_dynamo").find_spec(fullname, path)
         name = _AFTER.pop(fullname, "")
         if not name:
             return None
@@ -32,7 +40,7 @@ class _PostImportHooks:
 
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            real, call = spec.loader.exec_module, getattr(_import_caches(), name)
+            real, call = spec.loader.exec_module, getattr(_support("import_caches"), name)
 
             def exec_module(module):
                 real(module)
@@ -42,11 +50,10 @@ class _PostImportHooks:
         return spec
 
 
-def _import_caches():
-    """Import the module beside this one, also where this folder has left ``sys.path``, as in xdist's workers."""
+def _support(name):
+    """Import a module beside this one, also where this folder has left ``sys.path``, as in xdist's workers."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    name = "import_caches"
     if name not in sys.modules:
         spec = spec_from_file_location(name, __file__.replace("sitecustomize", name))
         sys.modules[name] = module = module_from_spec(spec)
