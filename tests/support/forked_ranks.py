@@ -17,6 +17,7 @@ from typing import Any
 
 import datasets  # noqa: F401  # before the fork
 import deepspeed  # noqa: F401
+import peft  # noqa: F401
 import torch
 import transformers.models.llama  # noqa: F401
 from ftmon.trainer.recipe import train  # noqa: F401
