@@ -11,9 +11,11 @@ the probe's fields in use, or of gloo ranks on a CPU; the same seed gives the sa
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ftmon.protocol.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.recording.writer import Writer
@@ -47,6 +49,23 @@ RUN = RunFile(
     host="node-1",
     kind="train",
 )
+
+
+class Later(Sequence[Frame]):
+    """Frames that are made when they are first looked at: every worker of the suite imports every test module."""
+
+    def __init__(self, make: Callable[[], Iterable[Frame]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _frames(self) -> list[Frame]:
+        return list(self._make())
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._frames[place]
 
 
 @dataclass

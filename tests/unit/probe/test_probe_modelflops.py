@@ -1,6 +1,5 @@
 """FLOPs of real models of transformers, against figures computed by hand from their shapes."""
 
-import peft
 import pytest
 import torch
 from ftmon.protocol.rundir import RunDir
@@ -55,6 +54,8 @@ def test_positions_that_are_looked_up_do_not_count() -> None:
 def test_frozen_weights_count_what_they_cost_and_adapters_what_they_are() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     whole = model_flops(model)
+    import peft
+
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     adapted = model_flops(peft.get_peft_model(model, config))
     assert whole is not None

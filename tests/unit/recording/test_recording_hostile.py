@@ -3,6 +3,7 @@
 import sqlite3
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,29 +19,30 @@ from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write
 
 FAILURE = Failure(rank=0, step=1, phase="data", time=1.0, error="no", traceback="")
-BOMB = zlib.compress(bytes(65 * 2**20))
 
 
-def many(value: bytes, count: int = 2**21) -> bytes:
+def bomb() -> bytes:
+    return zlib.compress(bytes(65 * 2**20))
+
+
+def many(value: bytes, count: int = 2**21) -> Callable[[], bytes]:
     head = msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "v", "args": {"a": []}})[:-1]
-    return zlib.compress(head + b"\xdd" + count.to_bytes(4, "big") + value * count)
+    return lambda: zlib.compress(head + b"\xdd" + count.to_bytes(4, "big") + value * count)
 
 
-COSTLY = zlib.compress(
-    msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "v", "args": {"a": [[]] * 190_000}})
-)
-"""Believable, of some 200 bytes in the file, and ten megabytes in memory."""
 IMPOSSIBLE = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode_body(FAILURE)), "rank": 2**40})
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xc1", b"x" * 100, zlib.compress(b"\x91" * 1_000), BOMB, IMPOSSIBLE, "text", 7, None,
+    [b"", b"\xc1", b"x" * 100, zlib.compress(b"\x91" * 1_000), bomb, IMPOSSIBLE, "text", 7, None,
      many(b"\x90"), many(b"\xdc\0\0"), many(b"\xd4\x05\0")],
     ids=["nothing", "no msgpack", "text", "nested", "zeros", "rank 2^40", "a string", "a number", "null",
          "lists", "long lists", "extensions"],
 )  # fmt: skip
 def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: object) -> None:
+    if callable(body):
+        body = body()
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
     broken = Frame(frames[-1].seq + 1, frames[-1].t, FAILURE)
     write(tmp_path / "r.sqlite", [*frames, broken])
@@ -66,13 +68,15 @@ def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value
 
 @pytest.fixture
 def costly(tmp_path: Path) -> Path:
-    """A recording with 1,500 messages each of which takes milliseconds to unpack."""
+    """A recording with 1,500 messages, believable, of some 200 bytes in the file and ten megabytes in memory."""
+    message = {"type": "command", "id": "x", "verb": "v", "args": {"a": [[]] * 190_000}}
+    body = zlib.compress(msgspec.msgpack.encode(message))
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
     last = frames[-1]
     failures = [Frame(last.seq + number, last.t, FAILURE) for number in range(1, 1_501)]
     path = write(tmp_path / "r.sqlite", [*frames, *failures])
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE events SET body = ? WHERE seq > ?", (COSTLY, last.seq))
+        connection.execute("UPDATE events SET body = ? WHERE seq > ?", (body, last.seq))
     return path
 
 

@@ -13,9 +13,9 @@ from ftmon.tui.source.load import Superseded, describe, load
 from ftmon.tui.source.overview import Overview, read_overview
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import Stream, write
+from streams import Later, Stream, write
 
-FRAMES = list(Stream(ranks=4, steps=1500).frames())
+FRAMES = Later(lambda: Stream(ranks=4, steps=1500).frames())
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def shown(model: RunModel) -> dict[str, Any]:
     return out
 
 
-@given(place=st.integers(60, len(FRAMES) - 1), with_overview=st.booleans())
+@given(place=st.deferred(lambda: st.integers(60, len(FRAMES) - 1)), with_overview=st.booleans())
 @settings(deadline=None, max_examples=10)
 def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int, with_overview: bool) -> None:
     t = FRAMES[place].t
@@ -59,7 +59,7 @@ def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int,
     assert {name: left[name] for name in left if left[name] != right[name]} == {}
 
 
-@given(place=st.integers(1, len(FRAMES) - 2), more=st.integers(1, 400))
+@given(place=st.deferred(lambda: st.integers(1, len(FRAMES) - 2)), more=st.integers(1, 400))
 @settings(deadline=None, max_examples=8)
 def test_history_and_then_the_tail_is_the_same_as_everything(recording: Path, place: int, more: int) -> None:
     """A late join: the state as recorded, then the live frames, some of which are in both."""
