@@ -170,7 +170,7 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
 
-        def all_daemons() -> bool:  # one that is between two programs has no environment to read
+        def all_daemons() -> bool:  # during its exec, a process has no environment in /proc
             nonlocal table, origins, found
             table = processes.table()
             origins = [one for rank, each in enumerate(ranks) if (one := origin(rank, each.pid, table)) is not None]

@@ -16,7 +16,7 @@ MAPS = "import mmap; f = open('{}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.P
 
 @contextmanager
 def python(folder: Path, library: str, **variables: str) -> Generator[int]:
-    """Run a child process that has mapped ``library``, as one that has imported PyTorch has mapped its own."""
+    """Run a child process that maps ``library``, as a process that imports PyTorch maps PyTorch's libraries."""
     file = folder / library
     file.write_bytes(b"code")
     environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **variables}

@@ -31,7 +31,7 @@ Wrapper.__name__ = "DistributedDataParallel"
 
 @pytest.fixture
 def loop(monkeypatch):
-    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # what is told apart does not depend on this machine's speed
+    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # phases of any length count, however fast this machine is
 
     class Loop:
         rank = RankContext(0, 0, 1, RunDir("run"))

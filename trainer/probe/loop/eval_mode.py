@@ -61,7 +61,7 @@ class EvalMode:
         return True
 
     def began_before_batch(self) -> None:
-        """The batch that was fetched before it began is evaluated, too, and is out of the notes."""
+        """The batch fetched before the evaluation began is evaluated as well; it has been removed from the notes."""
         if self and self._tracker.notes is self._notes:
             self._back_to, self._before = "idle", self._tracker.notes.batches()
 
@@ -99,8 +99,8 @@ class EvalMode:
         self._tracker.relabel(first[1], "data" if self._state.forward_by else "forward")
         return first[0], self._before
 
-    def end(self, generates: bool = False) -> bool:
-        """The model is put into training mode again, or generates; return whether an evaluation ends."""
+    def end(self, trains: bool = True) -> bool:
+        """Return whether an evaluation ends; ``trains``: what it interrupted in the training goes on."""
         ends = bool(self)
         self._is_on, self._first = False, []
         if ends:
@@ -108,7 +108,7 @@ class EvalMode:
             notes = self._tracker.notes
             if notes is self._notes:
                 notes.restore_batches(self._before)
-            self._phases.interrupt("idle" if generates else self._back_to)
+            self._phases.interrupt(self._back_to if trains else "idle")
         return ends
 
     def going_backward(self) -> bool:

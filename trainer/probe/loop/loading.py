@@ -199,7 +199,7 @@ class Loading:
         iterator: Any = self._last_iterator() if trains else None  # freed where no loop goes on with it
         resumed = None if iterator is None else self._eval_mode.end_after_fetch()
         if resumed is None or iterator is None:
-            return self._eval_mode.end(generates=not trains)
+            return self._eval_mode.end(trains)
         iterator._ftmon_eval = False
         self._data_iterator = self._last_iterator
         fetches = self._tracker.notes.fetches

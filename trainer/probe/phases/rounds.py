@@ -74,7 +74,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self._places: list[Place] = []
-        """All places; one that several update at is there once."""
+        """All known places, each once."""
         self._own: dict[int, list[Place]] = {}
         """Places by key."""
         self._shared: dict[tuple[int, int], int] = {}
