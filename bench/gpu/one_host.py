@@ -4,10 +4,10 @@
 
 ``prepare`` writes the 8B's weights and predicts each configuration, on the CPU. ``stalls`` plays
 "a rank is missing from a collective" five times alone, five times beside scenes on the host's CPUs, then the other
-kinds. ``trl`` trains the 8B with ZeRO-3 on all GPUs, then has TRL do the same; ``fewer`` trains it on two, and on
-another GPU with bf16 states; ``bf16`` with these states on all and on two. A part can be run by itself: what is there
-of ``prepare`` is used. Results of the other benches are written into the folder; ``--table`` prints predicted beside
-measured peaks of each phase and rank. ``--tiny`` shrinks the models, to try the script itself on a CPU.
+kinds. ``trl`` trains the 8B with ZeRO-3 on all GPUs, then has TRL do the same; ``fewer`` trains it on two, if there are
+more, and on another GPU with bf16 states; ``bf16`` with these states on all and on two. A part can be run by itself:
+what is there of ``prepare`` is used. Results of the other benches are written into the folder; ``--table`` prints
+predicted beside measured peaks of each phase and rank. ``--tiny`` shrinks the models, to try the script on a CPU.
 """
 
 import argparse
@@ -184,11 +184,12 @@ def main() -> None:
     if "trl" in parts:
         train(*training, ("all", range(gpus), f"8b-zero3-{gpus}", True))
     if "fewer" in parts:
-        one = ("one-bf16", range(gpus - 1, gpus), ALONE, False)
-        train(*training, ("two", range(2), "8b-zero3-2", False), one)
+        two = [("two", range(2), "8b-zero3-2", False)] if gpus > 2 else []  # else `trl` has done it
+        train(*training, *two, ("one-bf16", range(gpus - 1, gpus), ALONE, False))
     if "bf16" in parts:
         train(*training, ("all-bf16", range(gpus), f"8b-zero3-bf16-{gpus}", False))
-        train(*training, ("two-bf16", range(2), "8b-zero3-bf16-2", False))
+        if gpus > 2:
+            train(*training, ("two-bf16", range(2), "8b-zero3-bf16-2", False))
     if "demo" in parts:
         call(given.out, "demo", str(HERE / "demo.py"), "--out", str(given.out / "demo.md"))
     if "stalls" in parts:

@@ -80,12 +80,13 @@ def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_t
         child.stdin.write("\n")
         child.stdin.close()
         child.wait(timeout=60)
-    assert found.used_bytes - before[0] >= 1 << 30
     mine = [process for process in found.processes if process.pid == child.pid]
     for process in mine:
         assert process.rank == 5
-        assert process.used_bytes >= 1 << 30
-    assert mine or all(process.rank is None for process in found.processes), "another pid namespace maps nothing"
+        assert found.used_bytes >= process.used_bytes >= 1 << 30
+    if not mine:
+        assert all(process.rank is None for process in found.processes), "another pid namespace maps nothing"
+        assert found.used_bytes - before[0] >= 1 << 30
 
 
 def test_faults_and_links_of_every_gpu_can_be_read_and_a_healthy_one_raises_nothing():

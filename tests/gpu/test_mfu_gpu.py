@@ -8,6 +8,7 @@ import pytest
 import torch
 from ftmon.protocol.throughput import peak_flops
 from ftmon.trainer.recipe.hardware import usable_gpus
+from ftmon.tui.model.rates import RATE_STEPS
 from ftmon_process import ftmon_home
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
@@ -25,14 +26,14 @@ optimizer = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "optimizer": optimizer}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 ids = torch.randint(0, 32000, (4, 2048), device="cuda")
-times = []
+ends = []
 for step in range(30):
-    begun = time.perf_counter()
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
+    ends.append(time.perf_counter())
     torch.cuda.synchronize()
-    times.append(time.perf_counter() - begun)
-seconds = sum(times[-15:]) / 15
+measured = int(sys.argv[2])
+seconds = (ends[-1] - ends[-1 - measured]) / measured
 matrices = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
 pairs = 4 * 2048 * 2049 // 2
 flops = 6 * matrices * 4 * 2048 + 12 * 8 * 2048 * pairs
@@ -46,7 +47,7 @@ def test_mfu_is_that_of_the_loop_s_own_clock_and_formula(tmp_path: Path) -> None
     script.write_text(LOOP)
     with ftmon_home(tmp_path / "home") as ftmon:
         launcher = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"
-        done = ftmon.run("run", "--plain", "--", *launcher, str(script), str(told))
+        done = ftmon.run("run", "--plain", "--", *launcher, str(script), str(told), str(RATE_STEPS))
         assert done.returncode == 0, done.stdout + done.stderr
         status = ftmon.status(ftmon.newest().id)
     expected = json.loads(told.read_text())
