@@ -38,6 +38,12 @@ def main(kind):
     elif kind == "every-third":
         for number, real in enumerate(loader):
             told.append([critic(real), generate() if number % 3 == 0 else None])
+    elif kind == "by-turns":
+        for number, real in enumerate(loader):
+            if number % 2:
+                told.append([None, generate()])
+            else:
+                told.append([critic(real), None])
     else:
         batches = iter(loader)
         for _ in range(ROUNDS // 4):

@@ -12,14 +12,19 @@ class Loop:
     def __init__(self):
         self.rounds = Rounds()
         self.entries = []
-        self.exhausted = False
+        self.outside = len(call_site(sys._getframe(2)))
+        """Number of frames around the script: the test runner's."""
+        self.exhausted = self.fetched = False
 
     def step(self, name):
-        self.entries.append(self.rounds.note(ord(name), call_site(sys._getframe(1)), self.exhausted))
-        self.exhausted = False
+        site = call_site(sys._getframe(1))[self.outside :]
+        self.entries.append(self.rounds.note(ord(name), site, self.exhausted, fetched=self.fetched))
+        self.exhausted = self.fetched = False
 
     def batches(self, count):
-        yield from range(count)
+        for number in range(count):
+            self.fetched = True
+            yield number
         self.exhausted = True
 
     def found(self):
@@ -151,9 +156,84 @@ def regularised_now_and_then(loop):
     return ["aabb", "ab", "ab", "ab", "abb", "ab", "ab", "ab", "abb"]
 
 
+def branches_in_turn(loop):
+    for number in range(6):
+        if number % 2:
+            loop.step("a")
+        else:
+            loop.step("b")
+    return ["b", "a"] * 3
+
+
+def branches_in_turn_over_epochs_of_data(loop):
+    for _ in range(2):
+        for number in loop.batches(4):
+            if number % 2 == 0:
+                loop.step("a")
+                continue
+            loop.step("b")
+    return ["a", "b"] * 4
+
+
+def branches_of_a_function_called_for_each_batch(loop):
+    def train(number):
+        if number % 3 == 0:
+            loop.step("a")
+        elif number % 3 == 1:
+            loop.step("b")
+        else:
+            loop.step("c")
+
+    for _ in range(2):
+        for number in loop.batches(6):
+            train(number)
+    return ["a", "b", "c"] * 4
+
+
+def branches_in_a_loop_over_phases_of_a_batch(loop):
+    for _ in loop.batches(3):
+        for phase in ("critic", "actor"):
+            if phase == "critic":
+                loop.step("a")
+            else:
+                loop.step("b")
+    return ["ab"] * 3
+
+
+def branch_then_both(loop):
+    for number in loop.batches(4):
+        if number % 2:
+            loop.step("a")
+        else:
+            loop.step("b")
+        loop.step("c")
+    return ["bc", "ac"] * 2
+
+
+def critic_in_an_inner_loop_that_an_exception_ends(loop):
+    for _ in range(3):
+        batches = loop.batches(3)
+        while True:
+            try:
+                next(batches)
+            except StopIteration:
+                break
+            loop.step("a")
+            if len(loop.entries) % 4 == 3:
+                break
+        loop.step("b")
+    return ["aaab"] * 3
+
+
 @pytest.mark.parametrize(
     "script",
     [
+        branches_in_turn,
+        branches_in_turn_over_epochs_of_data,
+        branches_of_a_function_called_for_each_batch,
+        branches_in_a_loop_over_phases_of_a_batch,
+        branch_then_both,
+        critic_in_an_inner_loop_that_an_exception_ends,
         alternating,
         every_third_from_the_first_on,
         every_third_from_the_third_on,

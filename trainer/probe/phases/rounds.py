@@ -4,15 +4,17 @@ The order of updates is no evidence: critic, critic, critic, actor may be a roun
 or three rounds of a loop in which the actor updates in every third. The code decides: every update has a place, the
 calls that led to it, and the loops of the frame in which the places of two updates part are known from its bytecode.
 Control that has jumped back is in the next round, unless it jumped within an inner loop that leaves another update out.
+It has also jumped back from one branch of an ``if`` to the other.
 """
 
-import dis
 import os
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+
+from .code_flow import can_follow, loops, within
 
 LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 """Folders of the probe and of PyTorch, whose frames are no place in a script."""
@@ -50,6 +52,8 @@ class Entry(NamedTuple):
     """A dataloader came to its end between the update before and this one."""
     freed: bool = False
     """The engine or optimizer of the update before has been freed since."""
+    fetched: bool = False
+    """A batch was fetched between the update before and this one."""
 
 
 def call_site(frame: FrameType | None, skipped: tuple[str, ...] = ()) -> Site:
@@ -79,6 +83,8 @@ class Rounds:
         """Places by key."""
         self._shared: dict[tuple[int, int], int] = {}
         """Number of loops that two places are both in, by the ids of both."""
+        self._branches: dict[tuple[int, int], bool] = {}
+        """Whether two places are branches, by the ids of both."""
         self._loose: set[int] = set()
         """Keys of those that update in an inner loop over data, where every update is a round."""
         self._closed: dict[tuple[int, ...], int] = {}
@@ -104,7 +110,7 @@ class Rounds:
         """Keys of the updates held, in order."""
         return tuple(entry.key for entry in self._held)
 
-    def note(self, key: int, site: Site, exhausted: bool = False, freed: bool = False) -> Entry:
+    def note(self, key: int, site: Site, exhausted: bool = False, freed: bool = False, fetched: bool = False) -> Entry:
         """Learn the place of an update that begins.
 
         Args:
@@ -112,12 +118,13 @@ class Rounds:
             site: where it updates.
             exhausted: a dataloader came to its end since the update before.
             freed: the engine or optimizer of the update before has been freed since.
+            fetched: a batch was fetched since the update before.
         """
         own = self._own.setdefault(key, [])
         place = next((each for each in own if each.site == site), None)
         if place is None:
             place = self._learn(key, own, site)
-        return Entry(key, place, exhausted, freed)
+        return Entry(key, place, exhausted, freed, fetched)
 
     def over(self, entry: Entry, waits: bool = False) -> list[int]:
         """Return the lengths of the rounds, of the updates held, that are over as an update begins.
@@ -235,16 +242,20 @@ class Rounds:
         if place is None:
             place = Place(site)
             self._places.append(place)
-            self._shared.clear()
+            self._forget_pairs()
         place.keys.add(key)
         own.append(place)
         for former in own[:-_KEPT_SITES]:
             former.keys.discard(key)
             if not former.keys:
                 self._places.remove(former)
-                self._shared.clear()
+                self._forget_pairs()
         del own[:-_KEPT_SITES]
         return place
+
+    def _forget_pairs(self) -> None:
+        self._shared.clear()
+        self._branches.clear()
 
     def _is_over_data(self, last: Entry, counts: dict[int, int], entry: Entry) -> bool:
         """Return whether the round under way turns out to be an inner loop over data."""
@@ -260,7 +271,8 @@ class Rounds:
         shared = self._loops_around(last.place, entry.place)
         # Where one line updates now this, now that, those that exist together make a round, as a list of them.
         back = repeated or entry.freed if parted is None else parted[1] < parted[0] or not shared
-        if back:
+        # With a batch each, or in the only loop, two branches are two rounds; else a loop over the branches is inside.
+        if back or ((entry.fetched or shared == 1) and self._are_branches(last.place, entry.place)):
             return not self._is_inner(last, entry)
         # Onward, out of a loop: the inner loop of a round, or a loop of its own before this one (a warm-up).
         left_a_loop = self._loops_around(last.place, last.place) > shared
@@ -281,6 +293,14 @@ class Rounds:
                 return True
         return False
 
+    def _are_branches(self, first: Place, second: Place) -> bool:
+        """Return whether control can come from one place to another only as a loop around both goes on."""
+        pair = id(first), id(second)
+        found = self._branches.get(pair)
+        if found is None:
+            found = self._branches[pair] = _are_branches(first.site, second.site)
+        return found
+
     def _loops_around(self, first: Place, second: Place) -> int:
         """Return the number of loops that two places are both in."""
         pair = id(first), id(second)
@@ -298,11 +318,22 @@ def went_back(first: Site, second: Site) -> bool:
 
 def _part(first: Site, second: Site) -> tuple[int, int] | None:
     """Return both positions in the frame in which two places part; None where they are the same."""
+    frame = _parting_frame(first, second)
+    return None if frame is None else frame[1:]
+
+
+def _are_branches(first: Site, second: Site) -> bool:
+    frame = _parting_frame(first, second)
+    return frame is not None and not can_follow(*frame)
+
+
+def _parting_frame(first: Site, second: Site) -> tuple[CodeType, int, int] | None:
+    """Return the frame in which two places part, and both positions in it; None where they are the same."""
     for (code, at), (other, other_at) in zip(first, second, strict=False):
         if code is not other:
             return None  # one call that calls now this, now that
         if at != other_at:
-            return at, other_at
+            return code, at, other_at
     return None
 
 
@@ -312,30 +343,7 @@ def _common_loops(first: Site, second: Site) -> int:
     for (code, at), (other, other_at) in zip(first, second, strict=False):
         if code is not other:
             break
-        found += sum(_in(loop, at) and _in(loop, other_at) for loop in loops(code))
+        found += sum(within(loop, at) and within(loop, other_at) for loop in loops(code))
         if at != other_at:
             break
     return found
-
-
-_loops: dict[int, tuple[CodeType, list[tuple[int, int]]]] = {}
-
-
-def loops(code: CodeType) -> list[tuple[int, int]]:
-    """Return the first and last position of each loop of a function, from its jumps backward."""
-    known = _loops.get(id(code))
-    if known is not None and known[0] is code:
-        return known[1]
-    ends: dict[int, int] = {}
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        if "JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name:
-            target = int(instruction.argval)
-            ends[target] = max(ends.get(target, 0), instruction.offset)
-    found = sorted(ends.items())
-    _loops[id(code)] = (code, found)
-    return found
-
-
-def _in(loop: tuple[int, int], position: int) -> bool:
-    return loop[0] <= position <= loop[1]

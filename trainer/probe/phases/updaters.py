@@ -148,7 +148,8 @@ class Updaters:
             if self._several and hasattr(updater, "module"):
                 self._met()
         freed = bool(self._parts) and self._parts[-1].key not in self._made
-        self._entry = entry = self._rounds.note(key, call_site(frame, LIBRARIES), self._exhausted, freed)
+        fetched = bool(self._tracker.notes.fetches)
+        self._entry = entry = self._rounds.note(key, call_site(frame, LIBRARIES), self._exhausted, freed, fetched)
         self._exhausted = False
         over = self._rounds.over(entry, self._waits())
         self._tracker.cost_ns += perf_counter_ns() - start
