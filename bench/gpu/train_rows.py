@@ -137,6 +137,13 @@ ROWS = {
     "8b-zero3-2-compiled": Row(
         LLAMA_8B, micro_batch=2, gpus=2, words=["zero.stage=3", "model.compile=layers"], trl=None
     ),
+    "8b-zero3-2-compiled-recomputed": Row(
+        LLAMA_8B,
+        micro_batch=2,
+        gpus=2,
+        words=["zero.stage=3", "model.compile=layers", "model.gradient_checkpointing=true"],
+        trl=None,
+    ),
     "8b-zero3-2-compiled-bf16-reduced": Row(
         LLAMA_8B,
         micro_batch=2,

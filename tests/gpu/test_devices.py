@@ -70,8 +70,9 @@ def test_every_gpu_has_the_figures_that_nvidia_smi_shows():
 def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_the_same():
     pytest.importorskip("torch")
     before = {found.index: found.used_bytes for found in sample({})}
+    first = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=first
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
