@@ -163,8 +163,14 @@ def test_updates_that_no_optimizer_of_pytorch_s_makes_are_steps(collector):
     assert [number for number, step in enumerate(steps, 1) if host_us(step, "eval")] == [7, 9, 11, 13]
     assert all(host_us(step, "forward") > 25_000 for step in steps[1:4])
     assert all(host_us(step, "backward") > 30_000 for step in steps[12:])
-    first, last = collector.of(Hello)[0], collector.of(Hello)[-1]
-    assert (first.parameters, last.model, last.parameters) == (72, "Sequential", 81)
+    last = collector.of(Hello)[-1]
+    assert (last.model, last.parameters) == ("Sequential", 81)
+
+
+def test_tensors_that_a_script_updates_itself_are_the_parameters(collector):
+    steps, told = edges(collector, "tensors")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert collector.of(Hello)[-1].parameters == 72
 
 
 def test_a_check_of_gradients_before_there_is_an_optimizer_is_no_step(collector):

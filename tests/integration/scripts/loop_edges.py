@@ -335,8 +335,8 @@ class Descent:
                 each.grad.zero_()
 
 
-def without_optimizer(told):
-    """PyTorch's tutorial, its word_language_model, a library's optimizer with accumulation, ``autograd.grad``."""
+def tensors(told):
+    """PyTorch's tutorial: two tensors and no model, which the script updates itself."""
     first, second = torch.randn(8, 8, requires_grad=True), torch.randn(8, 1, requires_grad=True)
     for _ in range(4):
         time.sleep(PAUSE / 10)
@@ -347,7 +347,11 @@ def without_optimizer(told):
                 each -= 1e-3 * each.grad
                 each.grad = None
         told.append(loss.item())
-    del first, second, each, loss
+
+
+def without_optimizer(told):
+    """The tutorial, word_language_model of PyTorch, a library's optimizer with accumulation, ``autograd.grad``."""
+    tensors(told)
     model = model_of()
     for _ in range(2):
         for _ in range(2):
@@ -562,6 +566,7 @@ MODES = {
         per_label,
         by_hand,
         looked_at,
+        tensors,
         without_optimizer,
         checked,
         ahead,
