@@ -49,8 +49,8 @@ def cause_head(cause: Cause, theme: Theme) -> Line:
     line = Line(f" {theme.glyphs.spike} ", theme.style("warning", bold=True))
     line.add(f"{sanitize(cause.phase, 20) or 'step'} ", theme.style(bold=True))
     line.add(f"+{gib(cause.transient_bytes)}", theme.style("warning", bold=True))
-    words = "stayed after" if stayed else "came and went in"
-    return line.add(f" {words} step {cause.step:,}, allocated by", theme.base)
+    what, by = ("stayed after", ", allocated by") if stayed else ("allocated and freed in", " by")
+    return line.add(f" {what} step {cause.step:,}{by}", theme.base)
 
 
 def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:

@@ -201,9 +201,8 @@ class Console:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             freed = before - self._allocated()
-            print(
-                f"freed {gib(freed)}" if freed > 0 else "nothing was freed: somebody else holds it (autograd, a list)"
-            )
+            nothing = "nothing was freed: another reference holds it (autograd, a list)"
+            print(f"freed {gib(freed)}" if freed > 0 else nothing)
         else:
             print(f"freed {gib(size)}" if storage else f"{name} is None now")
 
