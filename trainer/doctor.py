@@ -266,7 +266,7 @@ def _first_line(command: list[str]) -> str:
 def main() -> int:
     """Print the findings; status 1 when one of them stands in the way of training."""
     parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print a JSON list of {name, state, text, mend}")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of {name, state, text, remedy}")
     arguments = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
         found = examine()

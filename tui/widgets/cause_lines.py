@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...protocol.blocks import StackGroup
 from ...protocol.memory import Cause
 from ...protocol.text import gib, sanitize
-from ..model.cause import Verdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
+from ..model.cause import SpikeVerdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
 from .line import Line, cut
 from .theme import Theme
 from .wrapping import wrap
@@ -14,7 +14,9 @@ SHORT_LIST = 3
 """Stacks that are shown while the list is folded."""
 
 
-def cause_lines(cause: Cause, verdict: Verdict | None, width: int, theme: Theme, unfolded: bool = False) -> list[Line]:
+def cause_lines(
+    cause: Cause, verdict: SpikeVerdict | None, width: int, theme: Theme, unfolded: bool = False
+) -> list[Line]:
     """Draw a cause: a head, what the hub made of it, the evidence, and its stacks.
 
     Args:
