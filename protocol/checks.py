@@ -13,5 +13,10 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     state: State
     text: str
-    remedy: str = msgspec.field(default="", name="mend")
-    """How to fix a warning or an error; ``mend`` in JSON."""
+    remedy: str = ""
+    """How to fix a warning or an error."""
+    mend: str = ""
+    """The former key of ``remedy`` in JSON, kept for one version; set from it."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "mend", self.remedy)

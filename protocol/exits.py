@@ -12,9 +12,6 @@ from .errors import FtmonError, HubError, StartError, UsageError
 if TYPE_CHECKING:  # the command line's grammar reads this module, and is to cost nothing
     from .rundir import ExitFile
 
-DONE = 0
-FAILED = 1
-"""A command that starts no run failed."""
 WRONG_USAGE = 2
 """Wrong usage or configuration of a command whose own status cannot be mistaken for a training's."""
 INTERRUPTED = 130

@@ -206,7 +206,7 @@ def cpu_memory() -> Iterator[Check]:
     """Check whether memory of CPU ranks can be measured as it should be."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2"):
-        yield Check("mallinfo2", "ok", "glibc tells what CPU ranks have allocated")
+        yield Check("mallinfo2", "ok", "glibc reports what CPU ranks have allocated")
     else:
         text = "this C library has none: for CPU ranks the resident set is shown as allocated"
         yield Check("mallinfo2", "warning", text, "use a system with glibc 2.33 or later")
@@ -242,7 +242,7 @@ def examine() -> list[Check]:
                 found.append(Check(_title(look), "error", f"{error.name} is not installed", INSTALL))
         except Exception as error:  # a broken installation fails in its own way
             first = (str(error).strip() or repr(error)).splitlines()[0]
-            found.append(Check(_title(look), "error", f"cannot be looked at: {first}", f"reinstall: {INSTALL}"))
+            found.append(Check(_title(look), "error", f"cannot be checked: {first}", f"reinstall: {INSTALL}"))
     return found
 
 
@@ -260,13 +260,13 @@ def _output(command: list[str]) -> str:
 
 
 def _first_line(command: list[str]) -> str:
-    return next(iter(_output(command).splitlines()), "there, but does not say its version")
+    return next(iter(_output(command).splitlines()), "installed, version unknown")
 
 
 def main() -> int:
     """Print the findings; status 1 when one of them stands in the way of training."""
     parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print a JSON list of {name, state, text, mend}")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of {name, state, text, remedy}")
     arguments = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
         found = examine()

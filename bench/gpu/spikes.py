@@ -132,7 +132,7 @@ def plain_foreach(found: Found) -> list[tuple[str, bool]]:
         ("named foreach temporaries", evidence.get("cause_pattern") == "foreach_temporaries"),
         ("the transient is one parameter-size", near(found.transient, size)),
         ("the stacks find one parameter-size", near(evidence.get("cause_bytes", 0), size)),
-        ("the remedy is a fused optimizer", "fused" in evidence.get("mend", "")),
+        ("the remedy is a fused optimizer", "fused" in evidence.get("remedy", "")),
         ("which saves one parameter-size", near(evidence.get("saves_bytes", 0), size)),
     ]
 

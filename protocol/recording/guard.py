@@ -138,7 +138,7 @@ class Guard:
         if self._bytes > self._most_bytes:
             raise RefusedError(
                 f"{self.path}: refused: an answer asks for far more memory than the file's size justifies; "
-                "it is damaged, or made to do that"
+                "it is damaged, or malicious"
             )
 
     @property
@@ -151,7 +151,7 @@ class Guard:
         """Make the error for a question that used up its time."""
         return RefusedError(
             f"{self.path}: refused: a question took more than {self._seconds:.1f} s of processor time, more than the "
-            "file's size justifies; it is damaged, or made to do that"
+            "file's size justifies; it is damaged, or malicious"
         )
 
     def refine(self, error: sqlite3.Error) -> BaseException:

@@ -82,7 +82,7 @@ def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, g
     until = f"; it ends at {_clock(last_t)}" if last_t else ""
     found = [f"{opened.missing}{until}"] if opened.missing else []
     if not closed and not live and not found:
-        found.append(f"it was not closed in order: the last second, or more, may be missing{until}")
+        found.append(f"it was not closed properly: the last second, or more, may be missing{until}")
     for first_t, gap_t, messages, reason in gaps:
         count = messages if isinstance(messages, int) else "some"
         words = sanitize(reason, 300) if isinstance(reason, str) and reason else "the reason is not known"

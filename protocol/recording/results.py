@@ -27,7 +27,7 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: list[int]
     schema: int
     complete: bool
-    """The recording was closed in order and nothing is missing."""
+    """The recording was closed properly and nothing is missing."""
     missing: str = ""
     """What is missing, in words; empty when nothing is, or when the run is still being recorded."""
     state: str = ""

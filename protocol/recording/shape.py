@@ -99,7 +99,7 @@ def check_shape(connection: sqlite3.Connection, *, views: bool = True) -> None:
             raise RecordingError(f"refused: {table!r} in it is a {kinds[table]}, not a table")
         reason = mismatch(expected, columns_of(connection, table))
         if reason:
-            raise RecordingError(f"refused: its table {table!r} is none of a recording: {reason}")
+            raise RecordingError(f"refused: its table {table!r} does not belong to a recording: {reason}")
     for view, expected_sql in _expected_views().items() if views else ():
         if view not in kinds:
             continue

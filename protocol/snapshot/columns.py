@@ -181,7 +181,7 @@ class _Blocks(NamedTuple):
 
 def _size(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < _LARGEST:
-        raise ValueError(f"a size that is none: {str(value)[:40] if isinstance(value, int | float | str) else '?'}")
+        raise ValueError(f"an invalid size: {str(value)[:40] if isinstance(value, int | float | str) else '?'}")
     return value
 
 
@@ -194,7 +194,7 @@ def _sizes(values: list[Any], failed: Sequence[int] = ()) -> "array[int]":
     for index in failed if given is not column else ():
         given[index] = 0
     if min(column) < 0 or max(given) >= _LARGEST:
-        raise ValueError("a size that is none")
+        raise ValueError("an invalid size")
     return column
 
 

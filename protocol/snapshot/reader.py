@@ -92,8 +92,7 @@ class SnapshotReading:
             text = sanitize(self._errors.read(1 << 16).decode(errors="replace").strip().splitlines()[-1])
             return SnapshotError(text.replace(str(path.absolute()), str(path), 1))
         return SnapshotError(
-            f"{path}: refused: reading it broke the reading process (status {status}); "
-            "the file is damaged or made to do that"
+            f"{path}: refused: reading it broke the reading process (status {status}); the file is damaged or malicious"
         )
 
 

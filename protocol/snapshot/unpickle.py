@@ -4,7 +4,6 @@ PyTorch's snapshots are pickles, and a pickle is a program. Nothing but the lite
 opcode that names a class or function ends in ``find_class``, which refuses.
 """
 
-import contextlib
 import gc
 import gzip
 import io
@@ -13,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..host_memory import available_memory
 from .errors import SnapshotError
 
 MOST_BYTES = 4 * 2**30
@@ -40,19 +40,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 class _WantsCodeError(Exception):
     """The pickle names something that is not plain data."""
-
-
-def available_memory() -> int:
-    """Return the bytes that this host can still give to a process, its control group's limit included; 0: not known."""
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        words = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()
-        found.append(int(words[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
-        found.append(max(0, limit - int((group / "memory.current").read_text())))
-    return min(found, default=0)
 
 
 def granted_memory(path: Path) -> int:

@@ -342,7 +342,7 @@ def test_a_killed_writer_loses_nothing_it_committed_and_the_file_says_it_was_not
         assert read_all(reader)[-1].seq == committed
         info = reader.info()
         assert (info.live, info.complete) == (False, False)
-        assert info.missing.startswith("it was not closed in order")
+        assert info.missing.startswith("it was not closed properly")
     writer = Writer(path)
     writer.append(writer.next_seq, STARTED + 9999, LogLine(rank=0, time=1.0, stream="out", text="again"))
     writer.close()

@@ -1,17 +1,13 @@
 """Samples the host itself as a device: memory under its cgroup's limit, busy CPU, and the ranks' resident memory."""
 
 import os
-import platform
 from pathlib import Path
 
 import psutil
 
+from ...protocol.host_memory import cpu_model, group_memory, memory_group
 from ...protocol.telemetry import DeviceSample, ProcessMemory
 from ...protocol.text import sanitize
-from .cgroups import memory_hierarchies
-
-_UNLIMITED = 1 << 60
-"""Cgroup version 1 writes a number near 2^63 for "no limit"."""
 
 
 class HostLoad:
@@ -23,7 +19,7 @@ class HostLoad:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._name = _cpu_name(root)
+        self._name = f"{cpu_model(root)}, {os.cpu_count() or 1} CPUs"
         self._group = memory_group(root)
         psutil.cpu_percent(None)  # the first call only starts the measurement
 
@@ -53,56 +49,6 @@ class HostLoad:
         )
 
 
-def memory_group(root: Path) -> Path | None:
-    """Return the directory of our cgroup, or its ancestor, with the lowest memory limit; None without a limit."""
-    tightest: tuple[int, Path] | None = None
-    for own, mount in memory_hierarchies("self", root):
-        for group in [own, *own.parents]:
-            limit = _limit(group)
-            if limit is not None and (tightest is None or limit < tightest[0]):
-                tightest = limit, group
-            if group == mount:
-                break
-    return tightest[1] if tightest is not None else None
-
-
-def group_memory(group: Path) -> tuple[int, int] | None:
-    """Return (used, limit) bytes of a cgroup; file cache that can be dropped at once does not count as used."""
-    limit = _limit(group)
-    if limit is None:
-        return None
-    used = _number(group / "memory.current")
-    if used is None:
-        used = _number(group / "memory.usage_in_bytes")
-    if used is None:
-        return None
-    return max(0, used - _droppable(group)), limit
-
-
-def _limit(group: Path) -> int | None:
-    limit = _number(group / "memory.max")
-    if limit is None:
-        limit = _number(group / "memory.limit_in_bytes")
-    return limit if limit is not None and limit < _UNLIMITED else None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _droppable(group: Path) -> int:
-    """Return bytes of ``inactive_file`` (``total_inactive_file`` in version 1, which includes child groups)."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    figures = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(figures.get("total_inactive_file") or figures.get("inactive_file") or 0)
-
-
 def _resident(pid: int, rank: int) -> ProcessMemory | None:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -110,16 +56,3 @@ def _resident(pid: int, rank: int) -> ProcessMemory | None:
     except (OSError, IndexError, ValueError):
         return None
     return ProcessMemory(pid, pages * os.sysconf("SC_PAGE_SIZE"), rank, sanitize(name, 32))
-
-
-def _cpu_name(root: Path) -> str:
-    count = os.cpu_count() or 1
-    name = platform.machine()
-    try:
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{sanitize(name, 80)}, {count} CPUs"

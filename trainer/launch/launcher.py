@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.analysis.deaths.slurm import cancelled_in
 from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
 from ...protocol.errors import FtmonError
 from ...protocol.job_log import print_own
@@ -35,6 +34,7 @@ from ..host.terminate import sweep
 from .environment import job_environment
 from .hub_keeper import HubKeeper
 from .join import push
+from .slurm_notice import cancelled_in
 from .stopping import PASSED_ON, TO_THE_JOB, Requests
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)

@@ -21,6 +21,7 @@ import yaml
 from ... import __version__
 from ...protocol import private_files, run_store
 from ...protocol.errors import FtmonError
+from ...protocol.host_memory import available_memory
 from ...protocol.prediction import PredictedPhase, PredictedPoint, Prediction
 from ...protocol.rundir import RunDir
 from ..host.low_priority import end_with_parent, lower_priority
@@ -69,7 +70,7 @@ def lengths(longest: int) -> list[int]:
 def made(run: RunDir, config: str, gpu: str) -> Prediction:
     """Return the prediction of a run's configuration, by dry runs; of one that is refused, why."""
     started = time.monotonic()
-    free = _free_bytes()
+    free = available_memory()
     if free < _NEEDED_BYTES:
         return Prediction(time.time(), refused=f"the host has only {free / 2**30:.1f} GiB of memory left for it")
     with contextlib.suppress(OSError):
@@ -116,11 +117,6 @@ def _message(found: Any, seconds: float) -> Prediction:
         step_seconds=last.step_seconds,
         seconds=seconds,
     )
-
-
-def _free_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        return next((int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")), 0)
 
 
 def cache_file(config: str, gpu: str) -> Path:

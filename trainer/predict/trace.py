@@ -13,7 +13,7 @@ Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
 
-class Replay:
+class AllocatorReplay:
     """The caching allocator's model, given the events of a trace one by one."""
 
     def __init__(self, settings: Settings, capacity_bytes: int | None = None) -> None:
@@ -58,7 +58,7 @@ class Trace:
         self.current: dict[str, int] = {}
         """Bytes by kind of memory: ``cuda``, ``cpu``, ``pinned``."""
         self.host_peak = 0
-        self._replay = Replay(settings)
+        self._replay = AllocatorReplay(settings)
         self._sizes: dict[int, tuple[int, str, int]] = {}
         self._next = 0
         self._names: dict[int, int] = {}
@@ -187,7 +187,7 @@ class Trace:
 
 def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> str:
     """Return the phase whose allocation fails where PyTorch may reserve ``capacity_bytes``; empty: all succeed."""
-    replay = Replay(settings, capacity_bytes)
+    replay = AllocatorReplay(settings, capacity_bytes)
     phase = "init"
     try:
         for event in events:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.remedies import Option, Ranked, rank
+from ...protocol.analysis.estimates.what_if_ranking import Option, Ranked, rank
 from ...protocol.errors import ConfigError, FtmonError
 from . import answer, jobs
 from .jobs import Prepared
 from .result import Prediction, WhatIf
 
 
-class Remedy(NamedTuple):
+class RunChange(NamedTuple):
     """A change of the run."""
 
     name: str
@@ -51,7 +51,7 @@ def table(
     found: dict[str, tuple[Option, Prediction | None]] = {}
     known = list(remedies(given, allocator))
 
-    def add(remedy: Remedy) -> None:
+    def add(remedy: RunChange) -> None:
         tell(remedy.name)
         found[remedy.name] = _option(remedy, arguments.price, capacity_bytes)
 
@@ -71,7 +71,7 @@ def table(
     return [_row(one, found[one.option.name][1]) for one in ranked]
 
 
-def _option(remedy: Remedy, price: float | None, capacity: int) -> tuple[Option, Prediction | None]:
+def _option(remedy: RunChange, price: float | None, capacity: int) -> tuple[Option, Prediction | None]:
     try:
         job = remedy.prepare()
         predicted = answer.predict(job, capacity, price)
@@ -107,18 +107,18 @@ def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
     )
 
 
-def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[Remedy]:
+def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChange]:
     """Yield the changes that this run has not made yet."""
     if not allocator.expandable_segments:
         expandable = msgspec.structs.replace(allocator, expandable_segments=True)
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield Remedy("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
+        yield RunChange("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
     kinds = _assignments(given) if given.config else _flags(given)
     for name, changes, combines in kinds:
         yield _remedy(given, allocator, name, changes, combines)
 
 
-def joined(given: argparse.Namespace, allocator: Settings, parts: list[Remedy]) -> Remedy | None:
+def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange]) -> RunChange | None:
     """Return changes as one; None where two of them set the same key."""
     changes = tuple(change for part in parts for change in part.changes)
     keys = [change.partition("=")[0] for change in changes]
@@ -129,16 +129,16 @@ def joined(given: argparse.Namespace, allocator: Settings, parts: list[Remedy]) 
 
 def _remedy(
     given: argparse.Namespace, allocator: Settings, name: str, changes: tuple[str, ...], combines: bool
-) -> Remedy:
+) -> RunChange:
     make = changed(given, allocator, changes)
     if not getattr(given, "command", None):
         shown = (change.removesuffix("=true") if change.startswith("--") else change for change in changes)
-        return Remedy(name, " ".join(shown), make, combines, changes)
+        return RunChange(name, " ".join(shown), make, combines, changes)
     from . import script_changes
 
     refused = script_changes.refusal(changes, given.script_inputs)
     change = script_changes.words(changes, given.script_inputs)
-    return Remedy(name, change, _refuser(refused) if refused else make, combines, changes)
+    return RunChange(name, change, _refuser(refused) if refused else make, combines, changes)
 
 
 def _refuser(text: str) -> Callable[[], Prepared]:

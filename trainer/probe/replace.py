@@ -1,4 +1,11 @@
-"""Replaces a function or method by one that calls it: the only way in which the probe changes another package."""
+"""Replaces a function or method by one that calls it, once, keeping its name and signature.
+
+The hooks on PyTorch, DeepSpeed, accelerate and transformers use it. Direct assignments remain where it does not fit:
+the functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep
+(``device/cuda.py``, ``device/rusage.py``, ``start/ending.py``); a second name of a function that is replaced already
+gets the same object (``memory/history.py``, ``hooks/collectives.py``); and a step capture undoes its replacements, made
+anew for each step (``memory/composition/step_capture.py``).
+"""
 
 import functools
 import sys

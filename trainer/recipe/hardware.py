@@ -7,8 +7,7 @@ import socket
 from importlib import metadata, util
 from pathlib import Path
 
-TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
-"""What ``ftmon[train]`` brings and a rank imports."""
+from ...protocol.training_packages import TRAINING_PACKAGES
 
 
 def visible_gpus() -> list[str]:

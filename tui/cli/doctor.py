@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import msgspec
 
 from ...protocol.checks import Check
+from ...protocol.training_packages import TRAINING_PACKAGES
 from . import terminal
 from .doctor_terminal import own_checks
 from .printable import print_json
@@ -57,4 +58,4 @@ def trainer_checks() -> list[Check]:
 
 def missing_training_packages() -> list[str]:
     """Return the missing packages that ftmon's own trainer requires, without importing any package."""
-    return [name for name in ("torch", "deepspeed", "transformers", "datasets") if find_spec(name) is None]
+    return [name for name in TRAINING_PACKAGES if find_spec(name) is None]

@@ -120,7 +120,7 @@ def _row(label: str, size: int | None, whole: int) -> str:
 
 
 def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str]:
-    what = "stayed after" if cause.reason == "leak" else "came and went in"
+    what = "stayed after" if cause.reason == "leak" else "was allocated and freed in"
     yield f"  {sanitize(cause.phase)}: {gib(cause.transient_bytes)} {what} step {cause.step:,}; {evidence_words(cause)}"
     verdict = verdict_of(spike_alert(model.alerts, rank.rank, cause.phase))
     yield from (f"    {words}" for words in (verdict_words(verdict) if verdict is not None else []))

@@ -17,7 +17,7 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SpikeVerdict:
     """The hub's verdict on a spike."""
 
     pattern: str = ""
@@ -76,7 +76,7 @@ def evidence_words(cause: Cause) -> str:
     return "; ".join(parts) or "no stacks were recorded"
 
 
-CAUSE_EVIDENCE = ("stacks", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
+CAUSE_EVIDENCE = ("stacks", "remedy", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
 """Keys of an alert's evidence that are shown as its cause, in addition to those starting with ``cause_``."""
 
 
@@ -85,7 +85,9 @@ def other_evidence(alert: Alert) -> dict[str, Any]:
     return {
         key: value
         for key, value in alert.evidence.items()
-        if key not in CAUSE_EVIDENCE and not key.startswith("cause_")
+        if key not in CAUSE_EVIDENCE
+        and not key.startswith("cause_")
+        and not (key == "mends" and "remedies" in alert.evidence)
     }
 
 
@@ -111,18 +113,18 @@ def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
     return max(found, key=lambda alert: (bool(verdict_of(alert)), alert.time), default=None)
 
 
-def verdict_of(alert: Alert | None) -> Verdict | None:
+def verdict_of(alert: Alert | None) -> SpikeVerdict | None:
     """Return the hub's verdict from an alert's evidence; None if there is none."""
     evidence = alert.evidence if alert is not None else {}
-    pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
+    pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("remedy") or evidence.get("mend"))
     saves = evidence.get("saves_bytes")
     if not pattern and not remedy:
         return None
     size = saves if isinstance(saves, int) else 0
-    return Verdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), remedy, size)
+    return SpikeVerdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), remedy, size)
 
 
-def verdict_words(verdict: Verdict) -> list[str]:
+def verdict_words(verdict: SpikeVerdict) -> list[str]:
     """Return a verdict's text, with what to try."""
     where = f", in {verdict.where}" if verdict.where else ""
     found = [f"{verdict.pattern}{where}"] if verdict.pattern else []

@@ -71,9 +71,11 @@ def hold_words(model: RunModel, case: OomCase) -> list[str]:
         lines.append(oom.others)
     if oom.peer_timeout_s:
         left = oom.time + oom.peer_timeout_s - model.now
+        timeout = duration(oom.peer_timeout_s)
         lines.append(
-            f"their process group gives up {duration(oom.peer_timeout_s)} after it began to wait, "
-            + (f"in about {duration(left)}" if left > 0 else "and that time is over: they may be gone")
+            f"their process group gives up {timeout} after it began to wait, in about {duration(left)}"
+            if left > 0
+            else f"their process group's timeout ({timeout}) has passed; they may have ended"
         )
     elif not oom.others and model.world_size > 1:
         lines.append("the other ranks wait in their next collective until their process group's timeout ends them")

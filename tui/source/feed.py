@@ -316,7 +316,7 @@ class Feed(threading.Thread):
             self._refuse(self._commands.get())
 
     def _refuse(self, command: Command) -> None:
-        text = "the hub is gone, so nothing can be done now; it comes back by itself: try again in some seconds"
+        text = "the hub is gone: commands fail until a new hub starts; retry in a few seconds"
         self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
 
     def _finish(self) -> None:

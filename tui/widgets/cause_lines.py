@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...protocol.blocks import StackGroup
 from ...protocol.memory import Cause
 from ...protocol.text import gib, sanitize
-from ..model.cause import Verdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
+from ..model.cause import SpikeVerdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
 from .line import Line, cut
 from .theme import Theme
 from .wrapping import wrap
@@ -14,7 +14,9 @@ SHORT_LIST = 3
 """Stacks that are shown while the list is folded."""
 
 
-def cause_lines(cause: Cause, verdict: Verdict | None, width: int, theme: Theme, unfolded: bool = False) -> list[Line]:
+def cause_lines(
+    cause: Cause, verdict: SpikeVerdict | None, width: int, theme: Theme, unfolded: bool = False
+) -> list[Line]:
     """Draw a cause: a head, what the hub made of it, the evidence, and its stacks.
 
     Args:
@@ -49,8 +51,8 @@ def cause_head(cause: Cause, theme: Theme) -> Line:
     line = Line(f" {theme.glyphs.spike} ", theme.style("warning", bold=True))
     line.add(f"{sanitize(cause.phase, 20) or 'step'} ", theme.style(bold=True))
     line.add(f"+{gib(cause.transient_bytes)}", theme.style("warning", bold=True))
-    words = "stayed after" if stayed else "came and went in"
-    return line.add(f" {words} step {cause.step:,}, allocated by", theme.base)
+    what, by = ("stayed after", ", allocated by") if stayed else ("allocated and freed in", " by")
+    return line.add(f" {what} step {cause.step:,}{by}", theme.base)
 
 
 def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:

@@ -47,7 +47,7 @@ def graph_legend(theme: Theme) -> list[Line]:
     peak = Line("  ", theme.base).add(glyphs.peak * 2, theme.style("peak"))
     peak.add("  the highest peak of this rank so far", theme.style("dim"))
     spike = Line("  ", theme.base).add(glyphs.spike + " ", theme.style("warning", bold=True))
-    spike.add("  a spike: memory that came and went; n jumps to it, a explains it", theme.style("dim"))
+    spike.add("  a spike: memory allocated and freed; n jumps to it, a explains it", theme.style("dim"))
     top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
     return [_head("memory", theme), solid, behind, peak, spike, top]
 

@@ -7,7 +7,7 @@ from ...protocol.memory import Cause, Composition
 from ...protocol.prediction import Prediction
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
-from ..model.cause import Verdict, innermost
+from ..model.cause import SpikeVerdict, innermost
 from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import RankModel
@@ -93,7 +93,7 @@ def body_lines(
     rank: RankModel,
     fall: Waterfall,
     choice: MemoryChoice,
-    verdict: Verdict | None,
+    verdict: SpikeVerdict | None,
     why: str,
     width: int,
     theme: Theme,

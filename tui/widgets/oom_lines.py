@@ -110,7 +110,7 @@ def _section(title: str, rows: Iterable[Line], theme: Theme) -> list[Line]:
 
 def _remedy_sentences(remedies: list[Remedy], width: int, theme: Theme) -> Iterator[Line]:
     if not remedies:
-        yield Line("  the numbers suggest nothing", theme.style("dim"))
+        yield Line("  no remedy follows from the figures", theme.style("dim"))
     for number, remedy in enumerate(remedies, 1):
         frees = f"{remedy.bound + ' ' if remedy.bound else ''}{gib(remedy.frees_bytes)}" if remedy.frees_bytes else ""
         room = min(width, _MOST_WIDE) - 5

@@ -46,7 +46,7 @@ class OomHead(OomCanvas):
         theme, case, model = self.theme, self.case, self.app_state.model
         dash = theme.glyphs.rule
         if case is None:
-            text = " out of memory: nothing of the kind has happened up to here "
+            text = " out of memory: none up to this moment "
             return [Line(dash, theme.style("rule")).add(text, theme.style("dim"))]
         oom = case.oom
         where = f", {sanitize(oom.phase, 30)}" if oom.phase else ""

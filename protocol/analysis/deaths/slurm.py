@@ -9,10 +9,8 @@ Without a reason it is a user's ``scancel``, or srun ending the other tasks afte
 before. A failed node is not a request to end, and is ignored here.
 """
 
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) \S+ (?:ON \S+ )?CANCELLED AT \S+(?: DUE TO (TIME LIMIT|PREEMPTION|JOB REQUEUE))? \*\*\*"
@@ -21,7 +19,6 @@ _TROUBLE = re.compile(
     r"srun: error: \S+: tasks? [\d,-]+: |srun: .*Terminating |slurmstepd\S*: error: .*(?:oom[_-]kill|memory limit)",
     re.IGNORECASE,
 )
-_ENOUGH_BYTES = 65_536
 
 
 class SlurmWords:
@@ -47,13 +44,3 @@ def cancelled(lines: Iterable[str]) -> str:
     """Return why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty if it did not."""
     words = SlurmWords()
     return next(filter(None, map(words.read, lines)), "")
-
-
-def cancelled_in(log: Path) -> str:
-    """Return the same for the last 64 KiB of a file; empty also if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH_BYTES))
-            return cancelled(file.read().decode("utf-8", "replace").splitlines())
-    except OSError:
-        return ""

@@ -210,9 +210,13 @@ def _saving(size: int) -> str:
     return f", which would save {gib(size)}" if size > 0 else ""
 
 
+def _remedy(text: str) -> dict[str, str]:
+    return {"remedy": text, "mend": text}  # "mend" is the former key, kept for one version
+
+
 def _numbers_evidence(cause: NumbersCause) -> dict[str, Any]:
     saves = cause.saves_bytes or cause.remedy.frees_bytes
-    return {"cause_pattern": cause.pattern, "mend": cause.remedy.text, "saves_bytes": saves}
+    return {"cause_pattern": cause.pattern, **_remedy(cause.remedy.text), "saves_bytes": saves}
 
 
 def _stack_evidence(found: StackCause) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def _stack_evidence(found: StackCause) -> dict[str, Any]:
             "cause_bytes": named.parts[0].bytes,
             "cause_total_bytes": named.total,
             "cause_parts": {part.pattern: part.bytes for part in named.parts},
-            "mend": found.remedy.text,
+            **_remedy(found.remedy.text),
             "saves_bytes": found.remedy.frees_bytes,
         }
     return plain

@@ -70,14 +70,16 @@ def evidence(finding: Finding) -> dict[str, Any]:
         return {"error": finding.facts.error, "traceback": finding.facts.traceback}
     report: OomReport = finding.facts
     oom, verdict = report.oom, report.verdict
+    remedies = [
+        {"kind": one.kind, "setting": one.setting, "frees_bytes": one.frees_bytes, "bound": one.bound}
+        for one in report.remedies
+    ]
     return {
         "verdict": verdict.kind,
         "sure": verdict.sure,
         "why": verdict.evidence,
-        "mends": [
-            {"kind": one.kind, "setting": one.setting, "frees_bytes": one.frees_bytes, "bound": one.bound}
-            for one in report.remedies
-        ],
+        "remedies": remedies,
+        "mends": remedies,  # the former key, kept for one version
         "requested_bytes": oom.requested_bytes,
         "device_free_bytes": oom.device_free_bytes,
         "device_total_bytes": oom.device_total_bytes,

@@ -57,4 +57,5 @@ def test_json_has_both_sides(
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {check["name"] for check in report["terminal"]} >= {"terminal", "characters", "run directory", "NVML"}
-    assert report["training"][0]["mend"] == 'pip install "ftmon[train]"'
+    assert report["training"][0]["remedy"] == 'pip install "ftmon[train]"'
+    assert report["training"][0]["mend"] == report["training"][0]["remedy"], "the former key"

@@ -8,10 +8,11 @@ import psutil
 import pynvml
 import pytest
 from ftmon.protocol.health import DeviceHealth
+from ftmon.protocol.host_memory import available_memory, cpu_model, group_memory, memory_group, memory_limit
 from ftmon.protocol.telemetry import DeviceSample
 from ftmon.trainer.host import devices
 from ftmon.trainer.host.devices import DeviceSampler
-from ftmon.trainer.host.load import HostLoad, group_memory, memory_group
+from ftmon.trainer.host.load import HostLoad
 from ftmon.trainer.host.nvml import reasons_in_words
 
 GIB = 2**30
@@ -79,6 +80,33 @@ def test_the_limit_of_a_control_group_of_version_1_counts_even_where_our_path_is
     group = memory_group(root)
     assert group is not None
     assert group_memory(group) == (4 * GIB, 8 * GIB)
+
+
+def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {20 * 2**20} kB\n",
+            "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC 9654\n",
+            "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+            "sys/fs/cgroup/slurm/job_7/memory.max": f"{16 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/memory.current": f"{15 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/memory.stat": f"inactive_file {2 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/step_0/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/step_0/memory.current": f"{3 * GIB}\n",
+        },
+    )
+    assert memory_limit(root) == 8 * GIB, "its own group has the lowest limit"
+    assert available_memory(root) == 3 * GIB, "the group above is fuller"
+    assert cpu_model(root) == "AMD EPYC 9654"
+    write(root, {"proc/self/cgroup": "4:memory:/slurm/job_7\n"})
+    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": f"{32 * GIB}\n"})
+    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes": f"{GIB}\n"})
+    assert memory_limit(root) == 32 * GIB, "version 1"
+    assert available_memory(root) == 20 * GIB, "the host has less"
+    write(root, {"proc/self/cgroup": "0::/\n"})
+    assert (memory_limit(root), available_memory(root)) == (64 * GIB, 20 * GIB), "no limit"
+    assert (memory_limit(root / "none"), available_memory(root / "none")) == (0, 0), "unknown"
 
 
 def test_without_a_limit_the_host_is_its_own_size(tmp_path: Path):

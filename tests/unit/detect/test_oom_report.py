@@ -32,7 +32,7 @@ def test_the_report_has_all_ranks_at_that_moment_and_who_held_memory_of_the_devi
     assert report.verdict.kind == "other_process"
     (alert,) = sim.alerts("oom")
     assert alert.evidence["verdict"] == "other_process"
-    assert alert.evidence["mends"][0]["frees_bytes"] == 6 * GIB
+    assert alert.evidence["remedies"][0]["frees_bytes"] == 6 * GIB
 
 
 def test_a_rank_that_is_held_is_no_hang_and_what_waits_for_it_is_evidence_of_its_own_alert(make_sim: Any) -> None:

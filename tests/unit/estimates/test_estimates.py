@@ -7,7 +7,6 @@ import pytest
 from ftmon.protocol.analysis.estimates.beside_pytorch import beside_pytorch
 from ftmon.protocol.analysis.estimates.cost import epoch_cost
 from ftmon.protocol.analysis.estimates.host_and_disk import checkpoint_bytes, host_memory, pinned_bytes
-from ftmon.protocol.analysis.estimates.remedies import Option, rank
 from ftmon.protocol.analysis.estimates.roofline import (
     Communication,
     Efficiency,
@@ -16,6 +15,7 @@ from ftmon.protocol.analysis.estimates.roofline import (
     collective_seconds,
     step_time,
 )
+from ftmon.protocol.analysis.estimates.what_if_ranking import Option, rank
 from ftmon.protocol.gpus import FIT_TABLE, GPUS, find_gpu
 
 MIB, GIB = 2**20, 2**30

@@ -184,7 +184,7 @@ def spike(**evidence: object) -> Alert:
 
 
 def test_the_hub_s_verdict_is_read_from_an_alert() -> None:
-    found = verdict_of(spike(cause_pattern="foreach_temporaries", mend="fused=True", saves_bytes=900, stacks=STACKS))
+    found = verdict_of(spike(cause_pattern="foreach_temporaries", remedy="fused=True", saves_bytes=900, stacks=STACKS))
     assert found is not None
     assert (found.pattern, found.remedy, found.saves_bytes) == ("foreach temporaries", "fused=True", 900)
     assert verdict_of(spike(transient_bytes=1)) is None

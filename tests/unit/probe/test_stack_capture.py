@@ -205,7 +205,7 @@ def test_a_phase_that_does_not_come_is_waited_for_so_long_only() -> None:
     for _ in range(30):
         rig.step()
     assert rig.sent == []
-    assert rig.answers == [(False, "phase 'checkpoint' did not come in 24 steps")]
+    assert rig.answers == [(False, "phase 'checkpoint' did not occur in 24 steps")]
     assert rig.tracker.watchers == ()
     assert rig.recorder.claim("another")
 

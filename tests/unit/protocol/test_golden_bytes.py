@@ -1,11 +1,13 @@
 """The wire format itself, committed: what an older or newer ftmon sends must keep its meaning.
 
 ``golden.json`` holds the header and every message of ``tests/support/messages.py`` as hex. Nothing here rewrites it: a
-new field is added by hand, beside a note in ``docs/protocol.md``; the bytes that are there stay.
+new field is added by hand, beside a note in ``docs/protocol.md``. ``golden_old.json`` holds the bytes that the code of
+2026-11-21 sent (commit c144ba7); these never change, and decode with the defaults of the fields added since.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from ftmon.protocol.wire import Header, Message
 from messages import EXAMPLES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden.json").read_text())
+OLD: dict[str, str] = json.loads((Path(__file__).parent / "golden_old.json").read_text())
 
 
 def tag(message: Message) -> str:
@@ -42,3 +45,30 @@ def test_the_header_is_still_the_golden_bytes() -> None:
     header = bytes.fromhex(GOLDEN["header"])
     assert wire.encode_header("rank-3-4321-987654", 17, 1_780_000_000.25) == header
     assert wire.decode_header(header) == Header((1, 0), "rank-3-4321-987654", 17, 1_780_000_000.25)
+
+
+@pytest.mark.parametrize("name", [name for name in OLD if name != "header"])
+def test_a_message_sent_by_an_older_ftmon_keeps_all_its_fields(name: str) -> None:
+    old = msgspec.msgpack.decode(bytes.fromhex(OLD[name]))
+    message = wire.decode_body(bytes.fromhex(OLD[name]))
+    assert message is not None
+    assert tag(message) == name
+    assert_kept(old, msgspec.msgpack.decode(wire.encode_body(message)))
+
+
+def assert_kept(old: Any, new: Any) -> None:
+    """Compare every value of an old message with today's; new fields with defaults may be there beside them."""
+    if isinstance(old, dict):
+        assert set(old) <= set(new)
+        for key, value in old.items():
+            assert_kept(value, new[key])
+    elif isinstance(old, list):
+        assert len(old) <= len(new)
+        for one, other in zip(old, new, strict=False):
+            assert_kept(one, other)
+    else:
+        assert old == new
+
+
+def test_the_header_sent_by_an_older_ftmon_is_the_same() -> None:
+    assert OLD["header"] == GOLDEN["header"]

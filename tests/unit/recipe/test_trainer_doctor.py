@@ -57,7 +57,7 @@ def test_a_check_that_breaks_is_itself_a_finding(monkeypatch: pytest.MonkeyPatch
     first, second = doctor.examine()
     assert first.name == "first"
     assert (second.name, second.state) == ("broken", "error")
-    assert second.text == "cannot be looked at: libcuda is of another world"
+    assert second.text == "cannot be checked: libcuda is of another world"
 
 
 def test_without_compiler_and_ninja_there_are_remedies(monkeypatch: pytest.MonkeyPatch) -> None:

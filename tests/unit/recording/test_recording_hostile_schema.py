@@ -77,7 +77,7 @@ def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
         (["DROP TABLE logs", "CREATE VIRTUAL TABLE logs USING fts5(text)"], "is a virtual table"),
         (
             ["DROP TABLE logs", f"CREATE TABLE logs(seq INTEGER PRIMARY KEY, t REAL, rank AS ({HUGE}))"],
-            "'logs' is none of a recording: it has a generated column",
+            "'logs' does not belong to a recording: it has a generated column",
         ),
         (["ALTER TABLE logs RENAME COLUMN text TO words"], "column 'words' is where 'text' belongs"),
         (["DROP VIEW phases", f"CREATE VIEW phases AS {ENDLESS} n FROM r"], "its view 'phases' is not the recording's"),

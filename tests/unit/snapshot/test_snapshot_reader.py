@@ -245,5 +245,5 @@ def test_a_failed_allocation_may_be_larger_than_any_memory_and_no_other_entry() 
     assert memoryview(trace.sizes).cast("q")[-1] == 2**62
     assert trace.device_free == {len(trace) - 1: 7}
     raw["device_traces"][0][-1]["action"] = "alloc"
-    with pytest.raises(SnapshotError, match="a size that is none"):
+    with pytest.raises(SnapshotError, match="an invalid size"):
         compact(raw, "made")

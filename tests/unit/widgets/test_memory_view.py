@@ -10,7 +10,7 @@ from ftmon.protocol.wire import Frame
 from ftmon.tui.cli.events import event_lines
 from ftmon.tui.cli.memory import rank_lines as text_lines
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.cause import Verdict
+from ftmon.tui.model.cause import SpikeVerdict
 from ftmon.tui.model.waterfall import rank_bars
 from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets import events_view
@@ -60,7 +60,7 @@ def every_line(model: RunModel, width: int, theme: Theme) -> Iterator[Line]:
             assert fall is not None
             yield title_line(rank, "GPU 0", width, theme)
             yield from head_lines(rank, fall, choice, width, theme)
-            yield from body_lines(rank, fall, choice, Verdict(EVIL[8:], "", "try", 5), "why", width, theme)
+            yield from body_lines(rank, fall, choice, SpikeVerdict(EVIL[8:], "", "try", 5), "why", width, theme)
         yield events_view.title_line(rank, "GPU 0", width, theme)
         yield from events_view.phase_lines(rank, width, theme)
         yield from events_view.course_lines(rank, width, 2, theme)
@@ -88,7 +88,9 @@ def test_nor_on_the_command_line_or_in_an_alert() -> None:
     last = model.ranks[0].allocator.last
     assert last is not None
     assert all(is_safe(line) for line in event_lines(last))
-    alert = Alert(1, "spike", "warning", 1.0, EVIL, rank=0, phase=EVIL, evidence={"mend": EVIL, "cause_pattern": EVIL})
+    alert = Alert(
+        1, "spike", "warning", 1.0, EVIL, rank=0, phase=EVIL, evidence={"remedy": EVIL, "cause_pattern": EVIL}
+    )
     cause = model.ranks[0].memory.causes[EVIL]
     assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Theme(), cause, unfolded=True))
 

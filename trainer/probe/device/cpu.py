@@ -122,16 +122,6 @@ class CpuMemory:
         return descriptor
 
 
-def available_bytes() -> int:
-    """Return MemAvailable, the memory this host could still provide, in bytes; 0 if /proc has no such line."""
-    return _proc_kib("/proc/meminfo", "MemAvailable:") * 1024
-
-
-def total_bytes() -> int:
-    """Return the host's memory in bytes; 0 if /proc has no such line."""
-    return _proc_kib("/proc/meminfo", "MemTotal:") * 1024
-
-
 def _high_water_kib() -> int:
     return _proc_kib("/proc/self/status", "VmHWM:")
 

@@ -1,13 +1,12 @@
 """Which device this rank computes on, and the memory back end and device clock that go with it."""
 
 import os
-import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from ....protocol.host_memory import cpu_model, memory_limit
 from ....protocol.telemetry import DeviceInfo
-from .cpu import CpuMemory, total_bytes
+from .cpu import CpuMemory
 from .reading import MemoryBackend
 
 
@@ -66,24 +65,5 @@ class Device:
 
     @staticmethod
     def _cpu_info() -> DeviceInfo:
-        name = platform.machine()
-        try:
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    name = line.split(":", 1)[1].strip()
-                    break
-        except OSError:
-            pass
-        return DeviceInfo("cpu", int(os.environ.get("LOCAL_RANK", "0") or 0), name, _memory_limit())
-
-
-def _memory_limit() -> int:
-    """Memory that this process may use, in bytes: the host's, or a control group's lower limit."""
-    total = total_bytes()
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-        return min(total, limit) if total else limit
-    return total
+        local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
+        return DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())

@@ -106,7 +106,7 @@ class StackCapture:
             elif armed.failed:
                 self._finish(want, False, armed.failed)
             elif time.monotonic() >= self._deadline:
-                what = f"phase {armed.phase!r} did not come" if armed.phase else "no step ended"
+                what = f"phase {armed.phase!r} did not occur" if armed.phase else "no step ended"
                 self._finish(want, False, f"{what} in {want.patience:.0f} s")
         except Exception as error:
             guard.log_error("finding a cause", error)
@@ -153,7 +153,7 @@ class StackCapture:
         notes: list[str] = []
         begin = armed.spans[0].begin_us
         if armed.cleared != self._recording.cleared:
-            notes.append("somebody cleared the allocator's history meanwhile")
+            notes.append("the history was cleared during the recording")
         if not reaches_back(trace, begin, self._recording.entries):
             notes.append(f"the trace holds the last {len(trace)} entries, and does not reach back to the beginning")
         if leak:
@@ -205,5 +205,5 @@ def _transient(step: Step, phase: str) -> tuple[int, int]:
 def _in_words(cause: Cause) -> str:
     where = f"{cause.phase} of step {cause.step}" if cause.phase else f"step {cause.step}"
     innermost = next((group.frames[-1] for group in cause.groups if group.frames), "no stack says where")
-    what = "left behind by" if cause.reason == "leak" else "came and went in"
+    what = "left behind by" if cause.reason == "leak" else "was allocated and freed in"
     return f"{cause.transient_bytes / 2**20:.1f} MiB {what} {where}: {innermost}"

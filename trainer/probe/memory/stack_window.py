@@ -94,7 +94,7 @@ class StackWindow:
                 return
             self._waited += 1
             if not self.borders and self._waited >= PATIENCE_STEPS:
-                self.failed = f"phase {self.phase!r} did not come in {self._waited} steps"
+                self.failed = f"phase {self.phase!r} did not occur in {self._waited} steps"
                 self.withdraw()
                 return
         elif tracker.step + 1 < self.from_step:

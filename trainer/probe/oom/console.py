@@ -141,9 +141,9 @@ class Console:
         import torch
 
         if self._device.type != "cuda":
-            from ..device.cpu import available_bytes, total_bytes
+            from ....protocol.host_memory import available_memory, memory_limit
 
-            print(f"host: {gib(available_bytes())} of {gib(total_bytes())} available; {gib(self._requested)} failed")
+            print(f"host: {gib(available_memory())} of {gib(memory_limit())} available; {gib(self._requested)} failed")
             return
         free, total = torch.cuda.mem_get_info(self._device)
         core: Any = torch._C
@@ -201,9 +201,8 @@ class Console:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             freed = before - self._allocated()
-            print(
-                f"freed {gib(freed)}" if freed > 0 else "nothing was freed: somebody else holds it (autograd, a list)"
-            )
+            nothing = "nothing was freed: another reference holds it (autograd, a list)"
+            print(f"freed {gib(freed)}" if freed > 0 else nothing)
         else:
             print(f"freed {gib(size)}" if storage else f"{name} is None now")
 

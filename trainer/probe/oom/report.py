@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from ....protocol.host_memory import available_memory, memory_limit
 from ....protocol.oomevent import Oom, OptimizerImplementation
 from ....protocol.telemetry import SnapshotTaken
 from ....protocol.text import gib
 from .. import guard
-from ..device.cpu import available_bytes, total_bytes
 from ..memory.annotations import PhaseMarks
 from ..memory.composition.storages import Storages
 from ..memory.composition.walk import Roots, walk
@@ -141,7 +141,7 @@ class OomReporter:
             allocated, reserved = failed.known
         elif on_gpu and memory.measure != "cuda":
             allocated, reserved = _cuda_now(failed.device)
-        capacity = total_bytes()
+        capacity = memory_limit()
         if on_gpu:
             capacity = self._rank.device.info.capacity_bytes if self._rank.device.info.kind == "cuda" else failed.total
         _, _, limit = host_room()
@@ -290,15 +290,15 @@ def stack_words(frames: Sequence[FrameType], lines: Sequence[int]) -> list[str]:
 
 def host_room() -> tuple[int, int, str]:
     """Return the host's available memory, this process's share of it, and the limit in words (or empty)."""
-    available = available_bytes()
+    available = available_memory()
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return available, total_bytes(), ""
+        return available, memory_limit(), ""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if limit - used >= available:
-        return available, total_bytes(), ""
-    return available, total_bytes(), f"RLIMIT_AS (ulimit -v) is {gib(limit)}, of which {gib(used)} are in use"
+        return available, memory_limit(), ""
+    return available, memory_limit(), f"RLIMIT_AS (ulimit -v) is {gib(limit)}, of which {gib(used)} are in use"
 
 
 def _cuda_now(device: int | None) -> tuple[int, int]:

@@ -4,7 +4,6 @@ It replaces DeepSpeed's checkpoint engine, to which DeepSpeed gives every file i
 would leave the other ranks in a collective.
 """
 
-import contextlib
 import copy
 import os
 import zlib
@@ -12,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from ....protocol.host_memory import available_memory
 from .manifest import File
 
 _MARGIN = 1.25
@@ -71,7 +70,7 @@ class Writer(TorchCheckpointEngine):
             return
         if self._background:
             needed = int(tensor_bytes(state_dict) * self._local_ranks * _MARGIN)
-            free = free_host_memory()
+            free = available_memory()
             if needed <= free:
                 self.attempt(lambda: self._waiting.append((Path(path), host_copy(state_dict, {}))))
                 return
@@ -145,21 +144,6 @@ class _Summed:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def free_host_memory() -> int:
-    """Return the bytes that can still be allocated on this host, within this process's control group."""
-    free = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        # Control groups, version 2: in a container its own group is the root that it sees.
-        line = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        group = Path("/sys/fs/cgroup") / line.partition("0::")[2].lstrip("/")
-        for folder in (group, *group.parents):
-            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
-                pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
-                used = int((folder / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
-                free = min(free, int(limit) - used)
-    return max(0, free)
 
 
 def tensor_bytes(value: Any) -> int:

@@ -27,9 +27,7 @@ def _stop(commands: "Commands") -> None:
 def _kill(commands: "Commands") -> None:
     kill = add_command(commands, "kill", "kill_stop:kill", "end a run, or some of its ranks, by signals")
     add_run(kill)
-    kill.add_argument(
-        "--rank", type=rank, action="append", default=[], metavar="R", help="this rank only; may be repeated"
-    )
+    kill.add_argument("--rank", type=rank, action="append", default=[], metavar="R", help="this rank only; repeatable")
     kill.add_argument("--signal", choices=SIGNALS, help="send only this signal (default: INT, then TERM, then KILL)")
     kill.add_argument("--yes", "-y", action="store_true", help="do not ask")
 

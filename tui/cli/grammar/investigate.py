@@ -71,9 +71,7 @@ def _capture(commands: "Commands") -> None:
 def _stacks(commands: "Commands") -> None:
     stacks = add_command(commands, "stacks", "stacks:show_stacks", "show the Python stacks of a run's ranks")
     stacks.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
-    stacks.add_argument(
-        "--rank", type=rank, action="append", default=[], metavar="R", help="this rank; may be repeated"
-    )
+    stacks.add_argument("--rank", type=rank, action="append", default=[], metavar="R", help="this rank; repeatable")
     stacks.add_argument("--all-threads", action="store_true", help="all threads, not only the training thread")
     stacks.add_argument(
         "--native", action="store_true", help="native frames too, where py-spy is installed and allowed"

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from ....protocol.errors import FtmonError
 from ....protocol.rundir import RunDir
 from ....protocol.text import sanitize
+from ....protocol.training_packages import TRAINING_PACKAGES
 from ...model.oom import OomCase
 from ...model.what_if import capacity_of, length_of
 from ...source.dry_runs import DryRuns
 from ...widgets.app_state import AppState
 
 _MOST_BYTES = 1 << 20
-_PACKAGES = ("torch", "deepspeed", "transformers")
 _OWN = ("train", "demo")
 
 
@@ -45,7 +45,7 @@ def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
     config = _config(folder) or (model.prediction.config if model.prediction is not None else "")
     if not config:
         return "the run's configuration is not at hand: ftmon predict CONFIG.yaml --what-if, where it is"
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in TRAINING_PACKAGES if find_spec(name) is None]
     if missing:
         return f"a dry run needs {', '.join(missing)}, not installed here: pip install 'ftmon[train]'"
     words = [f"--gpu={rank.hello.device.name}", f"--capacity={max(1, capacity_of(oom))}"]

@@ -20,8 +20,8 @@ from .step_capture import StepCapture, Walked
 from .step_trace import step_marks
 
 NOTE = (
-    "the CPU has no trace of allocations: parts are as they stood at the end of the phase where more was allocated, "
-    "activations what the forward left allocated, temporaries cannot be told apart"
+    "the CPU has no trace of allocations: the parts are those at whichever end of the phase had more allocated. "
+    "Activations are what the forward left allocated, and temporaries cannot be distinguished"
 )
 
 
