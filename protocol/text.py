@@ -43,6 +43,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks"
 
 
+def kernel_sleep(function: str = "") -> str:
+    """Describe process state D: ``in uninterruptible sleep``; with the kernel function in which it waits, if known."""
+    return f"in uninterruptible sleep{f' in {function}' if function else ''}"
+
+
 def escape_json(text: str) -> str:
     """Escape in JSON the characters that ``sanitize`` takes out; the value that is read back is the same.
 

@@ -219,17 +219,6 @@ def test_a_recording_that_cannot_be_written_is_told_and_resolved(make_sim: Any):
     assert sim.alerts("disk")[0].resolved is not None
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_script_that_ends_before_its_first_step_is_told(make_sim: Any, ranks: int):
-    sim = make_sim(ranks)
-    sim.begin()
-    sim.wait(3)
-    sim.sent += sim.tracker.ended(sim.now, "finished", 0)
-    sim.tick()
-    (alert,) = sim.alerts("exit")
-    assert (alert.evidence["exit_code"], alert.evidence["ranks"]) == (0, ranks)
-
-
 def test_an_ordinary_end_raises_nothing(make_sim: Any):
     sim = a_run(make_sim, 2)
     for rank in range(2):
