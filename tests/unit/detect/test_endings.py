@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.text.endings import ending_in_words
 from ftmon.protocol.control import Command, HubStats
+from ftmon.protocol.endings import ending_in_words
 from ftmon.protocol.telemetry import Failure, Goodbye, LogLine, Oom
 
 GIB = 2**30
