@@ -52,7 +52,7 @@ from .memory.known_causes import KnownCauses
 from .memory.leak import LeakDetector
 from .memory.spike import SpikeDetector
 from .oom.detector import OomDetector
-from .oom.rank_context import LatestByRank
+from .oom_report.rank_context import LatestByRank
 from .stalls.hang_detector import HangDetector
 from .stalls.rank_tracker import RankTracker
 from .stalls.straggler_detector import SlowDetector
