@@ -80,7 +80,7 @@ class Agent:
         beat = self.beat
         text = {
             "reachable": "",
-            "cut off": "nothing is heard of its agent; for all we know its ranks go on",
+            "cut off": "no messages from its agent; its ranks may still be training",
             "left": "its agent has ended",
         }[self.state]
         ranks = self.ranks
