@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from .rundir import RunDir
+from .text import all_ranks
 
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that ends this soon after one of its ranks was killed ended because of it."""
@@ -60,15 +61,12 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.cause:
             return f"ended by {self.verb}: {self.why}"
         if self.verb == "kill":
-            return f"ended after {ranks_text(self.ranks)} killed on request" if self.ranks else "killed on request"
+            if not self.ranks:
+                return "killed on request"
+            were = "was" if len(self.ranks) == 1 else "were"
+            return f"ended after {all_ranks(self.ranks)} {were} killed on request"
         why = f": {self.why}" if self.why else ""
         return "stopped on request" if self.verb == "stop" else f"stopped by {self.verb}{why}"
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Return ``rank 3 was`` or ``ranks 1, 2 were``."""
-    numbers = ", ".join(map(str, sorted(ranks)))
-    return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"
 
 
 def write_end_request(

@@ -19,14 +19,25 @@ _NUMBERS = struct.Struct(">QQ")
 _Text = Annotated[str, Meta(max_length=1024)]
 
 
-class KernelKill(msgspec.Struct, frozen=True):
-    """Evidence that the kernel killed a process because memory ran out."""
+class KernelKill(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Evidence for or against a kill by the kernel's OOM killer."""
 
     sure: bool
-    """The kernel's own log names the process."""
-    text: _Text
-    """Whose memory it was, in words; empty: what could be read speaks against it."""
-    evidence: Annotated[list[_Text], Meta(max_length=16)]
+    """The kernel log names the process."""
+    exhausted: Literal["", "group", "host"] = ""
+    """The memory that ran out: the control group's limit, or the host's; empty: the evidence is against a kill."""
+    name: _Text = ""
+    """The process's name in the kernel log."""
+    killed_bytes: Whole = 0
+    """Its anonymous resident memory according to the kernel log."""
+    limits_bytes: Annotated[list[Whole], Meta(max_length=16)] = []
+    """Memory limits of its control groups."""
+    kills: Whole = 0
+    """Out-of-memory kills that its control group counts; 0: not the evidence."""
+    recent_kills: Whole = 0
+    """Those of them just before it died."""
+    resident_bytes: Whole = 0
+    """Its resident memory at the last sample; 0: unknown."""
 
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _UNSAFE = (
@@ -35,12 +35,35 @@ def first_line(text: str, limit: int = 200) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 3``, ``ranks 0, 1 and 4``, ``512 ranks``."""
+    """Name a few ranks within a sentence: ``rank 3``, ``ranks 0, 1 and 4``; only count more: ``512 ranks``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= 4:
         return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
     return f"{len(ranks)} ranks"
+
+
+def all_ranks(ranks: Iterable[int]) -> str:
+    """Name every rank: ``rank 3``, ``ranks 0-2, 5``; ``no ranks`` for none."""
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no ranks"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    parts: list[str] = []
+    start = last = ordered[0]
+    for rank in [*ordered[1:], -1]:
+        if rank == last + 1:
+            last = rank
+            continue
+        parts.append(str(start) if start == last else f"{start}-{last}")
+        start = last = rank
+    return f"ranks {', '.join(parts)}"
+
+
+def kernel_sleep(function: str = "") -> str:
+    """Describe process state D: ``in uninterruptible sleep``; with the kernel function in which it waits, if known."""
+    return f"in uninterruptible sleep{f' in {function}' if function else ''}"
 
 
 def escape_json(text: str) -> str:

@@ -29,9 +29,24 @@ _OWN: dict[FindingKind, tuple[AlertKind, str]] = {
     "unreachable": ("note", "unreachable"),
     "telemetry_lost": ("dropped", "lost"),
     "not_recording": ("disk", "recording"),
-    "no_step": ("exit", "no-step"),
+    "no_step": ("exit", "before_first_step"),
+    "messages_refused": ("note", "refused"),
+    "not_notified": ("note", "notify"),
+    "hub_restarted": ("note", "restarted"),
+    "recording_damaged": ("disk", "damaged"),
+    "recording_removed": ("disk", "removed"),
+    "not_listening": ("note", "listen"),
+    "missing_ranks": ("note", "unheard"),
+    "unhooked": ("note", "unhooked"),
+    "port_taken": ("failure", "port"),
+    "job_failed": ("failure", "job"),
+    "concurrent_job": ("note", "beside"),
+    "leftover_processes": ("note", "leftover"),
+    "hang_action": ("note", "on-hang"),
+    "unproven_hang": ("note", "on-hang-proof"),
 }
-"""Findings that are not of the kind ``health``: the kind and the rule of their alerts. A hang's rule is its verdict."""
+"""Findings that are not of the kind ``health``: the kind and the rule of their alerts. A hang's rule is its verdict; a
+finding's key is appended to its rule: ``port 29500``."""
 _OF_RULE: dict[tuple[AlertKind, str], FindingKind] = {rule: kind for kind, rule in _OWN.items()}
 _COUNTED = ("spike", "failure", "ended_early", "oom", "oom_failure", "hang", "stopped", "telemetry_lost")
 """Findings that are counted up each time they are raised."""
@@ -124,5 +139,5 @@ def _key(matter: Matter) -> Key:
         return "hang", matter.rank, matter.phase, matter.key
     own = _OWN.get(matter.kind)
     if own is not None:
-        return own[0], matter.rank, matter.phase, own[1]
+        return own[0], matter.rank, matter.phase, f"{own[1]} {matter.key}" if matter.key else own[1]
     return "health", None, "", f"{matter.kind}:{matter.key}" if matter.key else matter.kind

@@ -3,7 +3,7 @@
 How the hub uses it, with the rank tracker that it reads::
 
     tracker = RankTracker()
-    store = AlertStore()                          # the hub may raise alerts of its own in it
+    store = AlertStore()
     detectors = Detectors(tracker, store)
     tracker.restore(frames)                       # after a hub restart: the recording's frames, oldest first
     detectors.restore(frames)
@@ -11,6 +11,7 @@ How the hub uses it, with the rank tracker that it reads::
         send(tracker.feed(seq, t, message))
         send(detectors.feed(seq, t, message))
     for every process fact:  send(tracker.fact(fact))
+    for what the hub finds:  send(detectors.put(now, finding))
     twice a second:          send(tracker.tick(now)); send(detectors.tick(now))
     when the job ended:      send(tracker.ended(now, state, exit_code, text)); send(detectors.tick(now))
 
@@ -20,7 +21,7 @@ The hub's own messages (states, alerts) may be fed too; they are ignored.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..control import Alert, HubStats, RankState, Result, RunState
+from ..control import Alert, HubStats, RankState, Result
 from ..health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
 from ..jobs import Job
 from ..memory import Cause, Composition
@@ -51,7 +52,7 @@ from .memory.known_causes import KnownCauses
 from .memory.leak import LeakDetector
 from .memory.spike import SpikeDetector
 from .oom.detector import OomDetector
-from .oom.rank_context import LatestByRank
+from .oom_report.rank_context import LatestByRank
 from .stalls.hang_detector import HangDetector
 from .stalls.rank_tracker import RankTracker
 from .stalls.straggler_detector import SlowDetector
@@ -150,7 +151,8 @@ class Detectors:
         """Look at states and at what time alone changes; return the alerts to send."""
         alerts: list[Message] = []
         for change in self._tracker.drain_changes():
-            alerts += self._rank_state(now, change) if isinstance(change, RankState) else self._run_state(now, change)
+            if isinstance(change, RankState):
+                alerts += self._rank_state(now, change)
         run = self._tracker.run_state
         over = run is not None and run.state in _OVER
         ending = over or (run is not None and run.state == "stopping")
@@ -163,6 +165,10 @@ class Detectors:
         alerts += self._findings.tick(now)
         alerts += self._store.tick(now, everything=over)
         return alerts
+
+    def put(self, now: float, finding: Finding) -> list[Message]:
+        """Take in a finding of the hub itself (``hub_facts``); return the alerts to send."""
+        return list(self._put(now, [finding]))
 
     def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
         """Take in that the job's command ended before its ranks did; return the alerts to send."""
@@ -314,10 +320,3 @@ class Detectors:
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             alerts += self._findings.put(now, self._monitor.drop(state.rank))
         return alerts
-
-    def _run_state(self, now: float, state: RunState) -> list[Alert]:
-        if state.state not in _OVER:
-            return []
-        if self._store.standing("exit"):
-            return []
-        return self._put(now, self._health.ended(state, self._tracker.stepped, len(self._tracker.ranks)))

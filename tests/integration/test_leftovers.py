@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from eventually import SECONDS, eventually
+from ftmon.protocol.analysis.text.run import left_process
 from ftmon.protocol.rundir import RunFile
 from ftmon.trainer.host import activity, processes
 from ftmon.trainer.hub.analysis import Analysis
-from ftmon.trainer.hub.leftovers import Leftovers, describe
+from ftmon.trainer.hub.leftovers import Leftovers, facts_of
 
 # Between vfork and the child's end the kernel holds the parent in state D (vfork(2)).
 UNINTERRUPTIBLE = """
@@ -74,7 +75,7 @@ def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Pr
     look = activity.measure(sleeper.pid, None, processes.table(), 1.0)
     assert look.on_disk
     assert look._replace(time=2.0).work_since(look) == "disk"
-    assert "uninterruptible" in describe(sleeper)
+    assert "uninterruptible" in left_process(facts_of(sleeper))
 
 
 def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():

@@ -163,7 +163,7 @@ def test_another_process_with_that_pid_is_never_touched(run, spawn):
     stale = target(rank)._replace(start_ticks=1)
     outcome = kill(run, [stale])
     assert outcome.ok
-    assert outcome.text == "nothing of it was running any more"
+    assert outcome.text == "no process of the run was left"
     assert rank.poll() is None
 
 
@@ -173,7 +173,7 @@ def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it
     free = GpuUse({}, {0: 2 * gib, 1: 9 * gib})
     assert verdict(seen, free) == (
         False,
-        "no GPU memory of theirs is left: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
+        "their GPU memory is free: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
     )
     assert verdict(seen, seen)[0] is True
     assert "does not list" in verdict(GpuUse({}, {0: 5 * gib}), free)[1]

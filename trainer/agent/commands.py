@@ -13,6 +13,7 @@ from ...protocol import sockets, verbs, wire
 from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError, UsageError
 from ...protocol.join import JoinFile
+from ...protocol.text import all_ranks
 from ..host import flow
 from ..host.flow import Flow, Post
 from ..host.interrupt import interrupt_job, interrupt_ranks
@@ -121,12 +122,12 @@ class Commands:
         """Send INT to the ranks here; without any, to all other processes of the run."""
         told = interrupt_ranks(self._targets())
         groups = [] if told else interrupt_job(self._run, [], [os.getpid()])
-        ranks = ", ".join(str(target.rank) for target in told)
-        text = f"sent SIGINT to rank {ranks}" if told else "sent SIGINT to the job" if groups else "nothing was running"
+        ranks = all_ranks(target.rank for target in told)
+        text = f"sent SIGINT to {ranks}" if told else "sent SIGINT to the job" if groups else "nothing was running"
         return Outcome(True, text, {"signalled": len(told) or len(groups)})
 
     async def _inspect(self, verb: verbs.Look) -> Outcome:
-        no_thread = Outcome(False, "this host has no thread to spare", {})
+        no_thread = Outcome(False, "no thread can be started on this host", {})
         return await flow.in_thread(lambda: _inspected(verb), self._post, "inspect", no_thread)
 
     async def _ping(self) -> Outcome:

@@ -24,7 +24,7 @@ from ...protocol.errors import FtmonError
 from ...protocol.join import JOIN_ENV, read_join
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
-from ...protocol.text import duration, gib, sanitize
+from ...protocol.text import duration, gib, kernel_sleep, sanitize
 from . import activity, processes
 from .processes import Process
 from .terminate import sweep
@@ -59,7 +59,7 @@ class Orphan(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """A line of text about it."""
         held = f", holds {gib(self.gpu_bytes)} of GPU memory" if self.gpu_bytes else ""
-        state = {"T": ", stopped", "t": ", traced", "D": ", in uninterruptible sleep"}.get(self.state, "")
+        state = {"T": ", stopped", "t": ", traced", "D": f", {kernel_sleep()}"}.get(self.state, "")
         run = sanitize(Path(self.run).name, 120)
         return f"pid {self.pid} ({sanitize(self.name, 40)}), {duration(self.age_s)} old{state}{held}: {run}, {self.why}"
 
@@ -165,11 +165,8 @@ def end(orphans: Sequence[Orphan]) -> list[str]:
 
 def _why_left(process: Process) -> str:
     if process.state == "D":
-        where = activity.wchan(process.pid, process.pid)
-        return (
-            f"pid {process.pid} ({process.name}) is in uninterruptible sleep{f' in {where}' if where else ''}: "
-            "it ends when the kernel returns"
-        )
+        sleeps = kernel_sleep(activity.wchan(process.pid, process.pid))
+        return f"pid {process.pid} ({process.name}) is {sleeps}: it ends when the kernel returns"
     return f"pid {process.pid} ({process.name}) is still alive in state {process.state}: another user's, perhaps"
 
 

@@ -74,5 +74,5 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
     was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
     fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"
     if before.held:
-        return False, f"no GPU memory of theirs is left: {fell}"
+        return False, f"their GPU memory is free: {fell}"
     return False, f"NVML does not list this host's processes (another pid namespace?), but {fell}"

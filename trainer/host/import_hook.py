@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ...protocol.analysis.health.hub import UnhookedFacts
+from ...protocol.analysis.hub_facts import UnhookedFacts
 from . import processes
 
 INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"

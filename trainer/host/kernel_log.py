@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.hosts import KernelKill
-from ...protocol.text import gib, sanitize
+from ...protocol.text import sanitize
 from .cgroups import memory_hierarchies
 
 RECENT_SECONDS = 30.0
@@ -50,7 +50,7 @@ def read_kill(record: str) -> LogKill | None:
     fields = head.split(",")
     at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
     group = found["scope"].startswith("Memory cgroup")
-    return LogKill(int(found["pid"]), found["name"], int(found["anon"]) * 1024, group, at)
+    return LogKill(int(found["pid"]), sanitize(found["name"], 64), int(found["anon"]) * 1024, group, at)
 
 
 def kill_count(group: Path) -> int | None:
@@ -111,21 +111,20 @@ class KernelKills:
         """
         groups = memory_groups(pid, self._root) or self._groups.pop(pid, [])
         resident = self._resident.pop(pid, 0)
-        size = f"its resident memory was {gib(resident)} at the last look" if resident else ""
+        limits = [limit for group in groups if (limit := _limit(group))]
         readable, log = self._from_log(pid)
         if log is not None:
-            scope = "its control group's limit" if log.of_group else "the host's memory"
-            words = f"the kernel's log says so: it killed pid {pid} ({sanitize(log.name)}), {gib(log.resident_bytes)}"
-            limits = [words_of for group in groups if (words_of := _limit_words(group))]
-            return KernelKill(True, f"{scope} was exhausted", [words, *limits, *filter(None, [size])])
+            exhausted = "group" if log.of_group else "host"
+            return KernelKill(True, exhausted, log.name, log.resident_bytes, limits[:16], resident_bytes=resident)
         for group in groups:
             before, after = self._note(group, now)
             if after > before:
-                limit = _limit_words(group)
-                words = f"its control group counts {after} out-of-memory kills, {after - before} of them just before"
-                text = "its control group's limit was exhausted"
-                return KernelKill(False, text, list(filter(None, [words, limit, size])))
-        return KernelKill(False, "", ["the kernel's log names no kill of it for memory"]) if readable else None
+                limit = [_limit(group)] if _limit(group) else []
+                kills, recent = after, after - before
+                return KernelKill(
+                    False, "group", limits_bytes=limit, kills=kills, recent_kills=recent, resident_bytes=resident
+                )
+        return KernelKill(False) if readable else None
 
     def forget(self, pid: int) -> None:
         """Stop recording a process."""
@@ -182,15 +181,16 @@ def _log_records(root: Path) -> list[str]:
     return records
 
 
-def _limit_words(group: Path) -> str:
+def _limit(group: Path) -> int:
+    """Return the memory limit of a cgroup in bytes; 0: none, or not readable."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             text = (group / name).read_text().strip()
         except OSError:
             continue
         if text.isdigit() and int(text) < 1 << 60:
-            return f"the group may use {gib(int(text))}"
-    return ""
+            return int(text)
+    return 0
 
 
 def _resident(pid: int, root: Path) -> int:

@@ -4,7 +4,6 @@ Runs in a separate thread. It reads the process table again before each step, be
 workers, and ends only when no process is left or its time limit is reached.
 """
 
-import contextlib
 import signal
 import threading
 import time
@@ -12,8 +11,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...protocol.text import duration, sanitize
-from . import processes
+from ...protocol.text import duration, kernel_sleep, sanitize
+from . import activity, processes
 from .escaped import Origin, escaped, origin
 from .flow import Post, Reply
 from .gpu_memory import GpuUse, gpu_use, verdict, wait_until_free
@@ -206,7 +205,7 @@ class Kill(threading.Thread):
             "signal": self._last_signal.name if self._last_signal and self._known else "",
         }
         if not self._known:
-            return Outcome(True, "nothing of it was running any more", data)
+            return Outcome(True, "no process of the run was left", data)
         sentences = [f"{_count(ended)} ended in {duration(seconds)} ({data['signal']})"]
         sentences += [self._why_left(process) for process in left]
         held = False
@@ -217,7 +216,7 @@ class Kill(threading.Thread):
         if strays:
             names = ", ".join(f"pid {stray.pid} ({sanitize(stray.name, 40)})" for stray in strays[:8])
             sentences.append(
-                f"not ended, as it cannot be told which rank started them: {names}; a kill of the run does"
+                f"not ended, because it is unknown which rank started them: {names}; killing the run ends them"
             )
             data["strays"] = [stray.pid for stray in strays]
         elif not left:
@@ -245,11 +244,9 @@ class Kill(threading.Thread):
 
     def _why_left(self, process: Process) -> str:
         now = processes.same(process) or process
-        with contextlib.suppress(OSError):
-            waits_in = Path(f"/proc/{now.pid}/wchan").read_text().strip("0")
-            if now.state == "D":
-                where = f" in {waits_in}" if waits_in else ""
-                return f"pid {now.pid} ({now.name}) is in uninterruptible sleep{where}: it ends when the kernel returns"
+        if now.state == "D":
+            sleeps = kernel_sleep(activity.wchan(now.pid, now.pid))
+            return f"pid {now.pid} ({now.name}) is {sleeps}: it ends when the kernel returns"
         if now.pid in self._refused:
             return f"pid {now.pid} ({now.name}) belongs to another user"
         again = "" if self._number is None else "; kill without a signal goes on to KILL"

@@ -19,13 +19,6 @@ class PortHolder(NamedTuple):
     """0: its process cannot be inspected (of another user or container)."""
     command: str
 
-    @property
-    def words(self) -> str:
-        """Return its name: ``python train.py (pid 4711, user anna)``, or ``a process of user anna``."""
-        if self.pid:
-            return f"{self.command or 'a process'} (pid {self.pid}, user {self.user})"
-        return f"a process of user {self.user} that may not be looked into (as root: ss -ltnp)"
-
 
 def holder_of(port: int) -> PortHolder | None:
     """Return the process that listens on ``port``; None if there is none, or if it cannot be read."""

@@ -244,11 +244,3 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
     if os.WIFSIGNALED(wait_status):
         return None, os.WTERMSIG(wait_status)
     return os.WEXITSTATUS(wait_status), None
-
-
-def signal_name(number: int) -> str:
-    """Return a signal's name, such as ``SIGKILL``; its number if it has no name here."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

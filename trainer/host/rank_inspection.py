@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...protocol import verbs
 from ...protocol.analysis.stalls.evidence import LockWait
-from ...protocol.text import sanitize
+from ...protocol.text import kernel_sleep, sanitize
 from . import activity, file_locks, processes, stack_dump, traffic
 from .activity import Activity
 from .escaped import escaped, origin
@@ -87,10 +87,7 @@ def why_silent(target: DumpTarget, is_locked: bool) -> str:
     if process.state in ("T", "t"):
         return f"its process is stopped by a signal; 'kill -CONT {target.pid}' lets it go on"
     if process.state == "D":
-        where = activity.wchan(target.pid, target.pid)
-        return (
-            f"its process is in uninterruptible sleep{f' in {where}' if where else ''}: the kernel has to return first"
-        )
+        return f"its process is {kernel_sleep(activity.wchan(target.pid, target.pid))}: the kernel has to return first"
     if is_locked:
         return "no answer: native code holds Python's lock, and a signal could not be used"
     return "no answer, though its probe does not wait for Python's lock: its host may be busy, or was cut off"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protocol.analysis.hub_facts import DamagedRecordingFacts
 from ...protocol.control import RankState
 from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.jobs import Job
@@ -79,17 +80,17 @@ def of_the_last_job(frames: list[Frame]) -> list[Frame]:
     return [frame for frame in frames if frame.seq >= since or not isinstance(frame.message, _OF_A_JOB)]
 
 
-def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
-    """Open the recording, or rename it and return a warning if it cannot be continued."""
+def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, DamagedRecordingFacts | None]:
+    """Open the recording; if it cannot be continued, rename it, and return the damage too."""
     try:
-        return Writer(run.recording, file), ""
+        return Writer(run.recording, file), None
     except RecordingError as error:
         aside = run.recording.with_name(f"recording.damaged-{time.time_ns()}.sqlite")
         run.recording.rename(aside)
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(OSError):
                 Path(f"{run.recording}{suffix}").unlink()
-        return Writer(run.recording, file), f"{error}. It was moved to {aside.name}; a new one was begun."
+        return Writer(run.recording, file), DamagedRecordingFacts(str(error), aside.name)
 
 
 def already_over(run: RunDir) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from ...protocol import wire
@@ -79,7 +80,7 @@ class Agent:
         beat = self.beat
         text = {
             "reachable": "",
-            "cut off": "nothing is heard of its agent; for all we know its ranks go on",
+            "cut off": "no messages from its agent; its ranks may still be training",
             "left": "its agent has ended",
         }[self.state]
         ranks = self.ranks
@@ -312,5 +313,5 @@ def _differ(reported: HostState, now: HostState) -> bool:
 
 
 def _clean(kill: KernelKill | None) -> KernelKill | None:
-    """Sanitize kernel log lines of another host, so that none reaches a terminal as an escape sequence."""
-    return None if kill is None else KernelKill(kill.sure, sanitize(kill.text), list(map(sanitize, kill.evidence)))
+    """Sanitize the process name of another host's kernel log, so that it reaches no terminal as an escape sequence."""
+    return None if kill is None else msgspec.structs.replace(kill, name=sanitize(kill.name, 64))

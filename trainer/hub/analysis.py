@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...protocol import wire
+from ...protocol.analysis.findings import Finding
 from ...protocol.analysis.findings.alert_store import AlertStore
 from ...protocol.analysis.findings.requests import Action
 from ...protocol.analysis.pipeline import Detectors
 from ...protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
-from ...protocol.control import AlertKind, Severity
 from ...protocol.errors import ProtocolError
 from ...protocol.oom import OomReport
 from ...protocol.rundir import ExitFile, LeftoversFile, RunFile
@@ -103,21 +103,9 @@ class Analysis:
         self._guard(lambda: self._conclude(self.tracker.ended(time.time(), state, end.exit_code, end.text)))
         self._guard(lambda: self._conclude(self._detectors.tick(time.time())))
 
-    def alert(
-        self, kind: AlertKind, severity: Severity, title: str, rule: str, text: str = "", **evidence: Any
-    ) -> None:
-        """Raise an alert of the hub's own."""
-        self._guard(
-            lambda: self._conclude(
-                self._store.raise_alert(
-                    time.time(), kind, severity, title, rule=rule, text=text, evidence=evidence, repeat=False
-                )
-            )
-        )
-
-    def resolve(self, kind: AlertKind, rule: str, text: str = "") -> None:
-        """Resolve an alert of the hub's own."""
-        self._guard(lambda: self._conclude(self._store.resolve(time.time(), (kind, None, "", rule), text)))
+    def put(self, finding: Finding) -> None:
+        """Raise, change or resolve the alert of a finding of the hub's own."""
+        self._guard(lambda: self._conclude(self._detectors.put(time.time(), finding)))
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:

@@ -18,6 +18,7 @@ from ...protocol.end_request import write_end_request
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Hello
+from ...protocol.text import all_ranks
 from ...protocol.wire import UNREADABLE, Message
 from ..host import flow
 from ..host.flow import Flow
@@ -126,7 +127,10 @@ class Commands:
         try:
             verb = verbs.decode(command, verbs.HUB)
             if self._read_only and command.verb not in verbs.READ_ONLY:
-                raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
+                raise UsageError(
+                    f"{command.verb}: this run was started with --read-only; its hub refuses commands that "
+                    "act on the run"
+                )
             accepted, done = self._prepare(caller, verb)
         except FtmonError as error:
             caller.answer(Accepted(command.id, False, str(error)))
@@ -183,7 +187,7 @@ class Commands:
         """Return a command's ranks, which the run must have, sorted; empty means all."""
         unknown = [rank for rank in verb.ranks if rank not in self._rank_hosts.ranks]
         if unknown:
-            raise UsageError(f"{verb.name}: no rank {unknown[0]}; the run has {_span(self._rank_hosts.ranks)}")
+            raise UsageError(f"{verb.name}: no rank {unknown[0]}; the run has {all_ranks(self._rank_hosts.ranks)}")
         return sorted(set(verb.ranks))
 
     # kill
@@ -191,7 +195,7 @@ class Commands:
     def _prepare_kill(self, caller: _Caller, verb: verbs.Kill) -> tuple[str, Flow[Outcome]]:
         ranks, number = self._ranks(verb), verb.number
         self._kills.check(ranks)
-        what = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "the run"
+        what = all_ranks(ranks) if ranks else "the run"
         how = f"with {number.name}" if number else "with INT, then TERM, then KILL"
         return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, number)
 
@@ -216,9 +220,9 @@ class Commands:
         if not agreed:
             return await self._interrupt()
         silent = [rank for rank in self._rank_hosts.ranks if rank not in agreed]
-        text = f"{_span(agreed)} will save a checkpoint and end after this step"
+        text = f"{all_ranks(agreed)} will save a checkpoint and end after this step"
         if silent:
-            text += f"; no answer from {_span(silent)}: if the run does not end, kill it"
+            text += f"; no answer from {all_ranks(silent)}: if the run does not end, kill it"
         return Outcome(True, text, {"agreed": agreed, "silent": silent})
 
     async def _interrupt(self) -> Outcome:
@@ -234,12 +238,12 @@ class Commands:
         away = await self._link.ask_agents(verbs.Stop(), peers, _STOP_SECONDS)
         there = interrupted_on(agents, away)
         if told or there:
-            here = [f"sent SIGINT to {_span([t.rank for t in told])}"] if told else []
+            here = [f"sent SIGINT to {all_ranks([t.rank for t in told])}"] if told else []
             text = f"{'; '.join(here + there)}: the script is not ftmon's own trainer"
             signalled = len(told) + sum(int(answer.data.get("signalled", 0)) for answer in away.values())
             return Outcome(True, text + ", whether it saves anything is up to it", {"signalled": signalled})
         groups = self._interrupt_job()
-        text = "sent SIGINT to the job" if groups else "nothing of the run was running any more"
+        text = "sent SIGINT to the job" if groups else "no process of the run was left"
         return Outcome(True, text, {"signalled": len(groups)})
 
     def met(self, hello: Hello) -> None:
@@ -258,10 +262,10 @@ class Commands:
         answers = await self._link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
         released = sorted(rank for rank, answer in answers.items() if answer.ok)
         missing = [rank for rank in asked if rank not in released]
-        none = f"{_span(asked)} {'is' if len(asked) == 1 else 'are'} not held" if asked else "no rank is held"
-        text = f"{_span(released)} released" if released else none
+        none = f"{all_ranks(asked)} {'is' if len(asked) == 1 else 'are'} not held" if asked else "no rank is held"
+        text = f"{all_ranks(released)} released" if released else none
         if released and missing:
-            text += f"; {_span(missing)} not held, or without an answer"
+            text += f"; {all_ranks(missing)} not held, or without an answer"
         return Outcome(bool(released) and not missing, text, {"released": released})
 
     def _prepare_console(self, caller: _Caller, verb: verbs.Console) -> tuple[str, Flow[Outcome]]:
@@ -270,7 +274,7 @@ class Commands:
         if not self._run.read_run().options.allow_console:
             raise UsageError("console: this run was not started with --allow-console")
         if verb.rank not in self._rank_hosts.ranks:
-            raise UsageError(f"console: rank must be one of {_span(self._rank_hosts.ranks)}")
+            raise UsageError(f"console: rank must be one of {all_ranks(self._rank_hosts.ranks)}")
         return "running", self._run_code(verb.rank, verb.code)
 
     async def _run_code(self, rank: int, code: str) -> Outcome:
@@ -300,11 +304,11 @@ async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
 def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
     """Put the answers of several ranks together."""
     good = sorted(rank for rank, answer in answers.items() if answer.ok)
-    sentences = [f"{verb} of {_span(good)}"] if good else []
+    sentences = [f"{verb} of {all_ranks(good)}"] if good else []
     sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
     absent = [rank for rank in ranks if rank not in answers]
     if absent:
-        sentences.append(f"no answer from {_span(absent)}: stuck in native code, stopped or gone")
+        sentences.append(f"no answer from {all_ranks(absent)}: stuck in native code, stopped or gone")
     silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
     data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
     return Outcome(len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
@@ -317,14 +321,3 @@ def _id_of(body: bytes) -> str:
     except UNREADABLE:
         return ""
     return str(found.get("id", "")) if isinstance(found, dict) else ""
-
-
-def _span(ranks: list[int]) -> str:
-    """Return ``rank 3``, ``ranks 0, 2``, ``ranks 0-7`` or ``no ranks yet``."""
-    if not ranks:
-        return "no ranks yet"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))

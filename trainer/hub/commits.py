@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from threading import Event
 
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import RemovedRecordingFacts
 from .agents import Agents
 from .analysis import Analysis
 from .stream import Stream
@@ -54,7 +56,7 @@ class Commits:
         notice = self._stream.recorder.notice
         if notice != self._disk_notice:
             self._disk_notice = notice
-            self._analysis.alert("disk", "error", "the recording was removed", "removed", notice)
+            self._analysis.put(Finding("recording_removed", RemovedRecordingFacts(notice), severity="error"))
         trouble = bool(self._stream.recorder.error)
         if trouble != self._disk_trouble:  # report at once, not with the next regular report
             self._disk_trouble = trouble

@@ -8,12 +8,12 @@ import contextlib
 import time
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from ...protocol.analysis.deaths.detector import is_lost_peer
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
-from ...protocol.analysis.health.hub import UnhookedFacts
-from ...protocol.analysis.text import monitor
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import NoStepFacts, UnhookedFacts
 from ...protocol.end_request import read_end_request
 from ...protocol.job_log import last_lines
 from ...protocol.process import is_alive
@@ -123,11 +123,11 @@ class EndDetector:
             state, text, cause = end_request.state, end_request.text(), end_request.exit_cause
         elif clean:
             state = "finished" if reasons == {"finished"} else "stopped"
-            text = "every rank said goodbye"
+            text = "every rank ended in order"
         else:
             state, text, cause = "failed", "its processes are gone", "lost"
         if self._kind != "watch":
-            text += "; the launcher died before it could tell the exit status"
+            text += "; the launcher died before it wrote the exit status"
         # Only a goodbye proves that a rank's script ended; killed ranks send none.
         killed = end_request is not None and (end_request.verb == "kill" or bool(end_request.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
@@ -135,64 +135,47 @@ class EndDetector:
             self._run.write_exit(found)
         return found
 
-    def before_first_step(
-        self, end: ExitFile, unhooked: UnhookedFacts | None = None
-    ) -> tuple[str, str, list[str]] | None:
-        """Return why a run ended without a step: title, text, last lines of its output.
+    def no_step(self, end: ExitFile, unhooked: UnhookedFacts | None = None) -> Finding | None:
+        """Return the finding that a run ended without a step.
 
-        None if there were steps, or if an earlier run had completed them all. ``unhooked``: a process that was not
-        watched.
+        None if there were steps, if an earlier run had completed them all, or if the run was stopped. ``unhooked``: a
+        process that was not monitored.
         """
-        if self.stepped or (self._resumed and end.state == "finished"):
+        if end.state == "stopped" or self.stepped or (self._resumed and end.state == "finished"):
             return None
         last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
-        words, error_text = self._error()
-        if words:
-            ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
-            why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
-            return f"ended before its first step: {words}", why, last
-        if unhooked is not None and not self._hellos:
-            cause = monitor.unhooked(unhooked)
-            why = f"no rank reported: {cause.title} ({end.text}). {cause.text}"
-            return f"ended without a recorded step: no rank reported; {cause.title}", why, last
-        if self._hellos:
-            what = "its ranks reported, but no finished optimizer step was received from them"
-            why = (
-                "either there was none, or other processes that a rank started made the steps, which are not recorded, "
-                "or the ranks' processes were ended at once, which loses up to a tenth of a second of steps"
-            )
-        else:
-            what = "no rank reported"
-            why = "nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
-        remedy = "; the last lines of its output say more" if last else ""
-        said = self._last_words() if end.state == "failed" and not self._hellos else ""
-        title = f"ended without a recorded step: {what}{f'; {said}' if said else ''}"
-        return title, f"{what}: {why} ({end.text}){remedy}", last
+        facts = NoStepFacts(end.text, end.exit_code, len(self._hellos), last_lines=last)
+        raised, failed = self._errors()
+        if raised is not None:
+            facts = replace(facts, error=raised.words, error_rank=raised.rank, error_place=raised.place)
+        elif failed is not None:
+            facts = replace(facts, error=failed.error, error_rank=failed.rank)
+        elif unhooked is not None and not self._hellos:
+            facts = replace(facts, unhooked=unhooked)
+        elif end.state == "failed" and not self._hellos:
+            rank, line = self._last_line()
+            facts = replace(facts, last_line=line, last_line_rank=rank)
+        return Finding("no_step", facts, severity="error" if end.state == "failed" else "warning")
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> tuple[int | None, str]:
         """Return the last line of the rank whose output ended first, or of the command if no rank wrote any."""
         ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*ranks, self._run.logs / "launcher.log"):
             others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # as DeepSpeed's launcher marks its lines
             lines = last_lines(path, _LOG_TAIL_LINES)
-            told = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
-            if told:
-                who = f"rank {path.stem.removeprefix('rank-')}" if path in ranks else "it"
-                return f"the last line that {who} wrote: {told[-1][:_LINE_LENGTH]}"
-        return ""
+            written = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
+            if written:
+                return _rank_of(path), written[-1][:_LINE_LENGTH]
+        return None, ""
 
-    def _error(self) -> tuple[str, str]:
-        """Return the error that ended the job before its first step, without and with its rank and location."""
+    def _errors(self) -> tuple[RaisedException | None, Failure | None]:
+        """Return the exception in the output that ended the job, and the failure that a rank reported."""
         raised, failed = self.raised(), self._failure
         if raised is not None and raised.is_of_launcher:
             raised = None
         if raised is not None and failed is not None and is_lost_peer(raised.words) and not is_lost_peer(failed.error):
             raised = None  # a configuration error is reported in one line, without a traceback
-        if raised is not None:
-            where = f", raised at {raised.place}" if raised.place else ""
-            who = f"rank {raised.rank}" if raised.rank is not None else "its output"
-            return raised.words, f"{who}: {raised.words}{where}"
-        return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
+        return raised, failed
 
     def raised(self) -> RaisedException | None:
         """Return the exception that ended the job, from the output of ranks and launcher; None if there is none.
@@ -203,9 +186,15 @@ class EndDetector:
         for path in (*logs, self._run.logs / "launcher.log"):
             found = last_exception([line[:1000] for line in last_lines(path, _TRACEBACK_LINES)])
             if found is not None:
-                rank = path.stem.removeprefix("rank-")
-                return found if not rank.isdigit() else msgspec.structs.replace(found, rank=int(rank))
+                rank = _rank_of(path)
+                return found if rank is None else replace(found, rank=rank)
         return None
+
+
+def _rank_of(log: Path) -> int | None:
+    """Return the rank that wrote a log file; None for the launcher's."""
+    rank = log.stem.removeprefix("rank-")
+    return int(rank) if rank.isdigit() else None
 
 
 def _changed(path: Path) -> float:

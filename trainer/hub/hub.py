@@ -10,6 +10,14 @@ from collections.abc import Callable
 from types import FrameType
 
 from ... import __version__
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import (
+    DamagedRecordingFacts,
+    NotListeningFacts,
+    NotNotifiedFacts,
+    RefusedFacts,
+    RestartFacts,
+)
 from ...protocol.control import RankState
 from ...protocol.errors import FtmonError
 from ...protocol.process import this_process
@@ -77,7 +85,7 @@ class Hub:
         self._announced = False
         self._next_stats = 0.0
         history = read_history(run)
-        writer, moved = open_recording(run, self._file)
+        writer, damage = open_recording(run, self._file)
         self._channels = Channels(run, self._file.options.listen)
         self._mailbox = Mailbox()
         self._stream = Stream(self._channels.of("stream"), Recorder(writer), writer.next_seq)
@@ -88,7 +96,7 @@ class Hub:
         known = {} if writer.received is None and _is_first(run) else writer.received
         self._intake = Intake(self._accept, self._refuse, known, lambda count: self._commits.missed(count))
         self._rank_hosts = RankHosts()
-        self._ports = PortWatch(self.post, self._analysis.alert)
+        self._ports = PortWatch(self.post, self._analysis.put)
         self._end_detector = EndDetector(run, self._file)
         self._predicting = PredictionProcess(run, self._file, self.emit)
         self._traces = TraceAnalysis(self.emit, self.post)
@@ -128,7 +136,7 @@ class Hub:
         self._notifier = make_notifier(run, host_sockets.gethostname(), self._report_not_notified)
         self._end = RunEnd(self._agents, self._detect_end, self._finish, self._busy)
         self._loop = self._make_loop()
-        self._adopt(history.frames, moved)
+        self._adopt(history.frames, damage)
 
     def run(self) -> int:
         """Serve until the run is over (or the hub receives a signal to end); return the exit status."""
@@ -245,11 +253,9 @@ class Hub:
         self._traces.settle(TRACES_SECONDS)
         self._mailbox.drain()
         self._facts.collect()
-        silent = self._end_detector.before_first_step(end, self._unhooked.found)
-        if silent is not None and end.state != "stopped":
-            title, text, last = silent
-            severity = "error" if end.state == "failed" else "warning"
-            self._analysis.alert("exit", severity, title, "before_first_step", text, last_lines=last)
+        without_step = self._end_detector.no_step(end, self._unhooked.found)
+        if without_step is not None:
+            self._analysis.put(without_step)
         if end.left:
             self._leftovers.find_at_end()
         self._analysis.ended(end)
@@ -318,7 +324,7 @@ class Hub:
         return {rank: pid for rank, pid, _ in self._supervisor.alive()}
 
     def _refuse(self, sender: str, reason: str) -> None:
-        self._analysis.alert("note", "warning", f"messages of {sender} are refused", f"refused {sender}", reason)
+        self._analysis.put(Finding("messages_refused", RefusedFacts(sender, reason), key=sender))
 
     def _emit(self, message: Message) -> tuple[int, float]:
         t = time.time()
@@ -332,8 +338,8 @@ class Hub:
 
     def _report_not_notified(self, target: str, why: str) -> None:
         """Raise a note; called by the notifier's thread."""
-        title = f"not notified: {target}: {why}"
-        self.post(lambda: self._analysis.alert("note", "warning", title, f"notify {target}"))
+        finding = Finding("not_notified", NotNotifiedFacts(target, why), key=target)
+        self.post(lambda: self._analysis.put(finding))
 
     def _announce(self) -> bool:
         """Write the connection file; False if the disk refuses it (each report retries)."""
@@ -354,7 +360,7 @@ class Hub:
             return False
         return True
 
-    def _adopt(self, history: list[Frame], moved: str) -> None:
+    def _adopt(self, history: list[Frame], damage: DamagedRecordingFacts | None) -> None:
         """Continue where an earlier hub of this run ended."""
         self._jobs.restore(frame.message for frame in history)
         known = of_the_last_job(history)
@@ -368,19 +374,12 @@ class Hub:
         self._agents.restore(frame.message for frame in history)
         if history:
             last = history[-1].t
-            self._analysis.alert(
-                "note",
-                "info",
-                "the hub was restarted",
-                "restarted",
-                f"Nothing was watched for {time.time() - last:.1f} s before; training went on meanwhile.",
-                last_recorded=last,
-            )
-        if moved:
-            self._analysis.alert("disk", "error", "the recording was damaged", "damaged", moved)
+            self._analysis.put(Finding("hub_restarted", RestartFacts(last, time.time() - last), severity="info"))
+        if damage is not None:
+            self._analysis.put(Finding("recording_damaged", damage, severity="error"))
         problem = self._channels.remote.problem
         if problem:
-            self._analysis.alert("note", "error", "not listening for other hosts", "listen", problem)
+            self._analysis.put(Finding("not_listening", NotListeningFacts(problem), severity="error"))
 
     def _may_ask(self, verb: str) -> bool:
         """Return whether the hub may send commands to ranks on its own initiative."""

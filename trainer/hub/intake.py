@@ -123,7 +123,7 @@ class Intake:
             first = sender not in self._seen
             if first and not self._meet(header):
                 self._refuse_message(
-                    "a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to"
+                    "a stranger", f"{sanitize(sender, 80)} is not a valid rank, or exceeds the limit: ignored"
                 )
                 return
             gap = self._loss.see(sender, header.seq)
@@ -142,7 +142,7 @@ class Intake:
         kind = type(message)
         rank = self._seen[sender]
         if rank is not None and getattr(message, "rank", rank) != rank:
-            self._refuse_message(sender, f"{sender} speaks for another rank")
+            self._refuse_message(sender, f"{sender} sent a message in another rank's name")
             return
         if kind is Step or kind is Heartbeat or kind is Goodbye:
             if message.dropped > 0:  # pyright: ignore[reportAttributeAccessIssue]

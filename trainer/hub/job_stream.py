@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import ConcurrentJobFacts, JobFailedFacts
 from ...protocol.process import ProcessId, is_alive
 from ...protocol.telemetry import Hello, Step
 from ...protocol.wire import Message
@@ -82,10 +84,8 @@ class JobStream:
         for job in self._jobs.poll(time.time()):
             self._emit(job)
             if not job.shown and job.state == "failed":
-                self._analysis.alert(
-                    *("failure", "error", f"job {job.number} failed: {job.text}", f"job {job.number}"),
-                    "It ran at the same time as the job that is shown; its steps and peaks are in the table of jobs.",
-                )
+                facts = JobFailedFacts(job.number, job.text)
+                self._analysis.put(Finding("job_failed", facts, severity="error", key=str(job.number)))
         following = self._jobs.next_concurrent()
         if following is not None:
             self._begin(following)
@@ -128,17 +128,8 @@ class JobStream:
 
     def _report_concurrent(self, number: int, hello: Hello) -> None:
         shown = self._jobs.shown.number if self._jobs.shown is not None else 0
-        self._analysis.alert(
-            "note",
-            "warning",
-            f"job {number} runs at the same time as job {shown}",
-            f"beside {number}",
-            f"Both have a rank {hello.rank}. The screens, the steps of the recording and the alerts are of job "
-            f"{shown}; of job {number} steps, peaks and its end are counted ('ftmon status'), and it is shown when "
-            "that one has ended. Their output is in the same files. To watch both, start each with an 'ftmon run' "
-            "of its own.",
-            command=list(hello.argv),
-        )
+        facts = ConcurrentJobFacts(number, shown, hello.rank, list(hello.argv))
+        self._analysis.put(Finding("concurrent_job", facts, key=str(number)))
 
     def _lives(self, hello: Hello) -> bool:
         """Return whether a rank's process lives: from /proc on this host, from its agent's report on others."""

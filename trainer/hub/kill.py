@@ -20,8 +20,7 @@ from .rank_link import Answers, RankLink
 _AGENT_SECONDS = 30.0
 """Time limit of an escalation and its check of the GPUs."""
 _CUT_OFF = (
-    "cut off: what runs there could not be reached; "
-    f"it is ended once the host is back, if that is within {BACK_SECONDS / 60:.0f} minutes"
+    f"cut off: its processes could not be reached; they end when the host is back within {BACK_SECONDS / 60:.0f} min"
 )
 
 
@@ -140,7 +139,7 @@ def _outcome_of(result: Result | None, agent: Agent) -> Outcome:
 def _together(parts: dict[str, Outcome]) -> Outcome:
     """Merge the outcomes of all hosts; this host is not named in the result."""
     if set(parts) <= {""}:
-        return parts.get("") or Outcome(True, "nothing of it was running any more", {})
+        return parts.get("") or Outcome(True, "no process of the run was left", {})
     data: dict[str, Any] = {"ended": [], "left": [], "ranks": [], "seconds": 0.0, "signal": "", "hosts": {}}
     for host, part in parts.items():
         for key in ("ended", "left", "ranks"):

@@ -8,7 +8,9 @@ finds them later.
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ...protocol.text import sanitize
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ...protocol.analysis.hub_facts import LeftoverFacts, LeftProcess
 from ..host import activity, processes
 from ..host.gpu_memory import gpu_use
 from ..host.processes import Process
@@ -16,7 +18,6 @@ from .analysis import Analysis
 
 STAY_SECONDS = 600.0
 _POLL_SECONDS = 1.0
-_RULE = "leftover"
 
 
 class Leftovers:
@@ -63,7 +64,7 @@ class Leftovers:
             if current is None or not current.alive:
                 del self._left[key]
         if not self._left:
-            self._analysis.resolve("note", _RULE, "All of them are gone now.")
+            self._analysis.put(resolved(Matter("leftover_processes"), Resolution("calm")))
         elif len(self._left) != before:
             self._report()
 
@@ -77,24 +78,12 @@ class Leftovers:
     def _report(self) -> None:
         left = list(self._left.values())
         held = gpu_use([process.pid for process in left]) if self._on_gpu() else None
-        words = [describe(process) for process in left[:8]]
-        gpu = f" They hold {sum(held.held.values()) / 2**30:.2f} GiB of GPU memory." if held and held.held else ""
-        self._analysis.alert(
-            "note",
-            "error",
-            f"{len(left)} process{'es' if len(left) > 1 else ''} of the run could not be ended: {words[0]}",
-            _RULE,
-            f"{'; '.join(words)}.{gpu} They are watched; 'ftmon cleanup' finds them later.",
-            pids=[process.pid for process in left[:64]],
-            gpu_bytes=held.held if held else {},
-        )
+        facts = LeftoverFacts([facts_of(process) for process in left], held.held if held else {})
+        self._analysis.put(Finding("leftover_processes", facts, severity="error"))
 
 
-def describe(process: Process) -> str:
-    """Return the state of a process that did not end, in words."""
+def facts_of(process: Process) -> LeftProcess:
+    """Return the current state of a process that did not end."""
     current = processes.same(process) or process
-    name = f"pid {current.pid} ({sanitize(current.name, 40)})"
-    if current.state == "D":
-        where = activity.wchan(current.pid, current.pid)
-        return f"{name} is in uninterruptible sleep{f' in {where}' if where else ''}: it ends when the kernel returns"
-    return f"{name} is still alive in state {current.state}"
+    function = activity.wchan(current.pid, current.pid) if current.state == "D" else ""
+    return LeftProcess(current.pid, current.name, current.state, function)

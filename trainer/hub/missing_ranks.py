@@ -1,6 +1,8 @@
 """Detects ranks that never report; with several hosts, the usual cause is an agent without a connection."""
 
-from ...protocol.text import sanitize
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ...protocol.analysis.hub_facts import MissingRanksFacts
 from .analysis import Analysis
 from .rank_hosts import RankHosts
 
@@ -34,16 +36,7 @@ class MissingRanks:
         missing = [rank for rank in range(world) if rank not in self._rank_hosts.ranks] if heard < world else []
         if missing and not self._reported and now - self._since > PATIENCE_SECONDS:
             self._reported = True
-            self._analysis.alert(
-                "note",
-                "warning",
-                f"{len(missing)} of {world} ranks are not heard of",
-                "unheard",
-                f"The first is rank {missing[0]}. On its host ftmon must be installed in the job's environment, the "
-                f"run's join.json must be at hand, and the hub must be reachable at {sanitize(self._listen, 80)} and "
-                "the five ports after it. agent.log of that host's own directory says which of these fails.",
-                missing=missing[:64],
-            )
+            self._analysis.put(Finding("missing_ranks", MissingRanksFacts(missing, world, self._listen)))
         elif self._reported and not missing:
             self._reported = False
-            self._analysis.resolve("note", "unheard", "All are heard now.")
+            self._analysis.put(resolved(Matter("missing_ranks"), Resolution("resumed")))

@@ -19,15 +19,18 @@ from pathlib import Path
 from typing import Literal
 
 from ...protocol import verbs
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ...protocol.analysis.hub_facts import HangActionFacts, LateExit, UnprovenHangFacts
 from ...protocol.analysis.stalls.proof import RankFacts, unproven
 from ...protocol.analysis.stalls.verdicts import Verdict
-from ...protocol.analysis.text.stalls import of_verdict
+from ...protocol.analysis.text.run import hang_cause
 from ...protocol.control import Result
 from ...protocol.end_request import read_end_request, write_end_request
 from ...protocol.private_files import write_private
 from ...protocol.run_options import RunOptions
 from ...protocol.rundir import RunDir
-from ...protocol.text import duration, sanitize
+from ...protocol.text import sanitize
 from ...protocol.wire import Message
 from ..host import flow
 from .analysis import Analysis
@@ -113,7 +116,7 @@ class Policy:
             self._standing = None
             if self._spared is not None:
                 self._spared = None
-                self._analysis.resolve("note", "on-hang-proof", "The hang is over.")
+                self._analysis.put(resolved(Matter("unproven_hang"), Resolution("resumed")))
             return
         # The waiting ranks may change while the same rank blocks them.
         matter = (verdict.kind, verdict.hung)
@@ -126,7 +129,7 @@ class Policy:
             return
         self._acted = matter
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
-        self._act(now, self._on_hang, "--on-hang", of_verdict(verdict).title, cause)
+        self._act(now, self._on_hang, "--on-hang", verdict, cause)
 
     def _unproven(self, verdict: Verdict) -> str:
         now = time.time()
@@ -151,11 +154,8 @@ class Policy:
         if self._spared == matter:
             return
         self._spared = matter
-        option = f"--on-hang {self._on_hang}"
-        title = f"{option} waits for proof: {missing}"
-        self._analysis.alert(
-            "note", "warning", title, "on-hang-proof", f"The hang so far: {of_verdict(verdict).title}."
-        )
+        facts = UnprovenHangFacts(f"--on-hang {self._on_hang}", missing, verdict)
+        self._analysis.put(Finding("unproven_hang", facts))
 
     def _is_wanted(self, verdict: Verdict) -> bool:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
@@ -192,25 +192,25 @@ class Policy:
         if now - self._quiet_since < min(SURE_SECONDS, patience):
             return
         left = [tracked.rank for tracked in ranks if tracked.fact is not None and tracked.fact.alive]
-        still = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}" if left else "the launcher"
-        why = f"{len(finished)} of {len(ranks)} ranks finished, and after {duration(quiet)} {still} still lived"
-        self._act(now, "kill", "--exit-timeout", why, "hang-at-exit")
+        late = LateExit(len(finished), len(ranks), quiet, left)
+        self._act(now, "kill", "--exit-timeout", late, "hang-at-exit")
 
     # Acting.
 
-    def _act(self, now: float, what: str, option: str, why: str, cause: Cause) -> None:
+    def _act(self, now: float, what: str, option: str, found: Verdict | LateExit, cause: Cause) -> None:
+        why = hang_cause(found)
         path = self._save(why)
-        where = f" Stacks: {path}." if path else ""
+        option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
+        facts = HangActionFacts(what, option, found, path)
         if what == "stacks":
             flow.start(self._stall_probe.read_native(self._rank_hosts.ranks, why))
-            self._analysis.alert("note", "warning", f"stacks saved: {why}", "on-hang", where.strip())
+            self._analysis.put(Finding("hang_action", facts))
             return
-        option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
         self._why, self._cause = why, cause
         with contextlib.suppress(OSError):  # a full disk must not keep a hung run alive
             write_end_request(self._run, option, "hub", why=why, cause=cause)
         verb = verbs.Stop(reason=why) if what == "stop" else verbs.Kill(reason=why)
-        self._analysis.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
+        self._analysis.put(Finding("hang_action", facts, severity="error"))
         self._emit(verb.command("hub-policy"))
         if what == "stop":
             interrupted = self._kills.interrupt()

@@ -5,22 +5,22 @@ import threading
 from collections.abc import Callable
 
 from ...protocol.analysis.deaths.tracebacks import address_in_use
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import PortFacts
 from ...protocol.telemetry import Failure, LogLine
-from ...protocol.text import sanitize
 from ..host.port_holders import PortHolder, holder_of
 
 _UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
 """The line of a traceback with the exception. PyTorch's warning before it falls back to IPv4 has no such line."""
-DEFAULT_PORT = 29500
 SEARCH_SECONDS = 2.0
 
 
 class PortWatch:
-    """Raises one alert for each port. ``post`` makes a call in the main loop, ``alert`` raises an alert there."""
+    """Makes one finding for each port. ``post`` schedules a call in the main loop; ``put`` takes the finding there."""
 
-    def __init__(self, post: Callable[[Callable[[], object]], None], alert: Callable[..., None]) -> None:
+    def __init__(self, post: Callable[[Callable[[], object]], None], put: Callable[[Finding], object]) -> None:
         self._post = post
-        self._alert = alert
+        self._put = put
         self._reported: set[int] = set()
         self._threads: list[threading.Thread] = []
 
@@ -52,23 +52,7 @@ class PortWatch:
         self._post(lambda: self._raise(port, rank, error, holder))
 
     def _raise(self, port: int, rank: int, error: str, holder: PortHolder | None) -> None:
-        who = sanitize(holder.words) if holder is not None else ""
-        name = f"port {port}" if port else "a port"
-        by = "the launcher" if rank < 0 else f"rank {rank}"
-        title = f"{name} is taken" + (f" by {who}" if who else ", no process holds it any more" if port else "")
-        fix = (
-            "Give the job another port: 'deepspeed --master_port PORT', 'torchrun --master-port PORT' (or torchrun "
-            "--standalone, which finds a free one), 'accelerate launch --main_process_port PORT'"
-        )
-        end = f", or end that process: kill {holder.pid}" if holder is not None and holder.pid else ""
-        default = (
-            f" {port} is the launchers' default: another training of this host has it." if port == DEFAULT_PORT else ""
-        )
-        self._alert(
-            *("failure", "error", title[:240], f"port {port}"),
-            f"{by.capitalize()} could not listen there: {sanitize(error)[:500]}.{default} {fix}{end}.",
-            port=port,
-            pid=holder.pid if holder is not None else None,
-            user=holder.user if holder is not None else None,
-            command=sanitize(holder.command) if holder is not None else None,
-        )
+        facts = PortFacts(port, rank, error)
+        if holder is not None:
+            facts = PortFacts(port, rank, error, holder.pid, holder.user, holder.command)
+        self._put(Finding("port_taken", facts, severity="error", key=str(port)))

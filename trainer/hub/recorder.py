@@ -54,7 +54,9 @@ class Recorder(threading.Thread):
         since = self._since
         waits = 0.0 if since is None else time.monotonic() - since
         if waits > _STUCK_SECONDS:
-            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording resumes by itself"
+            return (
+                f"{self._writer.path}: the disk has accepted no writes for {waits:.0f} s; recording resumes by itself"
+            )
         return self._writer.error
 
     @property
@@ -117,7 +119,7 @@ class Recorder(threading.Thread):
         batch = self._writer.drain()
         with self._lock:
             self._next.add(batch)
-            self._next.let_go("the disk took nothing for long")
+            self._next.let_go("the disk accepted no writes for long")
             if then is not None:
                 self._then.append(then)
             self._last = last

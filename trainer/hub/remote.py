@@ -37,7 +37,7 @@ class RemoteSockets:
                 self._open(context, run, listen)
             except FtmonError as error:
                 self.close()
-                self.problem = f"{error}. Apps on this host are served."
+                self.problem = str(error)
 
     def close(self) -> None:
         """Close the open sockets (the history thread closes its own)."""

@@ -1,13 +1,13 @@
 """Notes a process that trains unseen, because its command replaced ``PYTHONPATH``, on which the import hook lies."""
 
-from ...protocol.analysis.health.hub import UnhookedFacts
-from ...protocol.analysis.text.monitor import unhooked
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ...protocol.analysis.hub_facts import UnhookedFacts
 from ...protocol.rundir import RunDir
 from ..host.import_hook import find_unhooked
 from .analysis import Analysis
 
 _POLL_SECONDS = 1.0
-_RULE = "unhooked"
 
 
 class Unhooked:
@@ -31,13 +31,11 @@ class Unhooked:
         if reported:
             if self.found is not None:
                 self.found = None
-                self._analysis.resolve("note", _RULE, "A rank has reported since.")
+                self._analysis.put(resolved(Matter("unhooked"), Resolution("resumed")))
             return
         if self._launcher is None or self.found is not None or now < self._next:
             return
         self._next = now + _POLL_SECONDS
         self.found = find_unhooked(self._run.path, self._launcher)
         if self.found is not None:
-            words = unhooked(self.found)
-            title = f"not watched: {words.title}"
-            self._analysis.alert("note", "warning", title, _RULE, words.text, pid=self.found.pid)
+            self._analysis.put(Finding("unhooked", self.found))

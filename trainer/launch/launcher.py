@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
+from ...protocol.endings import signal_name
 from ...protocol.errors import FtmonError
 from ...protocol.job_log import print_own
 from ...protocol.join import join_path
@@ -329,7 +330,7 @@ def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, p
 
 
 def _how_it_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {processes.signal_name(-code)}"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

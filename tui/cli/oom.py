@@ -59,7 +59,7 @@ def _is_snapshot(path: Path) -> bool:
 
 def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
     from ...protocol.analysis.allocator.snapshot.replay import Replay
-    from ...protocol.analysis.oom.from_snapshot import report_of
+    from ...protocol.analysis.oom_report.from_snapshot import report_of
     from ...protocol.snapshot.reader import open_snapshot
 
     snapshot = open_snapshot(name)

@@ -63,7 +63,7 @@ _FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
 
 
 def _by_kernel(kill: KernelKill | None) -> bool:
-    return kill is not None and bool(kill.text)
+    return kill is not None and bool(kill.exhausted)
 
 
 def is_lost_peer(error: str) -> bool:

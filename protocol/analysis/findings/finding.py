@@ -43,6 +43,20 @@ FindingKind = Literal[
     "telemetry_lost",
     "not_recording",
     "no_step",
+    "messages_refused",
+    "not_notified",
+    "hub_restarted",
+    "recording_damaged",
+    "recording_removed",
+    "not_listening",
+    "missing_ranks",
+    "unhooked",
+    "port_taken",
+    "job_failed",
+    "concurrent_job",
+    "leftover_processes",
+    "hang_action",
+    "unproven_hang",
 ]
 """Stable names: an alert of kind ``health`` carries its own as ``evidence["finding"]``."""
 

@@ -1,15 +1,13 @@
-"""The monitor's own troubles, and a run that ends before it began: dropped telemetry, no recording, no first step.
+"""The monitor's own faults: dropped telemetry, no recording.
 
 - **telemetry_lost**: the loss counters of a HubStats rose. Counted up with each rise, resolved after 60 s without.
-- **not_recording**: HubStats says why nothing is recorded. Resolved when it no longer does.
-- **no_step**: the job ended without any rank having finished an optimizer step.
-
-The last two are for streams whose hub did not say so itself: an alert that stands already is left as it is.
+- **not_recording**: HubStats has the reason why nothing is recorded. Resolved when it has none; an alert of the kind
+  ``disk`` that stands already is left as it is.
 """
 
 import msgspec
 
-from ...control import HubStats, RunState
+from ...control import HubStats
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..findings.finding import Matter, Resolution, resolved
@@ -35,23 +33,8 @@ class RecordingFacts(msgspec.Struct, frozen=True):
     recorded: int
 
 
-class NoStepFacts(msgspec.Struct, frozen=True):
-    """How a job without a step ended, and how many ranks it had."""
-
-    exit_code: int | None
-    ranks: int
-
-
-class UnhookedFacts(msgspec.Struct, frozen=True):
-    """A process with PyTorch that was started without ftmon's import hook."""
-
-    pid: int
-    pythonpath: str | None
-    """The ``PYTHONPATH`` it was started with, which lacks the hook's folder; None: it had none."""
-
-
 class HealthDetector:
-    """Finds lost telemetry, a failing recording and a run without steps."""
+    """Finds lost telemetry and a failing recording."""
 
     def __init__(self) -> None:
         self._lost: dict[str, int] = {}
@@ -60,13 +43,6 @@ class HealthDetector:
     def stats(self, t: float, stats: HubStats, known: bool) -> list[Finding]:
         """Take in the hub's own figures; ``known``: an alert about the recording stands."""
         return [*self._losses(t, stats), *self._recording(stats, known)]
-
-    def ended(self, state: RunState, stepped: bool, ranks: int) -> list[Finding]:
-        """Take in the end of the run."""
-        if stepped or state.state not in ("finished", "failed"):
-            return []
-        facts = NoStepFacts(state.exit_code, ranks)
-        return [Finding("no_step", facts, severity="warning" if state.state == "finished" else "error")]
 
     def observe(self, stats: HubStats) -> None:
         """Restore the hub's figures from the recording, so that earlier losses are not reported again."""

@@ -4,6 +4,8 @@ The numbers name a batch longer than any before, an update that the loss scaler 
 Stacks name the rest (``stack_patterns``). Where neither does, there is no cause to report.
 """
 
+from collections import defaultdict
+
 from ...memory import Cause
 from ...telemetry import Hello, Step
 from ..findings.finding import Matter
@@ -29,23 +31,21 @@ class KnownCauses:
     """Known causes of each rank's and phase's transients."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks = defaultdict[int, _Rank](_Rank)
         self._numbers: dict[Matter, NumbersCause] = {}
         self._stacks: dict[Matter, StackCause] = {}
         self._settled: set[Matter] = set()
 
     def hello(self, hello: Hello) -> None:
         """Learn what a rank trains with."""
-        self._rank(hello.rank).hello = hello
+        self._ranks[hello.rank].hello = hello
 
     def note(self, step: Step) -> None:
         """Record a step's batch, once the step has been checked."""
         shape = step.batch_shape
         if not shape:
             return
-        rank = self._ranks.get(step.rank)
-        if rank is None:
-            rank = self._rank(step.rank)
+        rank = self._ranks[step.rank]
         elements = shape[0] * shape[1] if len(shape) > 1 else shape[0]
         rank.tokens = elements
         if elements > rank.elements:
@@ -53,7 +53,7 @@ class KnownCauses:
 
     def by_numbers(self, matter: Matter, step: Step, phase: str, transient: int, usual: int) -> None:
         """Find a cause in the step's own figures; call it before ``note``."""
-        rank = self._rank(step.rank)
+        rank = self._ranks[step.rank]
         shape, pattern, saves = step.batch_shape, "", 0
         if phase == "optimizer" and step.overflow:
             pattern = "loss_scale_overflow"
@@ -69,7 +69,7 @@ class KnownCauses:
 
     def by_stacks(self, matter: Matter, cause: Cause, transient: int) -> None:
         """Process stacks that a rank has sent for a transient of ``transient`` bytes."""
-        rank = self._rank(cause.rank)
+        rank = self._ranks[cause.rank]
         if cause.transient_bytes < REPEATED_SHARE * transient:
             self._stacks[matter] = StackCause(cause)
             return
@@ -87,12 +87,6 @@ class KnownCauses:
     def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:
         """Return the known causes of a transient, those from its own step first."""
         return tuple(found for found in (self._numbers.get(matter), self._stacks.get(matter)) if found is not None)
-
-    def _rank(self, number: int) -> _Rank:
-        rank = self._ranks.get(number)
-        if rank is None:
-            rank = self._ranks[number] = _Rank()
-        return rank
 
 
 def matters_of(cause: Cause) -> list[Matter]:

@@ -26,6 +26,8 @@ growing at that rate, meets its capacity. One alert for all ranks; a warning, or
 before. A leak has stopped when, twice in a row, the last eight blocks grow at less than a fifth of the rate.
 """
 
+from collections import defaultdict
+
 import msgspec
 
 from ...memory import Cause
@@ -97,7 +99,7 @@ class LeakDetector:
 
     def __init__(self, asks: DiagnosticRequests) -> None:
         self._asks = asks
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks = defaultdict[int, _Rank](_Rank)
         self._total_steps = 0
         self._place = ""
         self._cause: Cause | None = None
@@ -106,7 +108,7 @@ class LeakDetector:
 
     def hello(self, hello: Hello) -> None:
         """Learn a rank's device."""
-        rank = self._rank(hello.rank)
+        rank = self._ranks[hello.rank]
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
         rank.host = hello.host
@@ -119,9 +121,7 @@ class LeakDetector:
 
     def step(self, step: Step) -> list[Finding]:
         """Check one step."""
-        rank = self._ranks.get(step.rank)
-        if rank is None:
-            rank = self._rank(step.rank)
+        rank = self._ranks[step.rank]
         rank.seen += 1
         batch = rank.batch
         shape = step.batch_shape
@@ -171,7 +171,7 @@ class LeakDetector:
         self._latest = finding
         size = facts.block_steps
         for number in finding.ranks:
-            rank = self._rank(number)
+            rank = self._ranks[number]
             series = rank.levels.series[SIZES.index(size) if size in SIZES else 0]
             rank.open = _Open(series, float(facts.bytes_per_step))
 
@@ -179,12 +179,6 @@ class LeakDetector:
         """A rank has ended: its memory grows no more."""
         rank = self._ranks.get(number)
         return self._close(rank, Resolution("rank_ended")) if rank is not None and rank.open is not None else []
-
-    def _rank(self, number: int) -> _Rank:
-        rank = self._ranks.get(number)
-        if rank is None:
-            rank = self._ranks[number] = _Rank()
-        return rank
 
     def _check(self, step: Step, rank: _Rank, new: int) -> list[Finding]:
         opened = rank.open

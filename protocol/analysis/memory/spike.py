@@ -21,7 +21,7 @@ phase that makes the step's peak. It is a warning from 5 % on (optimizer), else 
 Either asks a rank for the stacks of that phase (``requests``); its cause is added once it is known (``known_causes``).
 """
 
-from collections import deque
+from collections import defaultdict, deque
 
 import msgspec
 
@@ -80,7 +80,7 @@ class SpikeDetector:
     def __init__(self, causes: KnownCauses, asks: DiagnosticRequests) -> None:
         self._causes = causes
         self._asks = asks
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks = defaultdict[int, _Rank](_Rank)
         self._matters: dict[Matter, Finding] = {}
         """The latest finding of each matter."""
         self._apart: dict[str, set[int]] = {}
@@ -88,7 +88,7 @@ class SpikeDetector:
 
     def hello(self, hello: Hello) -> None:
         """Learn a rank's device, which the floors are shares of."""
-        rank = self._rank(hello.rank)
+        rank = self._ranks[hello.rank]
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
         rank.zero_stage = hello.zero_stage
@@ -97,9 +97,7 @@ class SpikeDetector:
 
     def step(self, t: float, step: Step) -> list[Finding]:
         """Check one step's phases."""
-        rank = self._ranks.get(step.rank)
-        if rank is None:
-            rank = self._rank(step.rank)
+        rank = self._ranks[step.rank]
         rank.steps += 1
         suspects: list[tuple[PhaseRecord, int, _PhaseHistory]] | None = None
         steady: list[tuple[str, _PhaseHistory]] | None = None
@@ -167,7 +165,7 @@ class SpikeDetector:
 
     def observe(self, step: Step) -> None:
         """Restore a step from the recording: it counts for the run's peak, and the rank is past its first step."""
-        rank = self._rank(step.rank)
+        rank = self._ranks[step.rank]
         rank.steps += 1
         rank.run_peak = max([rank.run_peak, *(record.peak_span.peak for record in step.phases)])
 
@@ -177,17 +175,11 @@ class SpikeDetector:
             self._keep(finding)
         if finding.kind == "steady_transient":
             for number in finding.ranks:
-                self._rank(number).phases.setdefault(finding.phase, _PhaseHistory()).steady_found = True
+                self._ranks[number].phases.setdefault(finding.phase, _PhaseHistory()).steady_found = True
         elif finding.rank is not None:
             self._apart.setdefault(finding.phase, set()).add(finding.rank)
             if finding.state != "resolved":
-                self._rank(finding.rank).open[finding.phase] = finding.step or 0
-
-    def _rank(self, number: int) -> _Rank:
-        rank = self._ranks.get(number)
-        if rank is None:
-            rank = self._ranks[number] = _Rank()
-        return rank
+                self._ranks[finding.rank].open[finding.phase] = finding.step or 0
 
     def _update_limit(self, rank: _Rank, name: str, history: _PhaseHistory) -> None:
         seen = history.seen

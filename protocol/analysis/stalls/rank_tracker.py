@@ -29,11 +29,12 @@ from ... import verbs
 from ...control import Command, RankState, RankStateName, RunState, RunStateName
 from ...hosts import HostState
 from ...telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
+from ...text import kernel_sleep
 from ...wire import Frame, Message
 from ..deaths.slurm import SlurmWords
-from ..text.stalls import STOPPED, TRACED, collective, where
 from .evidence import Evidence
 from .judge import EXIT_LIMIT_S, MOVING_S, Verdict, judge
+from .positions import STOPPED, TRACED, collective, where
 from .progress import SILENT_S
 from .rank_view import RankView
 from .tracked_rank import ProcessFact, TrackedRank, by_death
@@ -48,7 +49,7 @@ GOODBYE_GRACE_S = 1.0
 """Seconds to wait for the last message of a dead process, which may arrive after its death was detected."""
 UNKILLABLE_S = 3.0
 """Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
-UNKILLABLE = "in uninterruptible sleep: the kill could not end it, it ends when the kernel returns"
+UNKILLABLE = f"{kernel_sleep()}: the kill could not end it, it ends when the kernel returns"
 PAUSE_S = 5.0
 """If ticks are farther apart than this, the hub itself did not run in between."""
 

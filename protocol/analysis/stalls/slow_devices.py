@@ -1,6 +1,6 @@
 """Finds reasons in NVML's samples why a rank's device computes slowly: throttling, lower clocks, other processes."""
 
-from typing import Any, NamedTuple
+import msgspec
 
 from ...telemetry import DeviceSample, Hello
 
@@ -10,11 +10,32 @@ _NO_REASON = ("application clocks", "sync boost", "display clocks")
 """Limits set by a user on purpose."""
 
 
-class SlowDeviceReason(NamedTuple):
-    """Why a device is slow: a clause (empty: no reason found), and the figures."""
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """Possible reasons why a rank's device is slow."""
 
-    words: str
-    evidence: dict[str, Any]
+    host: str
+    index: int
+    throttle_reasons: list[str]
+    own_reasons: list[str]
+    """Those that do not apply to all other ranks' devices too."""
+    temperature_c: float | None = None
+    sm_clock_mhz: int | None = None
+    """None: not compared."""
+    others_sm_clock_mhz: int | None = None
+    """Median of the other ranks' devices."""
+    strangers: list[int] = []
+    """Pids of processes on it that are of no rank."""
+
+    @property
+    def is_clocked_lower(self) -> bool:
+        """Whether its clock is clearly lower than the others'."""
+        own, others = self.sm_clock_mhz, self.others_sm_clock_mhz
+        return own is not None and others is not None and own < CLOCK_SHARE * others
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether any reason was found."""
+        return bool(self.own_reasons or self.strangers) or self.is_clocked_lower
 
 
 class SlowDevices:
@@ -36,32 +57,27 @@ class SlowDevices:
             self._samples[sample.host, sample.uuid] = sample
             self._by_index[sample.host, sample.index] = sample
 
-    def why(self, rank: int) -> SlowDeviceReason:
-        """Return why a rank's device is slower than the other ranks'."""
+    def why(self, rank: int) -> DeviceFacts | None:
+        """Return why a rank's device may be slower than the other ranks'; None without a sample of it."""
         mine = self._of(rank)
         if mine is None:
-            return SlowDeviceReason("", {})
-        words: list[str] = []
-        reasons = [reason for reason in mine.throttle_reasons if reason not in _NO_REASON]
-        evidence: dict[str, Any] = {"device": f"{mine.host} GPU {mine.index}", "throttle_reasons": reasons}
+            return None
         others = [one for other in self._devices if other != rank and (one := self._of(other)) is not None]
+        reasons = [reason for reason in mine.throttle_reasons if reason not in _NO_REASON]
         # A limit that applies to all devices does not explain why this one is slower.
         own = [reason for reason in reasons if not all(reason in one.throttle_reasons for one in others) or not others]
-        if own:
-            words.append(f"throttled: {', '.join(own)}")
         clocks = sorted(one.sm_clock_mhz for one in others if one.sm_clock_mhz)
-        if mine.sm_clock_mhz and clocks:
-            usual = clocks[len(clocks) // 2]
-            evidence |= {"sm_clock_mhz": mine.sm_clock_mhz, "others_sm_clock_mhz": usual}
-            if mine.sm_clock_mhz < CLOCK_SHARE * usual:
-                words.append(f"clocked at {mine.sm_clock_mhz} MHz, others {usual}")
-        strangers = [process for process in mine.processes if process.rank is None]
-        if strangers:
-            evidence["other_processes"] = [process.pid for process in strangers[:8]]
-            words.append(f"shared with {len(strangers)} process{'es' if len(strangers) > 1 else ''} of others")
-        if mine.temperature_c is not None:
-            evidence["temperature_c"] = mine.temperature_c
-        return SlowDeviceReason(f"its GPU is {'; '.join(words)}" if words else "", evidence)
+        compared = bool(mine.sm_clock_mhz and clocks)
+        return DeviceFacts(
+            mine.host,
+            mine.index,
+            reasons,
+            own,
+            mine.temperature_c,
+            mine.sm_clock_mhz if compared else None,
+            clocks[len(clocks) // 2] if compared else None,
+            [process.pid for process in mine.processes if process.rank is None],
+        )
 
     def _of(self, rank: int) -> DeviceSample | None:
         host, uuid, index = self._devices.get(rank, ("", "", -1))

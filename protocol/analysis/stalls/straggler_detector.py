@@ -4,7 +4,6 @@ After a straggler was found, its stack is sampled for some time to name the line
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -16,7 +15,7 @@ from ..findings.finding import Resolution, ResolvedWhy
 from ..findings.requests import Action, DiagnosticRequests
 from . import python_stacks
 from .places import SAMPLES, usual_place
-from .slow_devices import SlowDevices
+from .slow_devices import DeviceFacts, SlowDevices
 from .stragglers import StragglerFacts, StragglerFinding, Stragglers
 from .work import BATCH, work_of
 
@@ -28,10 +27,8 @@ class SlowRankFacts(msgspec.Struct, frozen=True):
     """A straggler with its reasons."""
 
     straggler: StragglerFacts
-    hindrance: str = ""
-    """What slows down its device, a clause; empty: no reason found."""
-    device: dict[str, Any] = {}
-    """Figures of the device."""
+    device: DeviceFacts | None = None
+    """State of its device; None: unknown, or its device does not explain it."""
     line: str = ""
     """The most frequent line of its training thread; empty: unknown yet."""
     samples: int = 0
@@ -145,7 +142,4 @@ class SlowDetector:
 
     def _finding(self, facts: StragglerFacts) -> Finding:
         device = self._hindered.why(facts.rank) if facts.slow_at not in _NOT_THE_DEVICE else None
-        found = SlowRankFacts(facts)
-        if device is not None:
-            found = SlowRankFacts(facts, device.words, device.evidence)
-        return Finding("straggler", found, ranks=(facts.rank,), step=facts.step, rank=facts.rank)
+        return Finding("straggler", SlowRankFacts(facts, device), ranks=(facts.rank,), step=facts.step, rank=facts.rank)

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import msgspec
 
 from ...control import RankState, RankStateName
+from ...endings import ending_in_words, exhausted_memory
 from ...hosts import KernelKill
 from ...telemetry import Goodbye, Hello
 from ...text import first_line
-from ..text.endings import ending_in_words
 from .evidence import Evidence
 from .judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S
 from .progress import SILENT_S, SUSPECT_S, RankProgress
@@ -119,7 +119,7 @@ class TrackedRank:
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
         kill = fact.kernel_kill if fact is not None else None
-        by_kernel = f" by the kernel: {kill.text}" if kill is not None and kill.sure else ""
+        by_kernel = f" by the kernel: {exhausted_memory(kill)}" if kill is not None and kill.sure else ""
         return "gone", ending_in_words(code, signal) + by_kernel
 
     def view(self, now: float) -> RankView:

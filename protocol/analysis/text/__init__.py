@@ -13,7 +13,7 @@ from ..findings.finding import Resolution
 from ..memory.facts import GrowthFacts, LeakFacts, SpikeFacts, SteadyFacts
 from ..oom.detector import Released, Uncaught
 from ..stalls.hang_detector import WaitingRanks
-from . import deaths, health, memory, monitor, oom, stalls, stragglers
+from . import deaths, health, memory, monitor, oom, run, stalls, stragglers
 from .words import Added as Added
 from .words import Words as Words
 
@@ -35,8 +35,30 @@ _WORDS: dict[str, Callable[[Finding], Words]] = {
     "unreachable": stalls.unreachable,
     "telemetry_lost": monitor.telemetry_lost,
     "not_recording": monitor.not_recording,
-    "no_step": monitor.no_step,
+    "messages_refused": monitor.refused,
+    "not_notified": monitor.not_notified,
+    "hub_restarted": monitor.restarted,
+    "recording_damaged": monitor.damaged,
+    "recording_removed": monitor.removed,
+    "not_listening": monitor.not_listening,
+    "missing_ranks": monitor.missing_ranks,
+    "unhooked": monitor.unhooked,
+    "no_step": run.no_step,
+    "port_taken": run.port_taken,
+    "job_failed": run.job_failed,
+    "concurrent_job": run.concurrent_job,
+    "leftover_processes": run.leftovers,
+    "hang_action": run.hang_action,
+    "unproven_hang": run.unproven_hang,
 }
+_OF_THE_MONITOR = (
+    *("telemetry_lost", "not_recording", "messages_refused", "not_notified", "hub_restarted", "recording_damaged"),
+    *("recording_removed", "not_listening", "missing_ranks", "unhooked"),
+)
+_OF_THE_RUN = (
+    *("no_step", "port_taken", "job_failed", "concurrent_job"),
+    *("leftover_processes", "hang_action", "unproven_hang"),
+)
 _EVIDENCE: dict[str, Callable[[Finding], dict[str, Any]]] = {
     "spike": memory.evidence,
     "steady_transient": memory.evidence,
@@ -46,7 +68,8 @@ _EVIDENCE: dict[str, Callable[[Finding], dict[str, Any]]] = {
     **dict.fromkeys(("failure", "ended_early", "died", "launcher_ended"), deaths.evidence),
     **dict.fromkeys(("oom", "oom_failure"), oom.evidence),
     **dict.fromkeys(("hang", "stopped", "unreachable"), stalls.evidence),
-    **dict.fromkeys(("telemetry_lost", "not_recording", "no_step"), monitor.evidence),
+    **dict.fromkeys(_OF_THE_MONITOR, monitor.evidence),
+    **dict.fromkeys(_OF_THE_RUN, run.evidence),
 }
 _ADDED: dict[type, Callable[[Any], Added]] = {
     Ended: deaths.ended,
@@ -82,6 +105,10 @@ _OVER = {
     ("unreachable", "resumed"): "It reports again, or ended.",
     ("telemetry_lost", "calm"): "None lost since.",
     ("not_recording", "resumed"): "Recording again.",
+    ("missing_ranks", "resumed"): "All ranks have reported.",
+    ("unhooked", "resumed"): "A rank has reported since.",
+    ("leftover_processes", "calm"): "All of them are gone now.",
+    ("unproven_hang", "resumed"): "The hang is over.",
 }
 
 

@@ -3,7 +3,11 @@
 import signal as signals
 from typing import Any
 
-from ...text import duration, first_line, gib, ranks_in_words
+import msgspec
+
+from ...endings import ending_in_words, exhausted_memory
+from ...hosts import KernelKill
+from ...text import duration, first_line, gib, ranks_in_words, sanitize
 from ..deaths.facts import (
     Ended,
     EndedEarly,
@@ -17,7 +21,7 @@ from ..deaths.facts import (
 )
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from .endings import ending_in_words, library_hint, signal_hint
+from .endings import library_hint, signal_hint
 from .words import Added, Words, sentence
 
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
@@ -88,7 +92,11 @@ def evidence(finding: Finding) -> dict[str, Any]:
         found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal}
         found["log"] = facts.log
         if (kill := facts.kernel_kill) is not None:
-            found["kernel_kill"] = {"sure": kill.sure, "text": kill.text, "why": kill.evidence}
+            found["kernel_kill"] = {
+                **msgspec.to_builtins(kill),
+                "text": exhausted_memory(kill),
+                "why": _kill_evidence(kill, facts.pid),
+            }
         if facts.pressure is not None:
             found["memory_before"] = _pressure(facts.pressure)
         return found
@@ -131,16 +139,38 @@ def _launcher(facts: LauncherEnded) -> str:
 def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
     """Return the likely sender of a SIGKILL, for the title and as a sentence."""
     kill = facts.kernel_kill
-    if kill is not None and kill.text:
+    why = "; ".join(_kill_evidence(kill, facts.pid)) if kill is not None else ""
+    if kill is not None and kill.exhausted:
         likely = "" if kill.sure else ", probably"
-        why = f"{kill.text.capitalize()}: {'; '.join(kill.evidence)}. {_MEMORY_REMEDY}"
-        return f"{how}{likely} by the kernel: out of memory", why
+        memory = exhausted_memory(kill)
+        return (
+            f"{how}{likely} by the kernel: out of memory",
+            f"{memory[:1].upper()}{memory[1:]}: {why}. {_MEMORY_REMEDY}",
+        )
     if kill is not None:
-        return how, f"Not by the kernel's OOM killer: {'; '.join(kill.evidence)}. A person or a job scheduler sent it."
+        return how, f"Not by the kernel's OOM killer: {why}. A person or a job scheduler sent it."
     if facts.pressure is not None:
         why = f"Neither log nor counter could be read; {_pressure(facts.pressure)}."
         return f"{how}, probably by the kernel: out of memory", why
     return how, hint
+
+
+def _kill_evidence(kill: KernelKill, pid: int) -> list[str]:
+    """Return the evidence for or against a kill by the kernel, as clauses."""
+    if not kill.exhausted:
+        return ["the kernel log has no out-of-memory kill of this process"]
+    found: list[str] = []
+    if kill.sure:
+        found.append(
+            f"the kernel log records the kill of pid {pid} ({sanitize(kill.name, 64)}), {gib(kill.killed_bytes)}"
+        )
+    if kill.kills:
+        recent = f"{kill.recent_kills} of them just before"
+        found.append(f"its control group counts {kill.kills} out-of-memory kills, {recent}")
+    found += [f"the group may use {gib(limit)}" for limit in kill.limits_bytes]
+    if kill.resident_bytes:
+        found.append(f"its resident memory was {gib(kill.resident_bytes)} at the last sample")
+    return found
 
 
 def _pressure(facts: HostPressure) -> str:

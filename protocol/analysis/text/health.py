@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ...text import duration, gib, sanitize
+from ...text import all_ranks, duration, gib, sanitize
 from ..findings import Finding
 from ..health.checkpoints import CheckpointFacts
 from ..health.compiles import CompileFacts
@@ -20,7 +20,7 @@ from ..health.replicas import ReplicaFacts
 from ..health.scaler import ScalerFacts
 from ..health.unequal_losses import UnequalLossFacts
 from ..health.xids import of_the_program
-from .words import Words, number, ranks
+from .words import Words, number
 
 
 def _nan(finding: Finding) -> Words:
@@ -36,7 +36,7 @@ def _nan(finding: Finding) -> Words:
     if facts.ranks_total > 1 and facts.finite_elsewhere:
         others = " Other ranks were finite in that step, so it came from that rank's batch or device."
     elif facts.ranks_total > 1 and len(finding.ranks) > 1:
-        others = f" Since then: {ranks(finding.ranks)}."
+        others = f" Since then: {all_ranks(finding.ranks)}."
     if finding.kind == "nan_loss":
         remedy = (
             "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that "
@@ -219,9 +219,9 @@ def _recompilation(finding: Finding) -> Words:
 
 def _replicas(finding: Finding) -> Words:
     facts: ReplicaFacts = finding.facts
-    who = f"{ranks(facts.odd_ranks)} differs" if len(facts.odd_ranks) == 1 else "ranks differ"
+    who = f"{all_ranks(facts.odd_ranks)} differs" if len(facts.odd_ranks) == 1 else "ranks differ"
     if len(facts.odd_ranks) > 1:
-        who = f"{ranks(facts.odd_ranks)} differ"
+        who = f"{all_ranks(facts.odd_ranks)} differ"
     names = "parameter" if facts.parameters == 1 else "parameters"
     return Words(
         f"replicas have diverged: {who} in {facts.parameter}",
@@ -240,7 +240,7 @@ def _unequal_losses(finding: Finding) -> Words:
     facts: UnequalLossFacts = finding.facts
     losses = ", ".join(f"rank {rank} {number(loss)}" for rank, loss in facts.losses)
     return Words(
-        f"the same batch gives different losses: {ranks(facts.odd_ranks or facts.ranks)}, step {facts.step}",
+        f"the same batch gives different losses: {all_ranks(facts.odd_ranks or facts.ranks)}, step {facts.step}",
         f"Since step {facts.first_step} ranks with the same inputs, none of which drew a random number, have different "
         f"losses, {facts.difference:.1e} of the loss apart: {losses}. Their parameters or buffers differ, their "
         "computation differs, or the loss depends on the rank.",

@@ -1,10 +1,23 @@
-"""Text of alerts about the monitor itself (lost telemetry, no recording), and of a run that ended without a step."""
+"""Text of alerts about the monitor itself: telemetry, recording, connections, what it does not monitor."""
 
 from typing import Any
 
+import msgspec
+
 from ...text import sanitize
 from ..findings import Finding
-from ..health.hub import LossFacts, NoStepFacts, RecordingFacts, UnhookedFacts
+from ..findings.alert_store import RANKS_LISTED
+from ..health.hub import LossFacts, RecordingFacts
+from ..hub_facts import (
+    DamagedRecordingFacts,
+    MissingRanksFacts,
+    NotListeningFacts,
+    NotNotifiedFacts,
+    RefusedFacts,
+    RemovedRecordingFacts,
+    RestartFacts,
+    UnhookedFacts,
+)
 from .words import Words
 
 
@@ -29,21 +42,64 @@ def not_recording(finding: Finding) -> Words:
     )
 
 
-def no_step(finding: Finding) -> Words:
-    """A run that ended without a step."""
-    facts: NoStepFacts = finding.facts
-    code = "" if facts.exit_code is None else f", exit code {facts.exit_code}"
-    why = (
-        f"{facts.ranks} {'rank' if facts.ranks == 1 else 'ranks'} started, and no finished optimizer step was "
-        "received. The last lines of the logs show where the script ended."
-        if facts.ranks
-        else "No rank started: the command ended, or failed, before it created a DeepSpeed engine or an optimizer. "
-        "The launcher's log has its output."
+def refused(finding: Finding) -> Words:
+    """A sender whose messages are refused."""
+    facts: RefusedFacts = finding.facts
+    return Words(f"messages of {facts.sender} are refused", facts.reason)
+
+
+def not_notified(finding: Finding) -> Words:
+    """A notification that was not delivered."""
+    facts: NotNotifiedFacts = finding.facts
+    return Words(f"not notified: {facts.target}: {facts.reason}", "")
+
+
+def restarted(finding: Finding) -> Words:
+    """A hub that continues for an earlier one."""
+    facts: RestartFacts = finding.facts
+    return Words(
+        "the hub was restarted",
+        f"The run was not monitored for {facts.unwatched_s:.1f} s; training continued.",
     )
-    return Words(f"the script ended without a recorded step{code}", why)
 
 
-def unhooked(facts: UnhookedFacts) -> Words:
+def damaged(finding: Finding) -> Words:
+    """A recording that could not be continued."""
+    facts: DamagedRecordingFacts = finding.facts
+    return Words("the recording was damaged", f"{facts.error}. It was moved to {facts.moved_to}; a new one was begun.")
+
+
+def removed(finding: Finding) -> Words:
+    """A recording whose file was removed."""
+    facts: RemovedRecordingFacts = finding.facts
+    return Words("the recording was removed", facts.notice)
+
+
+def not_listening(finding: Finding) -> Words:
+    """A hub that other hosts cannot reach."""
+    facts: NotListeningFacts = finding.facts
+    return Words("not listening for other hosts", f"{facts.error}. Apps on this host are served.")
+
+
+def missing_ranks(finding: Finding) -> Words:
+    """Ranks that have not reported."""
+    facts: MissingRanksFacts = finding.facts
+    return Words(
+        f"{len(facts.missing)} of {facts.world_size} ranks have not reported",
+        f"The first is rank {facts.missing[0]}. On its host ftmon must be installed in the job's environment, the "
+        f"run's join.json must be readable, and the hub must be reachable at {sanitize(facts.listen, 80)} and the "
+        "five ports after it.",
+        "In the run's directory on that host, hosts/HOST/logs/agent.log shows which condition fails.",
+    )
+
+
+def unhooked(finding: Finding) -> Words:
+    """A process that is not recorded."""
+    found = without_hook(finding.facts)
+    return found._replace(title=f"not watched: {found.title}")
+
+
+def without_hook(facts: UnhookedFacts) -> Words:
     """A process that cannot be recorded, because ``PYTHONPATH`` was replaced."""
     given = sanitize(facts.pythonpath or "", 60)
     started = f"with PYTHONPATH={given}" if given else "without PYTHONPATH"
@@ -62,7 +118,13 @@ def evidence(finding: Finding) -> dict[str, Any]:
         return {"total": facts.total, "new": facts.new, "by_sender": facts.by_sender}
     if isinstance(facts, RecordingFacts):
         return {"error": facts.error, "recorded": facts.recorded}
-    return {"exit_code": facts.exit_code, "ranks": facts.ranks}
+    if isinstance(facts, RestartFacts):
+        return {"last_recorded": facts.last_recorded}
+    if isinstance(facts, MissingRanksFacts):
+        return {"missing": facts.missing[:RANKS_LISTED]}
+    if isinstance(facts, UnhookedFacts):
+        return {"pid": facts.pid}
+    return msgspec.to_builtins(facts)
 
 
 def _sender(source: str) -> str:

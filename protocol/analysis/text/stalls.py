@@ -8,9 +8,9 @@ from ...control import Alert
 from ...text import duration, ranks_in_words, sanitize
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from ..stalls.evidence import Call, Collective, Evidence
+from ..stalls.evidence import Call, Evidence
 from ..stalls.hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
-from ..stalls.rank_view import RankView
+from ..stalls.positions import STOPPED, TRACED, collective, where
 from ..stalls.verdicts import (
     CircularWait,
     CutOff,
@@ -26,26 +26,6 @@ from ..stalls.verdicts import (
 from .words import Added, Words
 
 STACK_LINES = 8
-STOPPED, TRACED = "stopped by a signal (SIGSTOP)", "traced by a debugger"
-_WHERE = {
-    "init": "in start-up",
-    "data": "in data loading",
-    "forward": "in forward",
-    "backward": "in backward",
-    "optimizer": "in the optimizer step",
-    "generate": "in generation",
-    "eval": "in evaluation",
-    "checkpoint": "in checkpointing",
-    "idle": "in Python code outside any phase",
-    "exit": "finished, but its process is still alive",
-}
-_ABSENT = {
-    "stopped": "stopped by a signal",
-    "held": "held at an out-of-memory error",
-    "gone": "process gone",
-    "silent": "process alive, but sends nothing",
-    "cut off": "host cut off",
-}
 
 
 def hang(finding: Finding) -> Words:
@@ -108,35 +88,6 @@ def of_verdict(verdict: Verdict) -> Words:
         "unclear": _unclear,
         "exit": _exit,
     }[verdict.kind](verdict)
-
-
-def collective(found: Collective | None) -> str:
-    """Name a collective: ``all_reduce #209``, ``#9 of the group of ranks 0 and 1``; empty for None."""
-    if found is None:
-        return ""
-    number = f" #{found.number}" if found.number is not None else ""
-    ranks = ranks_in_words(found.ranks) if found.ranks else ""
-    group = f" of the group of {ranks}" if ranks else ""
-    if found.group:
-        group = f" of group {found.group} ({ranks})" if ranks else f" of group {found.group}"
-    return f"{found.name}{number}{group}".strip()
-
-
-def where(view: RankView) -> str:
-    """Return where a rank is: from its own reports, with the line where its stacks show it."""
-    found = view.evidence
-    line = found.place.text if found is not None else ""
-    phase = _WHERE.get(view.phase, f"in {view.phase}")
-    if view.absent == "silent" and line:
-        return f"{phase}, in native code that holds the GIL: {line}"
-    if view.absent:
-        return _ABSENT[view.absent]
-    if found is not None and found.lock is not None:
-        line = f"{line or 'at a lock'}, waits for the lock {found.lock.path}"
-        if found.lock.holder:
-            line += f" held by {found.lock.holder}"
-    words = f"inside {collective(view.call)}" if view.inside else phase
-    return f"{words}: {line}" if line else words
 
 
 def _mismatch(verdict: Verdict) -> Words:

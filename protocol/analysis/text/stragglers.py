@@ -5,6 +5,7 @@ from typing import Any
 from ...control import Alert
 from ...text import duration
 from ..findings import Finding
+from ..stalls.slow_devices import DeviceFacts
 from ..stalls.straggler_detector import SlowRankFacts
 from ..stalls.stragglers import EVERYWHERE, StragglerFacts
 from ..stalls.work import BATCH
@@ -30,17 +31,48 @@ _MOST = 0.7
 def words(finding: Finding) -> Words:
     """A rank that works longer than the others, so that they wait for it."""
     facts: SlowRankFacts = finding.facts
-    parts = [title(facts.straggler), facts.hindrance, f"in {facts.line}" if facts.line else ""]
+    why = _hindrance(facts.device)
+    parts = [title(facts.straggler), why, f"in {facts.line}" if facts.line else ""]
     line = f" It was seen most at {facts.line}." if facts.line else ""
-    return Words("; ".join(filter(None, parts)), text(facts.straggler, facts.hindrance) + line)
+    return Words("; ".join(filter(None, parts)), text(facts.straggler, why) + line)
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
     """Return the figures as plain values."""
     facts: SlowRankFacts = finding.facts
-    device = {"device": facts.device} if facts.device else {}
+    device = {"device": _device(facts.device)} if facts.device is not None else {}
     line = {"at": facts.line, "samples": facts.samples} if facts.line else {}
     return {**figures(facts.straggler), **device, **line}
+
+
+def _hindrance(device: DeviceFacts | None) -> str:
+    """Return what slows a device down, as a clause; empty: no reason found."""
+    if device is None or not device.is_slow:
+        return ""
+    reasons: list[str] = []
+    if device.own_reasons:
+        reasons.append(f"throttled: {', '.join(device.own_reasons)}")
+    if device.is_clocked_lower:
+        reasons.append(f"clocked at {device.sm_clock_mhz} MHz, others {device.others_sm_clock_mhz}")
+    if device.strangers:
+        count = len(device.strangers)
+        reasons.append(f"shared with {count} process{'es' if count > 1 else ''} of others")
+    return f"its GPU is {'; '.join(reasons)}"
+
+
+def _device(device: DeviceFacts) -> dict[str, Any]:
+    """Return the figures of a device as plain values."""
+    found: dict[str, Any] = {
+        "device": f"{device.host} GPU {device.index}",
+        "throttle_reasons": device.throttle_reasons,
+    }
+    if device.sm_clock_mhz is not None:
+        found |= {"sm_clock_mhz": device.sm_clock_mhz, "others_sm_clock_mhz": device.others_sm_clock_mhz}
+    if device.strangers:
+        found["other_processes"] = device.strangers[:8]
+    if device.temperature_c is not None:
+        found["temperature_c"] = device.temperature_c
+    return found
 
 
 def facts(alert: Alert) -> SlowRankFacts:

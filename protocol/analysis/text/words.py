@@ -35,19 +35,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "?"
     return f"{value:.4g}" if math.isfinite(value) else str(value)
-
-
-def ranks(found: tuple[int, ...] | list[int]) -> str:
-    """Name ranks: ``rank 3``, ``ranks 0-2, 5``."""
-    ordered = sorted(set(found))
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    parts: list[str] = []
-    start = last = ordered[0] if ordered else 0
-    for rank in [*ordered[1:], -1]:
-        if rank == last + 1:
-            last = rank
-            continue
-        parts.append(str(start) if start == last else f"{start}-{last}")
-        start = last = rank
-    return f"ranks {', '.join(parts)}"

@@ -54,22 +54,24 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             f"The process of rank 1 (pid 101) is gone: killed by SIGKILL. {GONE}",
         ),
         (
-            death(signal=9, kernel_kill=KernelKill(True, "the host's memory was exhausted", ["pid 101", "8 GiB"])),
+            death(signal=9, kernel_kill=KernelKill(True, "host", "python", 8 * GIB, [], resident_bytes=7 * GIB)),
             "rank 1 killed by SIGKILL by the kernel: out of memory",
-            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The host's memory was exhausted: pid 101; "
-            f"8 GiB. {REMEDY} {GONE}",
-        ),
-        (
-            death(signal=9, kernel_kill=KernelKill(False, "the group's limit was reached", ["counted"])),
-            "rank 1 killed by SIGKILL, probably by the kernel: out of memory",
-            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The group's limit was reached: counted. "
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The host's memory was exhausted: the kernel "
+            "log records the kill of pid 101 (python), 8.00 GiB; its resident memory was 7.00 GiB at the last sample. "
             f"{REMEDY} {GONE}",
         ),
         (
-            death(signal=9, kernel_kill=KernelKill(False, "", ["its log names no kill"])),
+            death(signal=9, kernel_kill=KernelKill(False, "group", limits_bytes=[GIB], kills=3, recent_kills=1)),
+            "rank 1 killed by SIGKILL, probably by the kernel: out of memory",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Its control group's limit was exhausted: "
+            "its control group counts 3 out-of-memory kills, 1 of them just before; the group may use 1.00 GiB. "
+            f"{REMEDY} {GONE}",
+        ),
+        (
+            death(signal=9, kernel_kill=KernelKill(False)),
             "rank 1 killed by SIGKILL",
-            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel's OOM killer: its log names "
-            f"no kill. A person or a job scheduler sent it. {GONE}",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel's OOM killer: the kernel "
+            f"log has no out-of-memory kill of this process. A person or a job scheduler sent it. {GONE}",
         ),
         (
             death(signal=9, pressure=HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
@@ -152,13 +154,20 @@ def test_an_error_that_was_caught_is_told_to_be_over():
 
 
 def test_the_evidence_of_a_death_is_plain():
-    kill = KernelKill(True, "the host's memory was exhausted", ["pid 101"])
+    kill = KernelKill(True, "host", "python", GIB)
     assert text.evidence(death(signal=9, kernel_kill=kill, pressure=HostPressure(1.0, GIB, GIB, GIB))) == {
         "pid": 101,
         "exit_code": None,
         "signal": 9,
         "log": [],
-        "kernel_kill": {"sure": True, "text": "the host's memory was exhausted", "why": ["pid 101"]},
+        "kernel_kill": {
+            "sure": True,
+            "exhausted": "host",
+            "name": "python",
+            "killed_bytes": GIB,
+            "text": "the host's memory was exhausted",
+            "why": ["the kernel log records the kill of pid 101 (python), 1.00 GiB"],
+        },
         "memory_before": "1.0 s before, 1.00 GiB of 1.00 GiB of the host's (or control group's) memory were in use, "
         "1.00 GiB of it by this rank",
     }

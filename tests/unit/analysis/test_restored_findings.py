@@ -9,7 +9,8 @@ from ftmon.protocol.analysis.finding_alerts import FindingAlerts
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.alert_store import AlertStore
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution, added, resolved
-from ftmon.protocol.analysis.health.hub import LossFacts, NoStepFacts, RecordingFacts
+from ftmon.protocol.analysis.health.hub import LossFacts, RecordingFacts
+from ftmon.protocol.analysis.hub_facts import MissingRanksFacts, NoStepFacts
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts
 from ftmon.protocol.analysis.stalls.rank_view import RankView
@@ -32,7 +33,8 @@ CUT_OFF = Verdict("unreachable", (0,), (), False, 10.0, views={0: VIEW}, facts=C
         (Matter("unreachable"), UnreachableFacts("")),
         (Matter("telemetry_lost"), LossFacts(3, 1, {"rank-1-2-3": 3}, ("rank-1-2-3",))),
         (Matter("not_recording"), RecordingFacts("disk full", 7)),
-        (Matter("no_step"), NoStepFacts(1, 2)),
+        (Matter("no_step"), NoStepFacts("exit code 1", 1, 2)),
+        (Matter("missing_ranks"), MissingRanksFacts([1], 2, "0.0.0.0:7420")),
     ],
 )
 def test_an_alert_of_the_recording_is_the_same_matter_again_and_goes_on_under_its_id(matter: Matter, facts: Any):
@@ -73,7 +75,3 @@ def test_the_monitors_own_troubles_in_words():
     assert text.words(full).title == "not recording: No space left on device"
     assert text.evidence(full) == {"error": "No space left on device", "recorded": 7}
     assert text.over(resolved(full.matter, Resolution("resumed"))) == "Recording again."
-    ended = text.words(Finding("no_step", NoStepFacts(0, 0)))
-    assert ended.title == "the script ended without a recorded step, exit code 0"
-    assert ended.text.startswith("No rank started")
-    assert text.words(Finding("no_step", NoStepFacts(None, 1))).text.startswith("1 rank started, and no finished")

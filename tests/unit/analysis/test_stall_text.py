@@ -8,6 +8,7 @@ from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution, ResolvedWhy, added, resolved
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts, WaitingRanks
+from ftmon.protocol.analysis.stalls.positions import collective, where
 from ftmon.protocol.analysis.stalls.python_stacks import Frame
 from ftmon.protocol.analysis.stalls.python_stacks import where as place_of
 from ftmon.protocol.analysis.stalls.rank_view import RankView
@@ -22,7 +23,7 @@ from ftmon.protocol.analysis.stalls.verdicts import (
     Unclear,
     Verdict,
 )
-from ftmon.protocol.analysis.text.stalls import collective, of_verdict, where
+from ftmon.protocol.analysis.text.stalls import of_verdict
 from ftmon.protocol.control import Alert
 
 FRAMES = (Frame("/home/me/train.py", 52, "main"),)

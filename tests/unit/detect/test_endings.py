@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.text.endings import ending_in_words
 from ftmon.protocol.control import Command, HubStats
+from ftmon.protocol.endings import ending_in_words
 from ftmon.protocol.telemetry import Failure, Goodbye, LogLine, Oom
 
 GIB = 2**30
@@ -218,17 +218,6 @@ def test_a_recording_that_cannot_be_written_is_told_and_resolved(make_sim: Any):
     assert alert.evidence["error"] == "No space left on device"
     sim.feed(HubStats(sim.now, 1, 10, 10, 10))
     assert sim.alerts("disk")[0].resolved is not None
-
-
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_script_that_ends_before_its_first_step_is_told(make_sim: Any, ranks: int):
-    sim = make_sim(ranks)
-    sim.begin()
-    sim.wait(3)
-    sim.sent += sim.tracker.ended(sim.now, "finished", 0)
-    sim.tick()
-    (alert,) = sim.alerts("exit")
-    assert (alert.evidence["exit_code"], alert.evidence["ranks"]) == (0, ranks)
 
 
 def test_an_ordinary_end_raises_nothing(make_sim: Any):

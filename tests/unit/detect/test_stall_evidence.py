@@ -6,10 +6,10 @@ import pytest
 from ftmon.protocol.analysis.stalls.collective_calls import difference, waits
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait, read_calls
 from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S, Verdict, judge
+from ftmon.protocol.analysis.stalls.positions import where as where_of
 from ftmon.protocol.analysis.stalls.python_stacks import Frame, where
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import CircularWait, DifferentCalls, InPointToPoint, RanAhead, StaleLocks
-from ftmon.protocol.analysis.text.stalls import where as where_of
 
 WORLD = {"0": (0, 1, 2, 3)}
 SITE = "/env/lib/python3.11/site-packages"

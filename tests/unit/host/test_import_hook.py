@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ftmon.protocol.analysis.health.hub import UnhookedFacts
-from ftmon.protocol.analysis.text.monitor import unhooked
+from ftmon.protocol.analysis.hub_facts import UnhookedFacts
+from ftmon.protocol.analysis.text.monitor import without_hook
 from ftmon.trainer.host.import_hook import INJECT_DIR, find_unhooked
 
 MAPS = "import mmap; f = open('{}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print(flush=True); input()"
@@ -40,11 +40,11 @@ def test_a_process_with_pytorch_whose_pythonpath_lacks_the_hook_is_found(tmp_pat
     facts, pid = found(tmp_path, "libtorch_cpu.so", PYTHONPATH=".:/mine")
     assert facts is not None
     assert facts == UnhookedFacts(pid, ".:/mine")
-    assert "PYTHONPATH=.:/mine:$PYTHONPATH" in unhooked(facts).title
+    assert "PYTHONPATH=.:/mine:$PYTHONPATH" in without_hook(facts).title
     facts, pid = found(tmp_path, "libtorch_cpu.so")
     assert facts is not None
     assert facts == UnhookedFacts(pid, None)
-    assert f"pid {pid} was started without PYTHONPATH," in unhooked(facts).title
+    assert f"pid {pid} was started without PYTHONPATH," in without_hook(facts).title
 
 
 def test_a_process_with_the_hook_or_without_pytorch_is_not(tmp_path: Path) -> None:

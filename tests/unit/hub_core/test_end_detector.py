@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
-from ftmon.protocol.analysis.health.hub import UnhookedFacts
+import pytest
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.hub_facts import UnhookedFacts
+from ftmon.protocol.analysis.text import Words
 from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
-from ftmon.protocol.telemetry import DeviceInfo, Heartbeat, Hello
+from ftmon.protocol.telemetry import DeviceInfo, Failure, Heartbeat, Hello
 from ftmon.trainer.hub.end_detector import EndDetector
 
 
@@ -17,29 +21,56 @@ def detector(folder: Path, step: int) -> EndDetector:
     return found
 
 
+def words(found: Finding | None) -> Words:
+    assert found is not None
+    return text.words(found)
+
+
 def test_a_run_that_resumed_after_its_last_step_ended_as_planned(tmp_path: Path) -> None:
     resumed = detector(tmp_path, 7)
-    assert resumed.before_first_step(ExitFile(0, 3.0, "finished", "exit code 0")) is None
-    assert resumed.before_first_step(ExitFile(1, 3.0, "failed", "exit code 1")) is not None
+    assert resumed.no_step(ExitFile(0, 3.0, "finished", "exit code 0")) is None
+    assert resumed.no_step(ExitFile(1, 3.0, "failed", "exit code 1")) is not None
 
 
-def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path) -> None:
-    assert detector(tmp_path, 1).before_first_step(ExitFile(0, 3.0, "finished", "exit code 0")) is not None
+@pytest.mark.parametrize(("state", "severity"), [("finished", "warning"), ("failed", "error"), ("stopped", None)])
+def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path, state: str, severity: str | None) -> None:
+    found = detector(tmp_path, 1).no_step(ExitFile(0, 3.0, state, "exit code 0"))
+    assert (found and found.severity) == severity
 
 
 def test_a_run_whose_ranks_reported_no_step_may_have_trained_in_processes_that_they_started(tmp_path: Path) -> None:
     ended = detector(tmp_path, 1)
     ended.note(Hello(0, 0, 1, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
-    told = ended.before_first_step(ExitFile(0, 3.0, "finished", "exit code 0"))
-    assert told is not None
-    assert "other processes that a rank started made the steps" in told[1]
+    found = ended.no_step(ExitFile(0, 3.0, "finished", "exit code 0"))
+    assert "Steps of other processes that a rank started are not recorded." in words(found).text
+    assert found is not None
+    assert (text.evidence(found)["exit_code"], text.evidence(found)["ranks"]) == (0, 1)
+
+
+def test_a_failure_before_the_first_step_is_named_with_its_rank(tmp_path: Path) -> None:
+    ended = detector(tmp_path, 1)
+    ended.note(Hello(2, 2, 3, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
+    ended.note(Failure(2, 0, "init", 1.0, "KeyError: 'labels'"))
+    told = words(ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1")))
+    assert told.title == "ended before its first step: KeyError: 'labels'"
+    assert told.text.startswith("Its ranks reported, and none finished an optimizer step (exit code 1). rank 2: KeyErr")
+
+
+def test_the_last_line_of_a_command_that_failed_is_in_the_title(tmp_path: Path) -> None:
+    failed = detector(tmp_path, 1)
+    (tmp_path / "run" / "logs" / "launcher.log").write_text("start\nno data at /nowhere\n")
+    told = words(failed.no_step(ExitFile(1, 3.0, "failed", "exit code 1")))
+    assert told.title.endswith("no rank reported; the last line that it wrote: no data at /nowhere")
+    assert told.text == (
+        "No rank reported (exit code 1). ftmon saw no DeepSpeed engine and no PyTorch optimizer in it."
+    )
+    assert told.remedy == "The last lines of its output may show the cause."
 
 
 def test_a_run_of_which_nothing_was_heard_names_the_process_that_was_not_watched(tmp_path: Path) -> None:
-    told = detector(tmp_path, 1).before_first_step(ExitFile(1, 3.0, "failed", "exit code 1"), UnhookedFacts(42, "."))
-    assert told is not None
-    assert told[0] == (
+    told = words(detector(tmp_path, 1).no_step(ExitFile(1, 3.0, "failed", "exit code 1"), UnhookedFacts(42, ".")))
+    assert told.title == (
         "ended without a recorded step: no rank reported; pid 42 was started with PYTHONPATH=., so without ftmon's "
         "import hook; use PYTHONPATH=.:$PYTHONPATH"
     )
-    assert "the process and what it starts are not recorded" in told[1]
+    assert "the process and what it starts are not recorded" in told.text

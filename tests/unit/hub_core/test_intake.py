@@ -129,7 +129,7 @@ def test_a_rank_speaks_for_itself_alone(line):
     line.send(2)
     line.drain()
     assert [message.rank for message, _, _ in line.accepted] == [0]
-    assert line.refusals == [("rank-0-1-1", "rank-0-1-1 speaks for another rank")]
+    assert line.refusals == [("rank-0-1-1", "rank-0-1-1 sent a message in another rank's name")]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen:
         assert not said
         return
     (alert,) = said
-    assert alert.title == "1 of 3 ranks are not heard of"
+    assert alert.title == "1 of 3 ranks have not reported"
     assert alert.evidence["missing"] == [1]
     assert listen in alert.text
     rank_hosts.register(hello(1, 3), away=True)

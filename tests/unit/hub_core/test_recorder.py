@@ -65,7 +65,7 @@ def test_a_disk_that_takes_nothing_for_long_is_told_of_and_its_end_too(path: Pat
     assert recorder.error == ""
     recorder.commit()
     eventually(lambda: recorder.error, "the recorder's error")
-    assert recorder.error.startswith(f"{path}: the disk has taken nothing for ")
+    assert recorder.error.startswith(f"{path}: the disk has accepted no writes for ")
     done = threading.Event()
     recorder.commit(done.set)
     SlowWriter.goes.set()

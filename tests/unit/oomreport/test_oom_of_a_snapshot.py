@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.oom.from_snapshot import report_of
+from ftmon.protocol.analysis.oom_report.from_snapshot import report_of
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.tui.cli.main import main
 

@@ -1,7 +1,7 @@
 """Untrusted text is safe to print; figures keep their units."""
 
 import pytest
-from ftmon.protocol.text import duration, gib, sanitize
+from ftmon.protocol.text import all_ranks, duration, gib, sanitize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,3 +72,11 @@ def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
 )
 def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([], "no ranks"), ([3], "rank 3"), ([1, 0], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8")],
+)
+def test_every_rank_is_named(ranks: list[int], words: str) -> None:
+    assert all_ranks(ranks) == words

@@ -7,7 +7,7 @@ from caching_allocator import MIB, CachingAllocator
 from ftmon.protocol.analysis.allocator.snapshot.analysis import find_oom
 from ftmon.protocol.analysis.allocator.snapshot.pending_states import pending_bytes
 from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.oom.from_snapshot import report_of
+from ftmon.protocol.analysis.oom_report.from_snapshot import report_of
 from ftmon.protocol.snapshot.columns import compact
 
 SIZES = [(8 + number % 5) * MIB for number in range(201)]

@@ -6,9 +6,9 @@ from ...control import RankState
 from ...oom import OomReport, RankMoment
 from ...telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, Step
 from ..deaths.facts import HostPressure
+from ..oom.verdict import OomContext
 from ..remedies import remedies
 from ..text.oom import explain
-from .verdict import OomContext
 
 _RANKS = 512
 _PROCESSES = 32

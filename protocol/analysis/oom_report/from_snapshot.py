@@ -13,9 +13,9 @@ from ..allocator.snapshot.layout import Piece, layout_at
 from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
 from ..allocator.snapshot.rounding import SMALL_MOST
+from ..oom.verdict import OomContext
 from ..remedies import remedies
 from ..text.oom import explain
-from .verdict import OomContext
 
 SEGMENTS = 256
 _HOLDERS = 20

@@ -1,0 +1,1 @@
+"""Builds reports of failed allocations: the verdict, remedies and the state of all ranks."""
