@@ -13,7 +13,7 @@ from eventually import eventually
 from ftmon.protocol import exits
 from ftmon_process import PROGRAM, Ftmon, follow_to_end, ftmon_home, processes_of
 
-TOLD = str(Path(__file__).parent / "scripts" / "told.py")
+PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
     "exit 3": ("raise SystemExit(3)", 3),
     "exit 5": ("raise SystemExit(5)", 5),
@@ -62,7 +62,7 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
 
 
 def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
-    begun = [PROGRAM, "run", "--plain", "--", sys.executable, TOLD]
+    begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
     assert process.stdin is not None
@@ -83,7 +83,7 @@ def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_comm
 def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_detached_run_lives(
     home: Ftmon, tmp_path: Path
 ) -> None:
-    stubborn = [sys.executable, TOLD, "stubborn"]
+    stubborn = [sys.executable, PRINTS_SIGNALS, "stubborn"]
     kept = home.run("run", "--detach", "--name", "kept", "--", *stubborn)
     assert kept.returncode == 0, kept.stderr
     killed = launch(home, "--name", "killed", "--stop-grace", "1", "--", *stubborn)

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import pytest
+from simulated_run import Sim
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -12,3 +13,9 @@ def _nothing_compiled() -> None:
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters.clear()
+
+
+@pytest.fixture(scope="session")
+def make_sim() -> type[Sim]:
+    """The class of simulated runs: ``make_sim(ranks=4, cuda=False)``."""
+    return Sim
