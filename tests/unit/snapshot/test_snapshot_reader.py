@@ -46,9 +46,12 @@ def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int
         assert Replay(read_snapshot(tmp_path / name), 0).allocated[-1] == 20 * MIB - 17 * MIB
 
 
+SYSTEM = os.system  # as it is before a test is kept from starting processes
+
+
 class _Runs:
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/ftmon-snapshot-was-run",)
+        return SYSTEM, ("touch /tmp/ftmon-snapshot-was-run",)
 
 
 def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
