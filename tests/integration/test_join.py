@@ -4,10 +4,8 @@ import os
 import stat
 from pathlib import Path
 
-import pytest
-from ftmon.protocol import run_store
 from ftmon.protocol.join import join_path, read_join
-from ftmon.protocol.run_options import MultiHost, RunOptions
+from ftmon.protocol.run_options import MultiHost
 from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.launch.join import prepare, push
 
@@ -19,12 +17,6 @@ case "$*" in *" broken "*) echo "ssh: connect to host broken: No route to host" 
 echo "$*" >> {log}
 sh -c "$(echo "$last" | sed 's|{runs}|{other}|g')"
 """
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return run_store.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
 def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir, tmp_path: Path) -> None:

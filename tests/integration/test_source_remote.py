@@ -22,13 +22,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run_store.create("remote", ["train.py"], "run")
 
 
-@pytest.fixture
-def context():
-    found = zmq.Context()
-    yield found
-    found.destroy(linger=0)
-
-
 def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     frames = list(Stream(ranks=2, steps=80).frames())
     with SmallHub(run) as hub:

@@ -1,7 +1,6 @@
 """Questions to peers over a real ROUTER: who is not there yet is asked when it is; who has left is not waited for."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from ftmon.trainer.hub import rank_link
 from ftmon.trainer.hub.rank_link import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Context[Any]", tmp_path: Path) -> None:
