@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,14 +105,18 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
 
 
 def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, tmp_path: Path) -> None:
-    script = f"import time, pathlib; go = pathlib.Path({str(tmp_path / 'go')!r})\n"
-    script += "print('up', flush=True)\nwhile not go.exists(): print('more', flush=True); time.sleep(0.1)\nexit(7)"
+    go, lines = tmp_path / "go", tmp_path / "lines"
+    lines.touch()
+    script = f"import time, pathlib; go, lines = pathlib.Path({str(go)!r}), open({str(lines)!r}, 'a', 1)\n"
+    script += "print('up', flush=True)\n"
+    script += "while not go.exists(): print('more', flush=True); print('more', file=lines); time.sleep(0.1)\nexit(7)"
     process = launch(home, "--", sys.executable, "-c", script)
     printed(process, "up")
     assert process.stdout is not None
     process.stdout.close()
-    time.sleep(2 * 0.5)  # it prints into the closed pipe meanwhile
-    (tmp_path / "go").touch()
+    printed_before = lines.stat().st_size
+    eventually(lambda: lines.stat().st_size > printed_before + 10 * len("more\n"), "lines into the closed pipe")
+    go.touch()
     assert process.wait(60) == 7
 
 
