@@ -5,13 +5,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import run_store, sockets, verbs
+from ftmon.protocol import sockets, verbs
 from ftmon.protocol.control import Alert, HubStats
 from ftmon.protocol.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.recording.reader import Reader
@@ -24,12 +23,6 @@ from ftmon.tui.source.live import LiveSource
 from ftmon.tui.source.remote import TIMEOUT_S
 from small_hub import SmallHub
 from streams import Stream
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return run_store.create("live", ["train.py"], "run")
 
 
 @pytest.fixture
