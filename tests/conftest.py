@@ -4,10 +4,17 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import zmq
+    from ftmon.protocol.rundir import RunDir
+    from probe_collector import Collector
 
 # Before torch is imported: a pool of threads in every process of a suite that runs several costs twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +50,41 @@ LONGEST = ("test_two_hosts.py", "test_predict_config.py", "test_sweep.py", "test
 WORKERS_PER_CORE = 2.5
 """Half of the integration tests' time is spent waiting: for a patience to pass, for a process to end. Without them a
 worker a core is best, as each imports what the tests need: 10 s of processor time."""
+
+
+# What the fixtures import is imported by those that use them: here it would be in every worker, and before the settings
+# above.
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "RunDir":
+    """Make the directory of a run in a private home."""
+    from ftmon.protocol import run_store
+
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+    return run_store.create("unit", ["true"], "run")
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    """Make a context of ZeroMQ, whose sockets end with the test."""
+    import zmq
+
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Collector"]:
+    """What hears a job's ranks in the hub's place, in a private home."""
+    from probe_collector import Collector
+
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
 
 
 @pytest.fixture

@@ -4,27 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.telemetry import Step
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-from probe_collector import SCRIPTS, Collector
+from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu
 if not os.path.exists("/dev/nvidia0"):
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 
 SCRIPT = SCRIPTS / "gpu_closure.py"
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 def result_of(text):

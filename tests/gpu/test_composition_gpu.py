@@ -2,14 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.memory import Composition
 from ftmon.protocol.telemetry import AllocatorEvents, Hello, Step
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-from probe_collector import SCRIPTS, Collector
+from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu
 if not os.path.exists("/dev/nvidia0"):
@@ -19,13 +16,6 @@ SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 WIDTH = 2048
 NUMBERS = 1000 * WIDTH + 12 * (WIDTH * WIDTH + WIDTH)
 """Parameters of the scripts' model."""
-
-
-@pytest.fixture
-def collector(tmp_path):
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 def watch(collector, *words, until=None, seconds=180, **extra):

@@ -3,29 +3,18 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.telemetry import Closing, Hello, Step
 from ftmon.trainer.recipe.hardware import visible_gpus
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 from ports import free_port
-from probe_collector import BIN, SCRIPTS, Collector
+from probe_collector import BIN, SCRIPTS
 
 pytestmark = pytest.mark.gpu
 if not os.path.exists("/dev/nvidia0"):
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 
 BIG = 400 * 2**20
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 MODES = (

@@ -13,9 +13,7 @@ from ftmon.protocol.control import Result
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.protocol.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
 from ftmon.tui.model.snapshot_bands import bands_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-from probe_collector import SCRIPTS, Collector
+from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu
 if not os.path.exists("/dev/nvidia0"):
@@ -27,14 +25,6 @@ SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 
 def torch_load(path):
     return pickle.loads(Path(path).read_bytes())
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 def result_of(text):

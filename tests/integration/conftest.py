@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 
 import pytest
-from ftmon.protocol import run_store
 from ftmon.protocol.rundir import RunDir
 from ftmon_process import Ftmon
 from run_picture import picture
@@ -38,14 +36,6 @@ def _no_extension() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", os.path.join(os.devnull, "no extension is compiled in a test"))
         yield
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Make the directory of a run in a private home."""
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
-    return run_store.create("unit", ["true"], "run")
 
 
 @pytest.fixture

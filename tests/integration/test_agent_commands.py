@@ -1,11 +1,11 @@
 """What an agent does with the hub's commands: real sockets with CURVE, a real process to kill."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import zmq
+from eventually import eventually
 from ftmon.protocol import keys, run_store, sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.join import JoinFile
@@ -37,13 +37,16 @@ class Bench:
 
     def send(self, identifier: str, verb: str, **args: object) -> None:
         message = wire.encode("hub", 0, 1.0, Command(identifier, verb, args))
-        deadline = time.monotonic() + LONG / 1000
-        while True:
+
+        def sent() -> bool:
             try:
-                return self.hub.send_multipart([AGENT.encode(), *message])
-            except zmq.ZMQError:  # not connected yet
-                assert time.monotonic() < deadline
-                self.commands.socket.poll(20)
+                self.hub.send_multipart([AGENT.encode(), *message])
+            except zmq.ZMQError:  # not connected yet: the poll has the socket's own events handled
+                self.commands.socket.poll(0)
+                return False
+            return True
+
+        eventually(sent, "the agent connected", LONG / 1000)
 
     def answer(self) -> Accepted | Result:
         """Run the agent's main loop until it has sent an answer."""

@@ -302,9 +302,8 @@ async def test_without_a_run_the_list_of_runs_opens(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     app = FtmonApp()
     async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause(0.1)
-        assert isinstance(app.screen, RunsScreen)
-        assert "no runs yet" in shown(app)
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the list of runs")
+        await until(pilot, lambda: "no runs yet" in shown(app), "that there are none")
 
 
 async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:

@@ -1,27 +1,17 @@
 """What the peaks of a real rank consist of, where it computes on the CPU."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.control import Result
 from ftmon.protocol.memory import Composition
 from ftmon.protocol.telemetry import Hello, Step
-
-sys.path.insert(0, str(Path(__file__).parent))
 from ports import free_port
-from probe_collector import SCRIPTS, Collector
+from probe_collector import SCRIPTS
 
 NUMBERS = 1000 * 512 + 6 * (512 * 512 + 512)
 """Parameters of the script's model."""
 SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.fixture
-def collector(tmp_path):
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 @pytest.mark.parametrize("stage", [2, 3])

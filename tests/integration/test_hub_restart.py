@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 
 import pytest
 from eventually import eventually
@@ -17,6 +16,7 @@ from ftmon.protocol.control import Alert, HubStats, RankState
 from ftmon.protocol.errors import HubError
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import LogLine, Step
+from ftmon.trainer.host.activity import switches
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started
 
 
@@ -61,8 +61,11 @@ def test_what_hubs_that_are_killed_take_along_is_counted_to_the_message():
                 app.wait_for(Step, lambda step: step.rank == 0)
                 app.wait_for(Step, lambda step: step.rank == 1)
                 before = hub_of(run)
+                pids = [hello.pid for hello in app.hellos().values()]
             os.kill(before.process.pid, signal.SIGSTOP)
-            time.sleep(0.3)  # what comes meanwhile lies in its sockets, and dies with it
+            # A rank waits once a step. What comes of it meanwhile lies in the hub's sockets, and dies with it.
+            then = {pid: switches(pid, pid) for pid in pids}
+            eventually(lambda then=then: all(switches(p, p) > n + 100 for p, n in then.items()), "steps meanwhile")
             os.kill(before.process.pid, signal.SIGKILL)
             eventually(lambda old=before: (hub := run.living_hub()) is not None and hub.process != old.process, "a hub")
         with App(run) as app:

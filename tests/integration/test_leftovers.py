@@ -1,6 +1,7 @@
 """A process in uninterruptible sleep is said so, watched, and its end told."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from eventually import SECONDS, eventually
+from eventually import eventually
+from ftmon.protocol.analysis.stalls.activity import Activity
 from ftmon.protocol.analysis.text.run import left_process
 from ftmon.protocol.rundir import RunFile
 from ftmon.trainer.host import activity, processes
@@ -61,12 +63,12 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
     left.tick(now)
     assert len(sent) == 1
     os.killpg(sleeper.pid, signal.SIGKILL)
-    deadline = time.monotonic() + SECONDS
-    while left.waiting(now):
-        assert time.monotonic() < deadline
-        left.tick(time.monotonic() + 10 * len(sent))
-        time.sleep(0.01)
-        now += 1.0
+    looks = itertools.count(1)
+    eventually(
+        lambda: not left.waiting(now + next(looks)),
+        "an end of the watching",
+        each=lambda: left.tick(time.monotonic() + 10 * len(sent)),
+    )
     assert sent[-1].resolved is not None
     assert "gone now" in sent[-1].text
 
@@ -78,31 +80,48 @@ def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Pr
     assert "uninterruptible" in left_process(facts_of(sleeper))
 
 
+@contextlib.contextmanager
+def running(script: str) -> Iterator[processes.Process]:
+    """A process that runs a script, past the interpreter's own start; it has nothing to read."""
+    command = [sys.executable, "-c", "import subprocess, sys, time\nprint('up', flush=True)\n" + script]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"up\n"
+        found = processes.read(process.pid)
+        assert found is not None
+        yield found
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def measure(process: processes.Process) -> Activity:
+    return activity.measure(process.pid, None, processes.table(), time.monotonic())
+
+
 def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():
-    begin = "import subprocess, sys, time\nprint('up', flush=True)\n"
     child = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])"
-    for script, rests in (
-        ("sys.stdin.read()", True),
-        (f"{child}; sys.stdin.read()", False),
-        ("while True: pass", False),
-        ("while True: time.sleep(0.1)", False),
-    ):
-        command = [sys.executable, "-c", begin + script]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == b"up\n", "past the interpreter's own start"
-            deadline = time.monotonic() + SECONDS
-            while rests and (found := processes.read(process.pid)) is not None and found.state != "S":
-                assert time.monotonic() < deadline
-            first = activity.measure(process.pid, None, processes.table(), time.monotonic())
-            time.sleep(0.5)  # the time that is judged
-            second = activity.measure(process.pid, None, processes.table(), time.monotonic())
-            rested = first.state == second.state == "S" and not second.work_since(first)
-            assert rested is rests, (script, first, second)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+    at_work = (f"{child}; sys.stdin.read()", "while True: pass", "while True: time.sleep(0.1)")
+    with contextlib.ExitStack() as stack:
+        resting = stack.enter_context(running("sys.stdin.read()"))
+        working = [stack.enter_context(running(script)) for script in at_work]
+        eventually(lambda: (found := processes.read(resting.pid)) is not None and found.state == "S", "it waits")
+        rested = measure(resting)
+        before = [measure(process) for process in working]
+        # The time that is judged: in which one that wakes up now and then has done so several times.
+        wakes = before[-1].switches + 5
+        eventually(
+            lambda: (
+                measure(working[-1]).switches >= wakes
+                and all(measure(process).work_since(first) for process, first in zip(working, before, strict=True))
+            ),
+            "their work",
+            state=lambda: [(script, measure(each)) for script, each in zip(at_work, working, strict=True)],
+        )
+        now = measure(resting)
+        assert rested.state == now.state == "S", (rested, now)
+        assert not now.work_since(rested), (rested, now)

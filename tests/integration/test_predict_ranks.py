@@ -1,33 +1,13 @@
-"""Which ranks of a job are run, and what becomes of their processes."""
+"""What becomes of the processes of a prediction's ranks."""
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import ranks
 from ftmon.trainer.predict.dry import DryRun
-from ftmon.trainer.predict.result import Phase, Rank
-
-
-def test_ranks_differ_where_one_buffer_is_cut_into_partitions() -> None:
-    assert ranks.differing(0, 8) == ranks.differing(3, 8) == [0]
-    assert ranks.differing(1, 4) == ranks.differing(2, 4) == [0, 1, 2, 3]
-    assert ranks.differing(2, 8) == list(range(8))
-
-
-def test_of_many_ranks_the_first_the_last_and_some_between_are_run() -> None:
-    chosen = ranks.differing(2, 64)
-    assert chosen[0] == 0
-    assert chosen[-1] == 63
-    assert len(set(chosen)) == 8
-
-
-def test_a_rank_that_was_not_run_has_the_figures_of_the_nearest() -> None:
-    found = {rank: Rank(rank, {"init": Phase(rank, rank)}, 0) for rank in (0, 9, 15)}
-    every = ranks.every(found, 16)
-    assert [rank.rank for rank in every] == list(range(16))
-    assert [rank.phases["init"].allocated_peak_bytes for rank in every] == [0] * 5 + [9] * 8 + [15] * 3
 
 
 def test_a_refusal_in_a_ranks_process_is_raised_here() -> None:
@@ -45,3 +25,25 @@ def test_a_ranks_process_that_dies_is_told_by_its_signal() -> None:
 
     with pytest.raises(ConfigError, match="rank 1 was killed by signal 9"):
         ranks.run(die, [1], [8])
+
+
+def _raise() -> None:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "traceback"),
+    [
+        (lambda: os._exit(7), "the dry run ended with exit status 7, without a result", False),
+        (lambda: os._exit(0), "the dry run ended with exit status 0, without a result", False),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the dry run was killed by signal 9", False),
+        (_raise, "the dry run failed; its traceback is above", True),
+    ],
+)
+def test_how_a_process_without_a_result_ended_is_reported(
+    call: Callable[[], None], words: str, traceback: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ranks.once(call, type(None))
+    assert str(refusal.value) == words
+    assert ("RuntimeError: no" in capfd.readouterr().err) is traceback

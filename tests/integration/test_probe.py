@@ -4,9 +4,7 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import start_ranks
@@ -30,18 +28,8 @@ from ftmon.protocol.telemetry import (
     Step,
 )
 from ftmon.protocol.wire import LossCounter
-
-sys.path.insert(0, str(Path(__file__).parent))
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
 
 
 def deepspeed(ranks):
@@ -289,11 +277,13 @@ def watched(tmp_path, monkeypatch):
     script = SCRIPTS / "watched_loop.py"
     with (tmp_path / "output").open("wb") as output:
         job = subprocess.Popen([*map(str, torchrun(2)), str(script)], env=environment, stdout=output, stderr=output)
-    deadline = time.monotonic() + 60
-    while not (runs := run_store.all_runs()) or runs[0].living_hub() is None:
+
+    def begun():
         assert job.poll() is None, (tmp_path / "output").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        runs = run_store.all_runs()
+        return runs and runs[0].living_hub() and runs
+
+    runs = eventually(begun, "a run with a hub", 60)
     yield job, runs, tmp_path / "output"
     if job.poll() is None:
         job.kill()

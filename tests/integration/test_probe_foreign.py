@@ -1,25 +1,13 @@
 """The probe in scripts of kinds that nobody here wrote: what it says against what the scripts print themselves."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import start_ranks
 from ftmon.protocol.telemetry import Closing, Failure, Goodbye, Hello, Step
 from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from probe_collector import BIN, SCRIPTS, Collector
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
+from probe_collector import BIN, SCRIPTS
 
 
 def printed(collector, word, rank=0):

@@ -3,10 +3,9 @@
 import os
 import subprocess
 import threading
-import time
 from pathlib import Path
 
-from eventually import SECONDS
+from eventually import eventually
 from ftmon.trainer.probe.link import locks
 from torch.utils.file_baton import FileBaton
 
@@ -19,23 +18,21 @@ def test_a_wait_for_a_builds_lock_is_found_with_its_file_and_whether_a_compiler_
     thread.start()
     compiler: subprocess.Popen[bytes] | None = None
     try:
-        deadline = time.monotonic() + SECONDS
-        assert thread.ident is not None
-        while not (found := locks.waits_for(thread.ident)):
-            assert time.monotonic() < deadline
+        ident = thread.ident
+        assert ident is not None
+        found = eventually(lambda: locks.waits_for(ident), "its wait")
         assert (found["path"], found["build"], found["compiler"]) == (str(lock), True, False)
         assert found["idle_s"] > 1e6
         program = tmp_path / "ninja"
         program.symlink_to("/bin/sleep")
         elsewhere = subprocess.Popen([str(program), "60"], cwd="/")
         try:
-            assert not locks.waits_for(thread.ident)["compiler"], "it builds something else"
+            assert not locks.waits_for(ident)["compiler"], "it builds something else"
         finally:
             elsewhere.kill()
             elsewhere.wait()
         compiler = subprocess.Popen([str(program), "60"], cwd=tmp_path)
-        while not (found := locks.waits_for(thread.ident)).get("compiler"):
-            assert time.monotonic() < deadline
+        eventually(lambda: locks.waits_for(ident).get("compiler"), "the compiler beside it")
     finally:
         lock.unlink()
         thread.join()

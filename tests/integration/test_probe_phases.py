@@ -1,25 +1,13 @@
 """Phases of loops that do not go data, forward, backward, optimizer: against what the scripts measure themselves."""
 
 import json
-import sys
-from pathlib import Path
 from statistics import median
 
 import pytest
 from ftmon.protocol.telemetry import Heartbeat, Hello, Step
 from ftmon.tui.model.phases import shares
-
-sys.path.insert(0, str(Path(__file__).parent))
 from ports import free_port
-from probe_collector import BIN, SCRIPTS, Collector
-
-
-@pytest.fixture
-def collector(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
-    yield collector
-    collector.close()
+from probe_collector import BIN, SCRIPTS
 
 
 def printed(collector):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from eventually import SECONDS, eventually
+from eventually import eventually
 from ftmon.protocol.analysis.stalls.activity import Activity, Work
 from ftmon.protocol.telemetry import SelfDump
 from ftmon.trainer.host import activity, file_locks, processes
@@ -17,6 +17,7 @@ from ftmon.trainer.host.gil_wait import RANKS_AT_ONCE
 from ftmon.trainer.host.rank_inspection import inspect_ranks
 from ftmon.trainer.host.stack_dump import DumpTarget
 
+JUDGED_SECONDS = 0.7
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"
 UPLOAD = """
 def upload():
@@ -52,15 +53,19 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"up\n"
-        deadline = time.monotonic() + SECONDS
-        while True:  # a child may still start
-            first = activity.measure(process.pid, None, processes.table(), time.monotonic())
-            time.sleep(0.7)  # the time that is judged
-            second = activity.measure(process.pid, None, processes.table(), time.monotonic())
-            found = second.work_since(first)
-            if found == work or time.monotonic() > deadline:
-                break
-        assert found == work, (first, second)
+        looks = [activity.measure(process.pid, None, processes.table(), time.monotonic())]
+
+        def seen() -> Work:
+            looks.append(activity.measure(process.pid, None, processes.table(), time.monotonic()))
+            return looks[-1].work_since(looks[-2])
+
+        # Between two looks the time passes that is judged. A child may still start in the first.
+        eventually(
+            lambda: seen() == work,
+            f"work that is {work!r}",
+            each=lambda: time.sleep(JUDGED_SECONDS),
+            state=lambda: looks[-2:],
+        )
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from eventually import eventually
 from ftmon.protocol import exits
 from ftmon_process import PROGRAM, Ftmon, follow_to_end, ftmon_home, processes_of
 
-TOLD = str(Path(__file__).parent / "scripts" / "told.py")
+PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
     "exit 3": ("raise SystemExit(3)", 3),
     "exit 5": ("raise SystemExit(5)", 5),
@@ -62,7 +61,7 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
 
 
 def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
-    begun = [PROGRAM, "run", "--plain", "--", sys.executable, TOLD]
+    begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
     assert process.stdin is not None
@@ -83,7 +82,7 @@ def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_comm
 def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_detached_run_lives(
     home: Ftmon, tmp_path: Path
 ) -> None:
-    stubborn = [sys.executable, TOLD, "stubborn"]
+    stubborn = [sys.executable, PRINTS_SIGNALS, "stubborn"]
     kept = home.run("run", "--detach", "--name", "kept", "--", *stubborn)
     assert kept.returncode == 0, kept.stderr
     killed = launch(home, "--name", "killed", "--stop-grace", "1", "--", *stubborn)
@@ -106,14 +105,18 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
 
 
 def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, tmp_path: Path) -> None:
-    script = f"import time, pathlib; go = pathlib.Path({str(tmp_path / 'go')!r})\n"
-    script += "print('up', flush=True)\nwhile not go.exists(): print('more', flush=True); time.sleep(0.1)\nexit(7)"
+    go, lines = tmp_path / "go", tmp_path / "lines"
+    lines.touch()
+    script = f"import time, pathlib; go, lines = pathlib.Path({str(go)!r}), open({str(lines)!r}, 'a', 1)\n"
+    script += "print('up', flush=True)\n"
+    script += "while not go.exists(): print('more', flush=True); print('more', file=lines); time.sleep(0.1)\nexit(7)"
     process = launch(home, "--", sys.executable, "-c", script)
     printed(process, "up")
     assert process.stdout is not None
     process.stdout.close()
-    time.sleep(2 * 0.5)  # it prints into the closed pipe meanwhile
-    (tmp_path / "go").touch()
+    printed_before = lines.stat().st_size
+    eventually(lambda: lines.stat().st_size > printed_before + 10 * len("more\n"), "lines into the closed pipe")
+    go.touch()
     assert process.wait(60) == 7
 
 

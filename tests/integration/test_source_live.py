@@ -5,13 +5,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import run_store, sockets, verbs
+from ftmon.protocol import sockets, verbs
 from ftmon.protocol.control import Alert, HubStats
 from ftmon.protocol.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.recording.reader import Reader
@@ -24,12 +23,6 @@ from ftmon.tui.source.live import LiveSource
 from ftmon.tui.source.remote import TIMEOUT_S
 from small_hub import SmallHub
 from streams import Stream
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return run_store.create("live", ["train.py"], "run")
 
 
 @pytest.fixture
@@ -414,14 +407,16 @@ def test_a_run_that_was_over_before_opens_as_its_recording(run: RunDir, process:
 
 
 def test_a_hub_that_comes_up_after_the_job_is_waited_for_while_the_launcher_lives(
-    run: RunDir, process: ProcessId
+    run: RunDir, process: ProcessId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=process))
     run.write_exit(ExitFile(1, time.time(), "failed"))
+    looks: list[object] = []
+    look = RunDir.living_hub
+    monkeypatch.setattr(RunDir, "living_hub", lambda self: looks.append(self) or look(self))
     source = LiveSource(run)
     source.start()
-    looked_twice = time.monotonic() + 1.2
-    pump(source, lambda: time.monotonic() > looked_twice)
+    pump(source, lambda: len(looks) > 2)
     assert source.connection.state == "connecting"
     hub = SmallHub(run)
     sent = feed(hub, now_frames(60, finished=True))

@@ -2,11 +2,10 @@
 
 import contextlib
 import threading
-from pathlib import Path
 
 import pytest
 import zmq
-from ftmon.protocol import run_store, sockets, wire
+from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Answer, Query
 from ftmon.protocol.errors import HubError, RecordingError
 from ftmon.protocol.recording.reader import Reader
@@ -14,19 +13,6 @@ from ftmon.protocol.rundir import RunDir
 from ftmon.tui.source.remote import RemoteReader
 from small_hub import SmallHub
 from streams import Stream
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return run_store.create("remote", ["train.py"], "run")
-
-
-@pytest.fixture
-def context():
-    found = zmq.Context()
-    yield found
-    found.destroy(linger=0)
 
 
 def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:

@@ -59,13 +59,6 @@ def listening(home: Path) -> Iterator[RunDir]:
     end_hub(hub)
 
 
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 def place(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)

@@ -78,6 +78,7 @@ def test_the_list_of_runs(
     async def look(pilot: Any) -> None:
         await until(pilot, lambda: app.screen.query_one(runs.RunRows).count() == len(ends), "the runs")
         await pilot.press("down")
-        await pilot.pause(0.1)
+        await until(pilot, lambda: app.screen.query_one(runs.RunRows).selected == 1, "the second run selected")
+        app.pump()
 
     assert snap_compare(app, terminal_size=size, run_before=look)

@@ -13,6 +13,11 @@ from scenes import until
 SMALL, LARGE = (80, 24), (200, 60)
 
 
+def unanswered(source: HeldRun) -> str | None:
+    commands = source.commands.items()
+    return next((number for number, it in commands if it.verb.name == "console" and it.result is None), None)
+
+
 @pytest.fixture
 def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Compare the screen of a held rank after some keys; what is typed is answered."""
@@ -29,12 +34,12 @@ def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             waiting = list(answers)
             for key in keys:
                 await pilot.press(key)
-                await pilot.pause(0.05)
-                for number, record in source.commands.items():
-                    if record.verb.name == "console" and record.result is None:
-                        source.answer(number, waiting.pop(0), place="model.py:143 forward")
+                await pilot.pause()
+                if key == "enter":
+                    number = await until(pilot, lambda: unanswered(source), "the typed line sent")
+                    source.answer(number, waiting.pop(0), place="model.py:143 forward")
+            await pilot.pause()
             app.pump()
-            await pilot.pause(0.1)
 
         return snap_compare(app, terminal_size=size, run_before=play)
 

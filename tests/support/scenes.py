@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eventually import SECONDS
+from eventually import SECONDS, eventually
 from ftmon.protocol.control import Alert, RankState
 from ftmon.protocol.telemetry import Stacks
 from ftmon.protocol.wire import Frame, Message
@@ -95,11 +95,7 @@ class ReadyReplay(ReplaySource):
     def start(self) -> None:
         """Begin to read, and take what comes first."""
         super().start()
-        deadline = time.monotonic() + SECONDS
-        while not self._complete():
-            assert time.monotonic() < deadline, "the recording's state and marks did not come"
-            self.pump()
-            time.sleep(0.002)
+        eventually(self._complete, "the recording's state and marks", each=self.pump, every=0.002)
 
     def _complete(self) -> bool:
         playback = self._playback

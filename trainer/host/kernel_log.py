@@ -12,9 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protocol.host_memory import memory_hierarchies
 from ...protocol.hosts import KernelKill
 from ...protocol.text import sanitize
-from .cgroups import memory_hierarchies
 
 RECENT_SECONDS = 30.0
 """Maximum seconds between the kill and the death of a process; large processes die slowly."""

@@ -105,8 +105,7 @@ class FakeRank:
             for name in self.options.get("traces", ()) if self.step == 1 else ():
                 self.send(wire.decode_body(Path(name).read_bytes()))
             if self.options.get("native"):
-                time.sleep(0.3)  # let the publisher thread of zmq send it
-                ctypes.PyDLL(None).sleep(600)
+                ctypes.PyDLL(None).sleep(600)  # the threads of zmq, which send the step, need no lock of Python's
         reason = "stopped" if self.stop.is_set() else "finished"
         self.send(Goodbye(self.rank, time.time(), self.step, reason))
 

@@ -58,13 +58,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
 
 
 @pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-@pytest.fixture
 def hub(context: "zmq.Context[Any]", run: rundir.RunDir) -> Iterator[Hub]:
     made = Hub(context, run)
     yield made

@@ -1,19 +1,16 @@
 """The model against traces that PyTorch recorded on an H200."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.protocol.analysis.allocator.compare import compare
 from ftmon.protocol.analysis.allocator.settings import Settings
-from ftmon.protocol.snapshot.reader import open_snapshot
+from snapshot_files import DATA, read_snapshot
 
-DATA = Path(__file__).parents[2] / "data"
 GIB = 2**30
 
 
 @pytest.mark.parametrize("recorded_addresses", [True, False])
 def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(recorded_addresses: bool) -> None:
-    snapshot = open_snapshot(DATA / "oom_backward.pickle.gz")
+    snapshot = read_snapshot(DATA / "oom_backward.pickle.gz")
     found = compare(snapshot, 0, Settings(), 20 * GIB, recorded_addresses)
     assert found.recorded_changes == 232
     assert found.first_difference is None
@@ -26,7 +23,7 @@ def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(re
 
 
 def test_a_steady_step_is_served_from_the_recorded_addresses() -> None:
-    found = compare(open_snapshot(DATA / "step_zero3.pickle.gz"), 0, Settings())
+    found = compare(read_snapshot(DATA / "step_zero3.pickle.gz"), 0, Settings())
     assert found.same_address == found.requests == 3862
     assert found.same_segments
     assert found.same_blocks
@@ -34,7 +31,7 @@ def test_a_steady_step_is_served_from_the_recorded_addresses() -> None:
 
 
 def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continued() -> None:
-    snapshot = open_snapshot(DATA / "expandable_zero2.pickle.gz")
+    snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
     found = compare(snapshot, 0, Settings(expandable_segments=True), device_bytes=150_109_880_320)
     assert found.same_address == found.requests == 6290
     assert found.same_blocks
@@ -42,6 +39,6 @@ def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continu
 
 
 def test_other_settings_than_the_recorded_ones_give_other_segments() -> None:
-    snapshot = open_snapshot(DATA / "oom_backward.pickle.gz")
+    snapshot = read_snapshot(DATA / "oom_backward.pickle.gz")
     found = compare(snapshot, 0, Settings(expandable_segments=True), 20 * GIB)
     assert not found.same_segments

@@ -187,15 +187,9 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch)
     assert second.functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 0), (2, 3)])
-def test_the_settings_of_a_real_dataloader_are_read_off_its_iterator(workers: int, ahead: int):
-    options = {"prefetch_factor": ahead, "persistent_workers": True} if workers else {}
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)), num_workers=workers, **options)
-    iterator = iter(loader)
-    found = loader_info(iterator)
-    assert found is not None
-    assert (found.workers, found.prefetch_factor, found.persistent_workers) == (workers, ahead, bool(workers))
+def test_the_settings_of_a_real_dataloader_are_read_off_its_iterator():
+    found = loader_info(iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)))))
+    assert isinstance(found, DataLoaderInfo)
+    assert (found.workers, found.prefetch_factor, found.persistent_workers) == (0, 0, False)
     assert found.cpus >= 1
     assert loader_info(iter([1])) is None
-    assert isinstance(found, DataLoaderInfo)
-    del iterator

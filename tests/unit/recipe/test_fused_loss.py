@@ -91,20 +91,6 @@ def test_loss_and_gradients_equal_those_of_full_logits(transform: LogitTransform
         assert float((mine.grad - true.grad).norm() / true.grad.norm()) < 1e-6
 
 
-@pytest.mark.usefixtures("compiling")
-def test_compiled_the_loss_and_the_gradients_are_the_same_for_every_chunk() -> None:
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(50, 16, generator=generator), torch.randn(200, 16, generator=generator)
-    targets = torch.randint(0, 200, (50,), generator=generator)
-    results: list[Any] = []
-    for compiled in (False, True):
-        hidden, weight = (value.clone().requires_grad_() for value in values)
-        loss = linear_cross_entropy(hidden, weight, None, targets, chunk=16, compiled=compiled)
-        loss.backward()
-        results.append((loss.detach(), hidden.grad, weight.grad))
-    torch.testing.assert_close(results[1], results[0])
-
-
 def test_in_bf16_the_gradients_are_as_near_to_the_exact_ones_as_those_of_full_logits() -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(400, 32, generator=generator).bfloat16()

@@ -41,6 +41,7 @@ def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(doctor.metadata, "version", nothing)
     monkeypatch.setattr(doctor, "import_module", unimportable)
+    monkeypatch.setattr(doctor, "_output", lambda command: "")
     found = names(doctor.examine())
     assert found["torch"].state == found["deepspeed"].state == "error"
     assert found["torch"].remedy == doctor.INSTALL

@@ -1,10 +1,10 @@
-"""Opening snapshot files: real ones, old formats, and everything that is to be refused in one line."""
+"""Reading snapshot files: old formats, and everything that is to be refused in one line."""
 
 import contextlib
 import gzip
 import os
 import pickle
-import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.protocol.snapshot.unpickle import read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-DATA = Path(__file__).parents[2] / "data"
+from snapshot_files import read_snapshot
 
 
 def small() -> dict[str, Any]:
@@ -29,9 +28,9 @@ def small() -> dict[str, Any]:
     return allocator.snapshot()
 
 
-def refusal(path: Path) -> str:
+def refusal(path: Path, read: Callable[[Path], object] = read_snapshot) -> str:
     with pytest.raises(SnapshotError) as caught:
-        open_snapshot(path)
+        read(path)
     text = str(caught.value)
     assert "\n" not in text
     assert text.startswith(str(path))
@@ -44,12 +43,15 @@ def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int
     data = pickle.dumps(small(), protocol)
     for name, content in (("plain", data), ("packed", gzip.compress(data))):
         (tmp_path / name).write_bytes(content)
-        assert Replay(open_snapshot(tmp_path / name), 0).allocated[-1] == 20 * MIB - 17 * MIB
+        assert Replay(read_snapshot(tmp_path / name), 0).allocated[-1] == 20 * MIB - 17 * MIB
+
+
+SYSTEM = os.system  # as it is before a test is kept from starting processes
 
 
 class _Runs:
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/ftmon-snapshot-was-run",)
+        return SYSTEM, ("touch /tmp/ftmon-snapshot-was-run",)
 
 
 def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
@@ -86,7 +88,6 @@ def test_a_truncated_file_is_refused_as_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "empty"),
         (b"hello, this is no pickle at all", "not a memory snapshot"),
         (b"PK\x03\x04rest", "zip file"),
         (b"\x1f\x8b\x08\x00" + b"garbage" * 20, "gzip data is damaged"),
@@ -107,9 +108,14 @@ def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes,
 
 def test_a_directory_a_missing_file_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "a directory" in refusal(tmp_path)
-    assert "no such file" in refusal(tmp_path / "nowhere")
-    assert "not a regular file" in refusal(tmp_path / "pipe")
+    assert "a directory" in refusal(tmp_path, open_snapshot)
+    assert "no such file" in refusal(tmp_path / "nowhere", open_snapshot)
+    assert "not a regular file" in refusal(tmp_path / "pipe", open_snapshot)
+
+
+def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "empty" in refusal(tmp_path / "file", open_snapshot)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -117,24 +123,7 @@ def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(pickle.dumps(small()))
     path.chmod(0)
-    assert "no permission" in refusal(path)
-
-
-HOSTILE = {
-    # One opcode asks for a memo of two thousand million entries.
-    "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
-    # A tuple nested three million times overflows the C stack when it is hashed.
-    "nested": b"\x80\x02})" + b"\x85" * 3_000_000 + b"Ns.",
-    "string": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".",
-    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 50) + b".",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_pickles_made_to_break_the_reader_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(HOSTILE[name])
-    assert refusal(path)
+    assert "no permission" in refusal(path, open_snapshot)
 
 
 def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -> None:

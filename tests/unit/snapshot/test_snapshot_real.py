@@ -14,9 +14,8 @@ from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.analysis.allocator.snapshot.report import difference_report, report
 from ftmon.protocol.analysis.allocator.snapshot.rounding import SMALL_MOST, round_size
 from ftmon.protocol.analysis.allocator.snapshot.stack_tree import stack_tree
-from ftmon.protocol.snapshot.reader import open_snapshot
+from snapshot_files import DATA, read_snapshot
 
-DATA = Path(__file__).parents[2] / "data"
 NAMES = ["oom_backward", "step_zero3"]
 
 
@@ -26,7 +25,7 @@ def path_of(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def replays() -> dict[str, Replay]:
-    return {name: Replay(open_snapshot(path_of(name)), 0) for name in NAMES}
+    return {name: Replay(read_snapshot(path_of(name)), 0) for name in NAMES}
 
 
 def raw(name: str) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def test_the_layout_at_the_end_has_the_snapshots_own_blocks(replays: dict[str, R
 
 
 def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_the_end() -> None:
-    replay = Replay(open_snapshot(path_of("oom_backward")), 0)
+    replay = Replay(read_snapshot(path_of("oom_backward")), 0)
     of = replay.allocations
     known = dict(of.known)
     assert len(known) == 475

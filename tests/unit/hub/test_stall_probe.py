@@ -1,62 +1,19 @@
 """What is kept of a rank's answers from one look to the next."""
 
-import os
-import signal
-import subprocess
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from eventually import eventually
 from ftmon.protocol.analysis.stalls.activity import Activity
 from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
 from ftmon.protocol.analysis.stalls.verdicts import Verdict, by_rank
-from ftmon.protocol.control import Result
 from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.verbs import Verb
-from ftmon.trainer.host import activity, flow, processes
-from ftmon.trainer.host.flow import Reply
-from ftmon.trainer.host.kill import Target
 from ftmon.trainer.host.rank_inspection import Inspection
-from ftmon.trainer.hub.rank_link import Answers
-from ftmon.trainer.hub.stall_probe import StallProbe
+from stall_bench import STACKS, Bench
 
-STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py", line 7 in main\n'
 RECORDED = {"source": "recorder", "recent": [["0", 9, "all_reduce", 64, False]], "counted": {"0": 9}, "ranks": {}}
 COUNTED = {"source": "calls", "recent": [["0", 9, "all_reduce", 64, None]], "counted": {"0": 9}, "ranks": {}}
-
-
-class Bench:
-    """A rank that stands still, and what it answers at each look."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.rank = TrackedRank(0, time.time() - 5.0)
-        self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
-        self.says: dict[str, Any] | None = {}
-        """Its answer about its collectives; None: it does not answer."""
-        self.inspected = Inspection({}, {}, {})
-        self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
-        parts, self.emitted = self.parts, list[Any]()
-        emit = self.emitted.append
-        self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, emit, lambda call: call())
-
-    def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
-        reply: Reply[Answers] = Reply()
-        said = self.says
-        reply.arrive({} if said is None else {0: Result("1", True, data={"text": STACKS, "calls": said})})
-        return reply
-
-    async def _see(self, _silent: set[int]) -> Inspection:
-        return self.inspected
-
-    def look(self, says: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
-        self.says = says
-        monkeypatch.setattr(self.stall_probe, "_next", 0.0)
-        self.stall_probe.tick()
-        assert self.rank.evidence is not None
-        return self.rank.evidence.calls.source
 
 
 def test_what_the_flight_recorder_said_stays_while_the_rank_stands_and_says_less(
@@ -130,42 +87,6 @@ def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(run: RunDi
 def test_what_wakes_up_again_is_restless_and_at_work(run: RunDir, monkeypatch: Any) -> None:
     found = observe(run, monkeypatch, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
     assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
-
-
-def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: Any) -> None:
-    bench = Bench(run)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        try:
-            process = processes.read(child.pid)
-            assert process is not None
-            eventually(lambda: activity.wchan(child.pid, child.pid), "it sleeps")
-            target = Target(0, child.pid, process.start_ticks)
-            bench.parts.targets = lambda: [target]
-
-            def observe() -> None:
-                found = activity.measure(child.pid, None, processes.table(), time.monotonic())
-                monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _: found)
-                bench.look({}, monkeypatch)
-
-            def pause(process: processes.Process) -> tuple[str, str]:
-                for _ in range(3):
-                    os.kill(process.pid, signal.SIGSTOP)
-                    time.sleep(0.05)
-                    os.kill(process.pid, signal.SIGCONT)
-                    time.sleep(0.05)
-                return "Process 1: native", ""
-
-            monkeypatch.setattr("ftmon.trainer.host.stack_dump.native", pause)
-            observe()
-            before = activity.switches(child.pid, child.pid)
-            flow.start(bench.stall_probe.read_native([0], "why"))
-            eventually(lambda: bench.emitted, "its stacks")
-            assert activity.switches(child.pid, child.pid) > before
-            observe()
-        finally:
-            child.kill()
-    assert bench.rank.evidence is not None
-    assert bench.rank.evidence.work == ""
 
 
 def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:

@@ -1,13 +1,11 @@
 """Questions to peers over a real ROUTER: who is not there yet is asked when it is; who has left is not waited for."""
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from eventually import SECONDS
+from eventually import eventually
 from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Command, Result
 from ftmon.protocol.verbs import Kill
@@ -15,13 +13,6 @@ from ftmon.trainer.hub import rank_link
 from ftmon.trainer.hub.rank_link import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Context[Any]", tmp_path: Path) -> None:
@@ -34,9 +25,8 @@ def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Con
     assert not done, "given up at once"
     agent = sockets.peer_socket(context, "ranks", AGENT)
     agent.connect(f"ipc://{tmp_path}/r")
-    deadline = time.monotonic() + SECONDS
-    while not done:
-        assert time.monotonic() < deadline
+
+    def turn() -> None:
         link.expire()
         if agent.poll(20):
             command = wire.decode_body(agent.recv_multipart()[1])
@@ -44,6 +34,8 @@ def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Con
             agent.send_multipart(wire.encode("agent", 0, 1.0, Result(command.id, True, "kill", "killed")))
         if hub.poll(20):
             link.receive(hub)
+
+    eventually(lambda: done, "its answer", each=turn)
     assert done[0][0].text == "killed"
 
 
@@ -86,10 +78,7 @@ def test_an_agent_that_owes_an_answer_is_asked_again_and_another_in_its_place(
 
 
 def command(link: RankLink, agent: "zmq.Socket[Any]") -> Command:
-    deadline = time.monotonic() + SECONDS
-    while not agent.poll(20):
-        link.expire()
-        assert time.monotonic() < deadline
+    eventually(lambda: agent.poll(20), "a command", each=link.expire)
     found = wire.decode_body(agent.recv_multipart()[1])
     assert isinstance(found, Command)
     return found

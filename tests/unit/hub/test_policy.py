@@ -1,11 +1,9 @@
 """What is done about a hang that nobody looks at: when, what, and when not."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol import run_store
 from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict
@@ -97,12 +95,6 @@ class Bench:
     def saved(self) -> list[str]:
         folder = self.run.path / "stacks"
         return [path.read_text() for path in folder.iterdir()] if folder.exists() else []
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return run_store.create("test", ["x"], "run")
 
 
 def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):

@@ -1,4 +1,4 @@
-"""What folding the stream and reading a picture costs the terminal: ``python bench/fold.py [--ranks N] [--steps N]``.
+"""What it costs the terminal to apply the stream and read a picture: ``bench/run_model.py [--ranks N] [--steps N]``.
 
 No terminal is involved: this is the plain state under the app. Times are of one core of the machine it runs on.
 """

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from ftmon.protocol.analysis.findings.alert_store import AlertStore
 from ftmon.protocol.analysis.pipeline import Detectors
 from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
@@ -135,9 +134,3 @@ class Sim:
 
     def run_states(self) -> list[str]:
         return [state.state for state in self.sent if isinstance(state, RunState)]
-
-
-@pytest.fixture(scope="session")
-def make_sim() -> type[Sim]:
-    """The class of simulated runs: ``make_sim(ranks=4, cuda=False)``."""
-    return Sim

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from caching_allocator import MIB, CachingAllocator
 from ftmon.tui.cli.main import main
+from snapshot_files import DATA
 
-DATA = Path(__file__).parents[2] / "data"
 OOM, STEP = str(DATA / "oom_backward.pickle.gz"), str(DATA / "step_zero3.pickle.gz")
 
 

@@ -1,12 +1,12 @@
 """The host as a device, control groups as the kernel writes them, and a sampler that lives without a GPU."""
 
 import os
-import threading
 from pathlib import Path
 
 import psutil
 import pynvml
 import pytest
+from eventually import eventually
 from ftmon.protocol.health import DeviceHealth
 from ftmon.protocol.host_memory import available_memory, cpu_model, group_memory, memory_group, memory_limit
 from ftmon.protocol.telemetry import DeviceSample
@@ -28,13 +28,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSample]:
     found: list[DeviceSample] = []
-    tick = threading.Event()
-    for _ in range(200):
-        found += [one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == kind]
-        if len(found) >= count:
-            return found
-        tick.wait(0.05)
-    raise AssertionError(f"no {count} samples of {kind} within 10 s: {sampler.problem}")
+
+    def take() -> None:
+        found.extend(one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == kind)
+
+    eventually(lambda: len(found) >= count, f"{count} samples of {kind}", each=take, state=lambda: sampler.problem)
+    return found
 
 
 def test_the_host_is_sampled_with_the_resident_memory_of_its_ranks():

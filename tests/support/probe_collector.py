@@ -14,7 +14,7 @@ from ftmon.protocol.control import Command
 from ftmon.protocol.step_trace import StepTrace
 from ftmon.trainer.hub import trace_worker
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 INJECT = Path(rundir.__file__).resolve().parent.parent / "trainer" / "probe" / "inject"
 BIN = Path(sys.executable).parent
 

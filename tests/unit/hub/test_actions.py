@@ -110,21 +110,20 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         assert answers == []
         rank = sockets.peer_socket(context, "ranks", identity_of(HELLO).encode())
         rank.connect("inproc://late")
-        deadline = time.monotonic() + 60
-        while not rank.poll(20) and time.monotonic() < deadline:
-            link.expire()
+        eventually(lambda: rank.poll(20), "the command", each=link.expire)
         command = wire.decode_body(rank.recv_multipart()[1])
         assert isinstance(command, Command)
         rank.send_multipart(wire.encode(identity_of(HELLO), 1, time.time(), Result(command.id, True, "stop")))
-        while not answers and time.monotonic() < deadline:
-            router.poll(20)
-            link.receive(router)
+        eventually(lambda: router.poll(20), "its answer")
+        link.receive(router)
         assert list(answers[0]) == [0]
         rank.close(linger=0)
         monkeypatch.setattr(rank_link, "_CONNECTING_SECONDS", 0.0)
-        while len(answers) < 2 and time.monotonic() < deadline:
-            link.ask(Stop(), [0], 5.0).then(answers.append)
-            time.sleep(0.02)
+        eventually(
+            lambda: len(answers) > 1,
+            "the answer for one that is gone",
+            each=lambda: link.ask(Stop(), [0], 5.0).then(answers.append),
+        )
         assert answers[1] == {}, "one that is gone holds nobody up"
     finally:
         context.destroy(linger=0)

@@ -1,0 +1,49 @@
+"""A look at a rank's native stacks, on a real process."""
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+from eventually import eventually
+from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.host import activity, flow, processes
+from ftmon.trainer.host.kill import Target
+from stall_bench import Bench
+
+
+def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: Any) -> None:
+    bench = Bench(run)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            process = processes.read(child.pid)
+            assert process is not None
+            eventually(lambda: activity.wchan(child.pid, child.pid), "it sleeps")
+            target = Target(0, child.pid, process.start_ticks)
+            bench.parts.targets = lambda: [target]
+
+            def observe() -> None:
+                found = activity.measure(child.pid, None, processes.table(), time.monotonic())
+                monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _: found)
+                bench.look({}, monkeypatch)
+
+            def pause(process: processes.Process) -> tuple[str, str]:
+                for _ in range(3):
+                    os.kill(process.pid, signal.SIGSTOP)
+                    time.sleep(0.05)
+                    os.kill(process.pid, signal.SIGCONT)
+                    time.sleep(0.05)
+                return "Process 1: native", ""
+
+            monkeypatch.setattr("ftmon.trainer.host.stack_dump.native", pause)
+            observe()
+            before = activity.switches(child.pid, child.pid)
+            flow.start(bench.stall_probe.read_native([0], "why"))
+            eventually(lambda: bench.emitted, "its stacks")
+            assert activity.switches(child.pid, child.pid) > before
+            observe()
+        finally:
+            child.kill()
+    assert bench.rank.evidence is not None
+    assert bench.rank.evidence.work == ""

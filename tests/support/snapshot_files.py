@@ -1,0 +1,29 @@
+"""Snapshot files read in the test's own process: only those of the tests themselves, whose cost is known."""
+
+import gzip
+from pathlib import Path
+
+from ftmon.protocol.snapshot.columns import compact
+from ftmon.protocol.snapshot.model import Snapshot
+from ftmon.protocol.snapshot.unpickle import read_pickle
+
+DATA = Path(__file__).parents[1] / "data"
+ELEMENTS = {"dict": b"}", "list": b"]", "mark": b"(", "empty": b")", "tuple": b"N\x85"}
+"""Opcodes of a pickle that make an object each."""
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot as ``open_snapshot`` does, but for the process that it starts.
+
+    Raises:
+        SnapshotError: one line about what is wrong with the file.
+    """
+    return compact(read_pickle(path), str(path))
+
+
+def bomb(folder: Path, element: bytes) -> Path:
+    """Write a file of less than a megabyte that asks for gigabytes of small objects."""
+    path = folder / "bomb.pickle.gz"
+    objects = gzip.compress(element * (2**21 // len(element)))
+    path.write_bytes(gzip.compress(b"\x80\x04](") + 96 * objects + gzip.compress(b"e."))
+    return path

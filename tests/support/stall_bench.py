@@ -1,0 +1,48 @@
+"""A hub's probe of stalls with one rank, in a test's own process."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
+from ftmon.protocol.control import Result
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.verbs import Verb
+from ftmon.trainer.host.flow import Reply
+from ftmon.trainer.host.rank_inspection import Inspection
+from ftmon.trainer.hub.rank_link import Answers
+from ftmon.trainer.hub.stall_probe import StallProbe
+
+STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py", line 7 in main\n'
+
+
+class Bench:
+    """A rank that stands still, and what it answers at each look."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.rank = TrackedRank(0, time.time() - 5.0)
+        self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
+        self.says: dict[str, Any] | None = {}
+        """Its answer about its collectives; None: it does not answer."""
+        self.inspected = Inspection({}, {}, {})
+        self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
+        parts, self.emitted = self.parts, list[Any]()
+        emit = self.emitted.append
+        self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, emit, lambda call: call())
+
+    def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
+        reply: Reply[Answers] = Reply()
+        said = self.says
+        reply.arrive({} if said is None else {0: Result("1", True, data={"text": STACKS, "calls": said})})
+        return reply
+
+    async def _see(self, _silent: set[int]) -> Inspection:
+        return self.inspected
+
+    def look(self, says: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
+        self.says = says
+        monkeypatch.setattr(self.stall_probe, "_next", 0.0)
+        self.stall_probe.tick()
+        assert self.rank.evidence is not None
+        return self.rank.evidence.calls.source

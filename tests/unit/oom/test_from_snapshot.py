@@ -1,0 +1,30 @@
+"""The report of a real snapshot from an H200 that ran out of memory at its loss."""
+
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.oom_report.from_snapshot import report_of
+from snapshot_files import DATA, read_snapshot
+
+OOM = DATA / "oom_backward.pickle.gz"
+
+
+def test_a_real_failure_at_the_loss_is_told_as_logits_with_the_size_of_a_copy() -> None:
+    snapshot = read_snapshot(OOM)
+    report = report_of(snapshot, [Replay(snapshot, 0)])
+    assert report is not None
+    assert report.phase == "forward"
+    assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
+    assert report.oom.stack[-1].endswith("functional.py:3504 cross_entropy")
+    assert "120.12 GiB free" in report.verdict.text  # a limit was set on that process
+    first = report.remedies[0]
+    assert (first.kind, first.frees_bytes) == ("chunked_loss", report.oom.requested_bytes)
+
+
+def test_what_the_snapshot_held_adds_up_and_who_held_most_is_named() -> None:
+    snapshot = read_snapshot(OOM)
+    report = report_of(snapshot, [Replay(snapshot, 0)])
+    assert report is not None
+    oom = report.oom
+    assert sum(segment.size_bytes for segment in oom.segments) == oom.reserved_bytes
+    assert sum(segment.free_blocks for segment in oom.segments) == oom.free_blocks
+    assert oom.holders[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")
+    assert oom.holders == sorted(oom.holders, key=lambda group: -group.bytes)
