@@ -60,6 +60,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -
         (b"hello, this is no pickle at all", "not a memory snapshot"),
         (pickle.dumps({"model": {}}), "without 'segments'"),
     ],
+    ids=["cut short", "text", "another pickle"],
 )
 def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "file"
