@@ -236,7 +236,7 @@ class StallProbe:
             found = _Seen(frames, action, action, action, float("-inf"), "", False, False, moved)
             self._seen[rank] = found
             return found
-        polls = place.doing == "data"
+        polls = python_stacks.waits_for_loader_worker(frames)
         work = action.work_since(before.last, polls=polls) or action.work_since(before.quiet, polls=polls)
         percent, heard = self._utilization.get(rank, (0.0, 0.0))
         now = time.monotonic()  # not action.time: that is of the rank's host

@@ -164,6 +164,14 @@ def where(frames: Sequence[Frame]) -> Place:
     return Place("waiting" if waits else "code", f"{inner.function} ({inner.place})", _at(script))
 
 
+def waits_for_loader_worker(frames: Iterable[Frame]) -> bool:
+    """Return whether a thread waits for a worker of PyTorch's dataloader, and wakes up to see whether it lives."""
+    return any(
+        frame.function == "_try_get_data" and _path(frame).endswith("/torch/utils/data/dataloader.py")
+        for frame in frames
+    )
+
+
 def _number(name: str) -> int | str:
     """Return a thread's identifier without leading zeros; unchanged if it is not a number."""
     try:

@@ -5,7 +5,14 @@ import tempfile
 import threading
 from typing import Any
 
-from ftmon.protocol.analysis.stalls.python_stacks import Frame, group, parse, training_thread, where
+from ftmon.protocol.analysis.stalls.python_stacks import (
+    Frame,
+    group,
+    parse,
+    training_thread,
+    waits_for_loader_worker,
+    where,
+)
 
 SITE = "/env/lib/python3.11/site-packages"
 
@@ -46,6 +53,20 @@ def test_a_wait_in_a_collective_names_it_and_who_asked_for_it():
 def test_a_wait_for_a_batch_is_the_dataloaders():
     place = where(parse(DATA)[0].frames)
     assert (place.doing, place.text) == ("data", "next() of the dataloader in train.py:38 in main")
+
+
+def test_only_the_dataloader_s_wait_for_a_worker_wakes_up_by_itself():
+    loader = f"{SITE}/torch/utils/data/dataloader.py"
+    in_this_process = [
+        Frame("/home/me/train.py", 12, "__getitem__"),
+        Frame(f"{SITE}/torch/utils/data/_utils/fetch.py", 52, "fetch"),
+        Frame(loader, 789, "_next_data"),
+        Frame(loader, 733, "__next__"),
+        Frame("/home/me/train.py", 38, "main"),
+    ]
+    assert where(in_this_process).doing == "data"
+    assert not waits_for_loader_worker(in_this_process), "a retry every few seconds is the script's own"
+    assert waits_for_loader_worker(parse(DATA)[0].frames)
 
 
 def test_code_of_the_script_is_its_innermost_line():
