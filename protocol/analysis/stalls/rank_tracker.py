@@ -8,7 +8,8 @@ Rank states and their conditions:
   (``stalls.judge``) finds that it waits for others.
 - ``hung``: the judge named it; or its process outlived its ``Goodbye`` by 30 s; or its end was requested and its
   process has been in uninterruptible sleep for 3 s.
-- ``stopped``: /proc shows state T or t (SIGSTOP, or a debugger).
+- ``stopped``: /proc shows state T or t (SIGSTOP, or a debugger), and has done so for ``STOPPED_S`` without progress:
+  what limits a process's CPU time (cpulimit) stops and continues it many times a second.
 - ``gone``: its process is gone without a ``Goodbye``.
 - ``finished``: it sent a ``Goodbye``, or ended with exit code 0.
 - ``unreachable``: no message for 15 s and its process unknown, or for 30 s although its process lives; or its host is
@@ -47,6 +48,8 @@ UNREACHABLE_S = 15.0
 UNREACHABLE_ALIVE_S = 30.0
 GOODBYE_GRACE_S = 1.0
 """Seconds to wait for the last message of a dead process, which may arrive after its death was detected."""
+STOPPED_S = 2.0
+"""Seconds without progress, and stopped at every reading, after which a process counts as stopped."""
 UNKILLABLE_S = 3.0
 """Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
 UNKILLABLE = f"{kernel_sleep()}: the kill could not end it, it ends when the kernel returns"
@@ -120,15 +123,14 @@ class RankTracker:
             if tracked.stuck_since is not None:
                 tracked.stuck_since = None
                 return self._moves(tracked)
-            stopped = fact.proc_state in ("T", "t")
-            was = tracked.state.state if tracked.state is not None else ""
-            if stopped and was not in ("stopped", "gone"):
-                why = TRACED if fact.is_traced else STOPPED
-                return self._set(tracked, "stopped", f"{why}; signal CONT lets it go on")
-            if not stopped and was == "stopped":
+            if fact.proc_state in ("T", "t"):
+                return self._stops(tracked)
+            tracked.stopped_since = None
+            if tracked.state is not None and tracked.state.state == "stopped":
                 tracked.progress.moved(self.now)
                 return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
             return []
+        tracked.stopped_since = None
         if tracked.died_at is None:
             tracked.died_at = fact.time or self.now
         late_code = known is None or (known.exit_code is None and known.signal is None)
@@ -147,6 +149,9 @@ class RankTracker:
         self._last_tick = self.now = now
         if self.run_state is None:
             messages += self._set_run("starting")
+        for tracked in self.ranks.values():
+            if tracked.stopped_since is not None:
+                messages += self._stops(tracked)
         ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
         for tracked in by_death(ending, now):
             ended = self._end_if_dead(tracked, now)
@@ -360,6 +365,17 @@ class RankTracker:
         if self.run_state is None or self.run_state.state == "starting":
             messages += self._set_run("training")
         return messages
+
+    def _stops(self, tracked: TrackedRank) -> list[Message]:
+        """Record whether a process that is stopped now has been so for long enough."""
+        if tracked.stopped_since is None:
+            tracked.stopped_since = self.now
+        since = max(tracked.stopped_since, tracked.progress.moved_at)
+        known = tracked.state is not None and tracked.state.state in ("stopped", "gone")
+        if known or tracked.fact is None or self.now - since < STOPPED_S:
+            return []
+        why = TRACED if tracked.fact.is_traced else STOPPED
+        return self._set(tracked, "stopped", f"{why}; signal CONT lets it go on")
 
     def _withstands(self, tracked: TrackedRank) -> list[Message]:
         """Record whether a rank whose end was requested is stuck in the kernel, where no signal reaches it."""

@@ -63,6 +63,7 @@ class TrackedRank:
         "state",
         "steps_then",
         "stood_since",
+        "stopped_since",
         "stuck_since",
     )
 
@@ -80,6 +81,8 @@ class TrackedRank:
         """Evidence of the last inspection."""
         self.cut_off = ""
         """Its host, while the host is cut off; else empty."""
+        self.stopped_since: float | None = None
+        """Since when its process was stopped at every reading."""
         self.stuck_since: float | None = None
         """Start of its uninterruptible sleep after its end was requested."""
         self.steps_then: dict[int, int] = {}

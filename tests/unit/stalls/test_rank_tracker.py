@@ -2,7 +2,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
+from ftmon.protocol.analysis.stalls.rank_tracker import STOPPED_S, ProcessFact, RankTracker
 from ftmon.protocol.control import Command
 from ftmon.protocol.telemetry import Failure, Goodbye
 
@@ -205,12 +205,25 @@ def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress(make_sim:
     assert sim.alerts("hang") == []
 
 
-def test_a_stopped_rank_is_told_at_once_and_what_waits_for_it_is_its_evidence(make_sim: Any):
+def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    for step in range(1, 40):
+        sim.train(step, step)
+        sim.fact(1, proc_state="T")
+        sim.tick()
+    for number in range(20):
+        sim.fact(1, proc_state="T" if number % 3 else "S")
+        sim.tick()
+    assert "stopped" not in sim.states(1)
+    assert [alert for alert in sim.alerts("hang") if alert.evidence.get("process_state")] == []
+
+
+def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evidence(make_sim: Any):
     sim = make_sim(4, cuda=False)
     sim.begin()
     sim.train(1, 12)
-    sim.fact(1, proc_state="T")
-    sim.tick()
+    sim.wait(STOPPED_S + 0.5, lambda: sim.fact(1, proc_state="T"))
     (alert,) = sim.alerts("hang")
     assert (alert.rank, alert.evidence["process_state"]) == (1, "T")
     assert sim.state(1).state == "stopped"
