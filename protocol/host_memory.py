@@ -46,9 +46,17 @@ def memory_group(root: Path = ROOT) -> Path | None:
     return min(_limited_groups(root), default=(0, None), key=lambda found: found[0])[1]
 
 
+def group_limit(group: Path) -> int | None:
+    """Return the memory limit of a cgroup in bytes; None: there is none, or it cannot be read."""
+    limit = _number(group / "memory.max")
+    if limit is None:
+        limit = _number(group / "memory.limit_in_bytes")
+    return limit if limit is not None and limit < _UNLIMITED else None
+
+
 def group_memory(group: Path) -> tuple[int, int] | None:
     """Return (used, limit) bytes of a cgroup; file cache that can be dropped at once does not count as used."""
-    limit = _limit(group)
+    limit = group_limit(group)
     if limit is None:
         return None
     used = _number(group / "memory.current")
@@ -91,18 +99,11 @@ def cpu_model(root: Path = ROOT) -> str:
 def _limited_groups(root: Path) -> Iterator[tuple[int, Path]]:
     for own, mount in memory_hierarchies("self", root):
         for group in [own, *own.parents]:
-            limit = _limit(group)
+            limit = group_limit(group)
             if limit is not None:
                 yield limit, group
             if group == mount:
                 break
-
-
-def _limit(group: Path) -> int | None:
-    limit = _number(group / "memory.max")
-    if limit is None:
-        limit = _number(group / "memory.limit_in_bytes")
-    return limit if limit is not None and limit < _UNLIMITED else None
 
 
 def _number(path: Path) -> int | None:

@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from ...protocol.host_memory import memory_hierarchies
+from ...protocol.host_memory import group_limit, memory_hierarchies
 from ...protocol.hosts import KernelKill
 from ...protocol.text import sanitize
 
@@ -111,18 +111,22 @@ class KernelKills:
         """
         groups = memory_groups(pid, self._root) or self._groups.pop(pid, [])
         resident = self._resident.pop(pid, 0)
-        limits = [limit for group in groups if (limit := _limit(group))]
+        limits = {group: limit for group in groups if (limit := group_limit(group))}
         readable, log = self._from_log(pid)
         if log is not None:
             exhausted = "group" if log.of_group else "host"
-            return KernelKill(True, exhausted, log.name, log.resident_bytes, limits[:16], resident_bytes=resident)
+            known = list(limits.values())[:16]
+            return KernelKill(True, exhausted, log.name, log.resident_bytes, known, resident_bytes=resident)
         for group in groups:
             before, after = self._note(group, now)
             if after > before:
-                limit = [_limit(group)] if _limit(group) else []
-                kills, recent = after, after - before
                 return KernelKill(
-                    False, "group", limits_bytes=limit, kills=kills, recent_kills=recent, resident_bytes=resident
+                    False,
+                    "group",
+                    limits_bytes=[limits[group]] if group in limits else [],
+                    kills=after,
+                    recent_kills=after - before,
+                    resident_bytes=resident,
                 )
         return KernelKill(False) if readable else None
 
@@ -179,18 +183,6 @@ def _log_records(root: Path) -> list[str]:
     finally:
         os.close(descriptor)
     return records
-
-
-def _limit(group: Path) -> int:
-    """Return the memory limit of a cgroup in bytes; 0: none, or not readable."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            text = (group / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return 0
 
 
 def _resident(pid: int, root: Path) -> int:

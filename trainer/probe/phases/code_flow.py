@@ -10,7 +10,9 @@ Span = tuple[int, int]
 """First and last position of a loop, byte offsets into the code."""
 
 _ENDS = ("RETURN_", "RAISE_", "RERAISE")
-"""Beginnings of the names of instructions that nothing follows."""
+"""Beginnings of the names of instructions that end the function, or go to a handler."""
+_ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD")
+"""Beginnings of the names of jumps without a condition."""
 
 _loops: dict[int, tuple[CodeType, list[Span]]] = {}
 
@@ -51,11 +53,10 @@ def can_follow(code: CodeType, first: int, second: int) -> bool:
     def successors(index: int) -> Iterator[int]:
         instruction = instructions[index]
         name, target = instruction.opname, instruction.argval
-        jumps = "JUMP" in name or instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
+        jumps = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
         if jumps and not ("BACKWARD" in name and target in around):
             yield _index(offsets, int(target))
-        always = name.startswith(_ENDS) or (jumps and "IF" not in name and name.startswith("JUMP"))
-        if not always:
+        if not name.startswith((*_ENDS, *_ALWAYS)):
             yield index + 1
         yield from (handler for start, end, handler in handlers if start <= instruction.offset < end)
 
