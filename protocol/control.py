@@ -48,6 +48,11 @@ class RunState(msgspec.Struct, tag="run_state", frozen=True, omit_defaults=True)
     text: str = ""
     exit_code: int | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.state in ("finished", "failed", "stopped")
+
 
 class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
     """Something a person should know, with its evidence. Sent again with the same ``id`` when it changes."""

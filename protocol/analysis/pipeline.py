@@ -57,8 +57,6 @@ from .stalls.hang_detector import HangDetector
 from .stalls.rank_tracker import RankTracker
 from .stalls.straggler_detector import SlowDetector
 
-_OVER = ("finished", "failed", "stopped")
-
 
 class Detectors:
     """Everything that finds something worth an alert, fed with one stream.
@@ -154,7 +152,7 @@ class Detectors:
             if isinstance(change, RankState):
                 alerts += self._rank_state(now, change)
         run = self._tracker.run_state
-        over = run is not None and run.state in _OVER
+        over = run is not None and run.is_over
         ending = over or (run is not None and run.state == "stopping")
         tracker = self._tracker
         stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)

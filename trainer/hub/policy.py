@@ -106,7 +106,7 @@ class Policy:
     def _being_ended(self) -> bool:
         """Return whether the run's end was requested, or the run has ended."""
         state = self._tracker.run_state
-        if state is not None and state.state in ("finished", "failed", "stopped"):
+        if state is not None and state.is_over:
             return True
         return self._kill_at is None and state is not None and state.state == "stopping"
 

@@ -198,8 +198,7 @@ class RankModel:
         self.steps.append(step)
         self.step_ms.add(step.step, step.host_us / 1000)
         self.dropped = step.dropped
-        if last is None or step.started >= last.started:
-            self.last = step
+        self.last = step
         if self.state == "starting":
             self.state = "training"
             self.state_since = started

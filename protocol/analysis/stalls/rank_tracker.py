@@ -85,6 +85,8 @@ class RankTracker:
         self._has_launcher = has_launcher
         self._last_tick: float | None = None
         self._asked_at = 0.0
+        self._job_ended = False
+        """Whether the whole job ended: processes that are left of it are being ended and do not hang."""
         self._slurm = SlurmWords()
         self._all_ended_at: float | None = None
         self._changes: deque[RankState | RunState] = deque(maxlen=100_000)
@@ -169,7 +171,7 @@ class RankTracker:
                 tracked.note_standstill(steps)
             self._credit_silent(still, now)
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
-        self.verdict = judge(views) if still else None
+        self.verdict = judge(views) if still and not self._job_ended else None
         self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
             self.verdict = None  # their end was requested; they may still be ending
@@ -183,6 +185,7 @@ class RankTracker:
     def ended(self, now: float, state: RunStateName, exit_code: int | None, text: str = "") -> list[Message]:
         """Record how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
         self.now = now
+        self._job_ended = True
         self.verdict = None
         self.suspected = False
         messages: list[Message] = []
@@ -446,8 +449,7 @@ class RankTracker:
             return []
         if self._all_ended_at is None:
             self._all_ended_at = now
-        final = self.run_state is not None and self.run_state.state in ("finished", "failed", "stopped")
-        if final or now - self._all_ended_at < 2 * GOODBYE_GRACE_S:
+        if (self.run_state is not None and self.run_state.is_over) or now - self._all_ended_at < 2 * GOODBYE_GRACE_S:
             return []
         if all(tracked.state is not None and tracked.state.state == "finished" for tracked in self.ranks.values()):
             return self._set_run("finished")

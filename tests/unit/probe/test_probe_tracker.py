@@ -99,6 +99,20 @@ def test_micro_steps_fold_into_one_record_a_phase(rig):
     }
 
 
+def test_a_step_begins_where_the_one_before_ended_however_long_its_memory_took_to_read(rig, monkeypatch):
+    monkeypatch.setattr(tracker_module, "time", lambda: rig.clock.ns / 1e9)
+    run_step(rig)
+    sample = rig.memory.sample
+    rig.memory.sample = lambda: (rig.clock.pass_ms(40), sample())[1]
+    rig.clock.pass_ms(1)
+    rig.tracker.end_step()
+    before = rig.step()
+    del rig.memory.sample
+    rig.clock.pass_ms(1)
+    rig.tracker.end_step()
+    assert rig.step().started == pytest.approx(before.started + before.host_us / 1e6, abs=1e-5)
+
+
 def test_the_first_step_begins_where_init_ends(rig):
     rig.clock.pass_ms(500)
     run_step(rig)

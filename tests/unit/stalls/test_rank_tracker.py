@@ -70,6 +70,18 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim
     assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
 
 
+def test_what_is_left_of_an_ended_run_hangs_no_more(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    hang(sim, 9, guilty=1)
+    sim.fact(0, alive=False, signal=15)
+    sim.sent += sim.tracker.ended(sim.now, "stopped", -15)
+    sim.wait(10)  # rank 1 has not ended yet, and was the one that did not come
+    (alert,) = sim.alerts("hang")
+    assert (alert.ranks, alert.resolved is not None) == ([1], True)
+
+
 def test_a_standing_hang_is_brought_up_to_date_without_a_flood(make_sim: Any):
     sim = make_sim(4, cuda=False)
     sim.begin()

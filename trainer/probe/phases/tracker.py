@@ -238,11 +238,10 @@ class Tracker:
             marks.append(mark)
             self.marks = [mark]
             self.phase, self.phase_ns = after, start
-            ended = time()
         else:
             mark = marks[at]
-            ended = time() - (start - mark.ns) / 1e9
             marks, self.marks = marks[: at + 1], marks[at:]
+        ended = time() - (perf_counter_ns() - mark.ns) / 1e9
         self.notes = Notes()
         self.progress += 1
         self.step_collectives = mark.collectives
@@ -266,7 +265,8 @@ class Tracker:
         else:
             counts = self.counts
             marks.append(Mark("", perf_counter_ns(), self.sample, None, counts.entered, counts.host_ns))
-        return StepRaw(self.step, marks, time(), self.notes, 0)
+        ended = time() - (perf_counter_ns() - marks[-1].ns) / 1e9
+        return StepRaw(self.step, marks, ended, self.notes, 0)
 
     def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any], blank: Any) -> None:
         """Change the memory back end.
