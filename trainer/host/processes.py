@@ -2,6 +2,8 @@
 
 A process is identified by its pid together with its start time (``Process``), because a pid may have been reused by the
 time a signal is sent. Linux only (proc(5), pidfd_open(2)).
+
+Not psutil: it has neither start ticks, session nor a zombie's wait status, and takes six times as long for the table.
 """
 
 import contextlib
