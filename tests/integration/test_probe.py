@@ -1,5 +1,6 @@
 """The probe in real ranks, started by real launchers, heard by a real socket."""
 
+import json
 import math
 import os
 import signal
@@ -103,6 +104,9 @@ def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(c
     assert (hello.framework, hello.zero_stage, hello.model) == ("transformers", 2, "GPT2LMHeadModel")
     assert {(plan.total_steps, plan.output_dir) for plan in collector.of(Plan)} == {(3, str(tmp_path / "out"))}
     assert {(plan.evaluate_every, plan.checkpoint_every) for plan in collector.of(Plan)} == {(2, 2)}
+    state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["epoch"] == 0.5
+    assert {plan.epochs for plan in collector.of(Plan)} == {0.75}, "three steps where two are half an epoch"
     assert hello.matmul_precision == "fp32"
     evaluation = collector.of(Evaluation)[0]
     assert (evaluation.step, evaluation.name, evaluation.best) == (2, "evaluation", True)

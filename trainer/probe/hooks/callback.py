@@ -6,7 +6,7 @@ transformers before.
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 from ..active import switched_on
@@ -49,7 +49,7 @@ def callback_class() -> Any:
             model = kwargs.get("model")
             if model is not None and not loop.engine_steps:
                 register_model(training, model)
-            total, epochs = int(state.max_steps), float(state.num_train_epochs)
+            total, epochs = int(state.max_steps), _epochs(args, kwargs.get("train_dataloader"))
             probe.plan(
                 total,
                 epochs,
@@ -109,7 +109,23 @@ def _strategy(args: Any, what: str) -> str:
     return str(getattr(strategy, "value", strategy))
 
 
-def _interval(args: Any, state: Any, what: str, total: int, epochs: float) -> int:
+def _epochs(args: Any, batches: Any) -> float | None:
+    """Return the planned epochs of a ``Trainer``; None if its data have no length.
+
+    Not the state's ``num_train_epochs``, which is rounded up, and ``sys.maxsize`` where the data have no length.
+    """
+    if args.max_steps <= 0:
+        return float(args.num_train_epochs)
+    if not isinstance(batches, Sized):
+        return None
+    try:
+        steps = -(-len(batches) // int(args.gradient_accumulation_steps))
+    except TypeError:  # a DataLoader over an iterable data set has a length by name only
+        return None
+    return args.max_steps / max(1, steps)
+
+
+def _interval(args: Any, state: Any, what: str, total: int, epochs: float | None) -> int:
     """Return the steps between two evaluations or saves of a ``Trainer``; 0: none, or not known."""
     strategy = _strategy(args, what)
     if strategy == "steps":
