@@ -72,6 +72,7 @@ def main() -> int:
 def run_suite(words: list[str], seconds: float, log: Path) -> dict[str, Any] | None:
     """Run the suite once and return its row; None if it was cut off. Its output is kept if a test failed."""
     with tempfile.TemporaryDirectory(prefix="suite.", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o1777)  # like /tmp: some tests become another user
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *words]
         environ = os.environ | {"TMPDIR": folder, "FTMON_HOME": f"{folder}/home"}

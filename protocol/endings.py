@@ -25,7 +25,7 @@ def ending_in_words(exit_code: int | None, signal: int | None) -> str:
     if exit_code is None:
         return "exit status unknown"
     if 128 < exit_code < 160:
-        return f"exit code {exit_code} ({signal_name(exit_code - 128)})"
+        return f"exit code {exit_code}, {signal_name(exit_code - 128)}"
     return f"exit code {exit_code}"
 
 

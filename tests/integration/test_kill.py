@@ -100,7 +100,7 @@ def test_a_run_whose_slurm_job_is_over_time_was_stopped_and_nobody_in_it_is_to_b
         os.kill(srun.pid, signal.SIGTERM)
         end = exit_of(run)
         assert (end.state, end.exit_code) == ("stopped", 143)
-        assert end.text == "cancelled by SLURM: time limit (exit code 143)"
+        assert end.text == "cancelled by SLURM: time limit (exit code 143, SIGTERM)"
         app.wait_for(RunState, lambda state: state.state == "stopped")
         hub_gone(run)
         assert [alert for alert in Reader(run.recording).alerts() if alert.severity == "error"] == []

@@ -98,6 +98,8 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
         end = run.read_exit()
         assert end is not None
         assert (end.state, end.exit_code) == ("stopped", -signal.SIGKILL), end
+        shown = home.run("status", run.id).stdout
+        assert shown.startswith(f"{run.id}  stopped, killed by SIGKILL"), shown
     end = runs["killed"].read_exit()
     assert end is not None
     assert "the command that started it is gone" in end.text

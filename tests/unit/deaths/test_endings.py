@@ -237,7 +237,7 @@ def test_an_ordinary_end_raises_nothing(make_sim: Any):
         (0, None, "exit code 0"),
         (None, 11, "killed by SIGSEGV"),
         (-9, None, "killed by SIGKILL"),
-        (137, None, "exit code 137 (SIGKILL)"),
+        (137, None, "exit code 137, SIGKILL"),
         (None, None, "exit status unknown"),
         (None, 77, "killed by signal 77"),
     ],
