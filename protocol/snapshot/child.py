@@ -18,7 +18,7 @@ from .errors import SnapshotError
 from .unpickle import granted_memory, read_pickle
 
 REFUSED = 3
-_SPARE = 2**30
+_SPARE = 2**29
 _MOST_MEMORY = 64 * 2**30
 
 

@@ -17,12 +17,25 @@ from .errors import SnapshotError
 
 MOST_BYTES = 4 * 2**30
 """The largest pickle that is read, unpacked: forty times that of a million trace entries."""
-_COSTS = {b"}": 72, b"]": 64, b")": 8, b"(": 8, b"\x85": 56, b"\x86": 64, b"\x87": 72, b"\x8f": 224}
-"""Bytes of an object that one opcode makes: an empty dictionary, an empty list, a tuple, a mark, an empty set, with its
-place in a container. (Found within a string, such a byte counts too: the estimate is from above.)"""
+_BASE_COST = 8
+"""Bytes for any byte: a reference in a list or on the stack, or four bytes a character beside one that is no ASCII."""
+_COSTS = {
+    24: b"\x94qrhjNK)2\x88\x89",  # places on the stack and in a list, in the memo, or half an entry of a dictionary
+    40: b"MJ\x8aILGF",  # a number
+    72: b"\x8cXCUTBVS\x85\x86\x87",  # a string, bytes, a tuple
+    104: b"]",  # a list with its first elements
+    240: b"}(",  # a dictionary with its first entries; what follows a mark may become one
+    1024: b"\x8f\x91",  # a set with its first elements
+}
+"""Bytes that the object of an opcode takes in CPython at the most, beyond ``_BASE_COST``. Found within a string, such a
+byte counts too: the estimate is from above, for real snapshots three to four times what they take."""
+_ABOVE = 3
 
-_MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 500, 2**30
-"""Real snapshots take some 10 bytes of objects for a byte, and gzip makes them 10 to 40 times smaller."""
+_MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
+"""Real snapshots take 6 to 11 bytes of objects for a byte, and gzip makes them 10 to 40 times smaller."""
+
+_MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
+"""Bytes that gzip may make of one, and in all on top of that."""
 
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
@@ -44,21 +57,32 @@ class _WantsCodeError(Exception):
 
 def granted_memory(path: Path) -> int:
     """Return the bytes of memory that a file's objects may take, by its size and by what this host has available."""
-    with path.open("rb") as file:
-        packed = file.read(2) == _GZIP
-    by_size = _SPARE_MEMORY + path.stat().st_size * (_MEMORY_PER_PACKED_BYTE if packed else _MEMORY_PER_BYTE)
+    by_size = _SPARE_MEMORY + path.stat().st_size * (_MEMORY_PER_PACKED_BYTE if _is_packed(path) else _MEMORY_PER_BYTE)
     return min(by_size, available_memory() // 2 or by_size)
 
 
-def check_cost(path: Path, most_bytes: int = MOST_BYTES, most_memory: int = 0) -> None:
-    """Read a pickle through, unpacked as it goes, and estimate what its objects take before any is made.
+def granted_bytes(path: Path) -> int:
+    """Return how large a file may be unpacked."""
+    return min(MOST_BYTES, path.stat().st_size * _MOST_EXPANSION + _SPARE_BYTES) if _is_packed(path) else MOST_BYTES
 
-    Every opcode that makes an object is one byte, and its argument at least as long as what it stands for, so bytes
-    counted by value bound the objects from above: ``_COSTS`` for those that make the most of one byte.
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP
+
+
+def estimate(part: bytes) -> int:
+    """Return the bytes that the objects of a pickle, or of a part of one, may take (``_COSTS``), without making any."""
+    length = len(part)
+    return _BASE_COST * length + sum(cost * (length - len(part.translate(None, of))) for cost, of in _COSTS.items())
+
+
+def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
+    """Read a pickle through, unpacked as it goes, and estimate what its objects take before any is made.
 
     Args:
         path: the file, gzip-compressed or not.
-        most_bytes: the largest that it may be unpacked.
+        most_bytes: the largest that it may be unpacked; 0: what ``granted_bytes`` gives.
         most_memory: bytes that its objects may take; 0: what ``granted_memory`` gives.
 
     Raises:
@@ -69,15 +93,15 @@ def check_cost(path: Path, most_bytes: int = MOST_BYTES, most_memory: int = 0) -
     cost = 0
     with _opened(path, most_bytes) as file:
         while part := file.read(_CHUNK):
-            cost += len(part) + sum(part.count(opcode) * size for opcode, size in _COSTS.items())
-            if cost > most_memory:
+            cost += estimate(part)
+            if cost > _ABOVE * most_memory:
                 raise SnapshotError(
                     f"{path}: refused: it asks for far more memory than its size justifies, or than half of what is "
                     f"available here: more than {most_memory / 2**30:.3g} GiB"
                 )
 
 
-def read_pickle(path: Path, most_bytes: int = MOST_BYTES, most_memory: int = 0) -> Any:
+def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     """Read a pickle, gzip-compressed or not, of plain data; the caller checks what it holds.
 
     A hostile file may still ask for much memory or exhaust the C stack, so this belongs in a process of its own.
@@ -127,7 +151,7 @@ def _opened(path: Path, most_bytes: int) -> io.BufferedReader:
     if magic == b"PK":
         raise SnapshotError(f"{path}: not a memory snapshot but a zip file (as torch.save writes): {_DUMP}")
     raw = gzip.GzipFile(path) if magic == _GZIP else path.open("rb", buffering=0)
-    return io.BufferedReader(_Bounded(raw, path, most_bytes), _CHUNK)
+    return io.BufferedReader(_Bounded(raw, path, most_bytes or granted_bytes(path)), _CHUNK)
 
 
 class _Bounded(io.RawIOBase):
@@ -143,7 +167,7 @@ class _Bounded(io.RawIOBase):
         count = self._file.readinto(buffer) or 0
         self._read += count
         if self._read > self._most:
-            raise SnapshotError(f"{self._path}: refused: it unpacks to more than {self._most / 2**30:.3g} GiB")
+            raise SnapshotError(f"{self._path}: refused: it unpacks to more than {self._most / 2**20:,.0f} MiB")
         return count
 
     def close(self) -> None:
