@@ -114,6 +114,7 @@ def still(**changes: object) -> Activity:
         ({"switches": 51}, "works"),
         ({"cpu_seconds": 5.5}, "computes"),
         ({"on_disk": True}, "disk"),
+        ({"worker_naps": 2}, "works"),
     ],
 )
 def test_keep_alives_are_no_work_and_everything_else_is(changes: dict[str, object], work: Work):
@@ -121,7 +122,8 @@ def test_keep_alives_are_no_work_and_everything_else_is(changes: dict[str, objec
 
 
 def test_a_poll_of_the_dataloader_is_no_work():
-    assert still(time=16.0, switches=51).work_since(still(), polls=True) == ""
+    assert still(time=10.75, switches=52).work_since(still(), polls=True) == ""
+    assert still(time=60.0, switches=70).work_since(still(), polls=True) == ""
     assert still(time=16.0, switches=59).work_since(still(), polls=True) == "works"
 
 

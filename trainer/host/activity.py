@@ -18,6 +18,8 @@ __all__ = ["Activity", "measure", "switches", "wchan"]
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
 second and forward data of other ranks, which is not work of the script."""
+_LOADER_WORKER = "pt_data_worker"
+"""PyTorch's name for a worker's main thread."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -45,7 +47,7 @@ def measure(
     training = dump.training if dump is not None else pid
     found = _threads(pid, training, dump.receiver if dump is not None else -1)
     moved, waits, chars, sent = found.io_bytes, found.on_disk, found.chars, traffic.of_process(pid, sockets)
-    seconds = 0.0
+    seconds, naps = 0.0, 0
     further = [table[other] for other in others if other in table and other != pid]
     tree = processes.descendants([pid, *others], dict(table), ranks)
     below = {p.pid: p for p in (*further, *tree) if p.pid != pid}
@@ -56,6 +58,9 @@ def measure(
         chars += read.chars
         waits = waits or read.on_disk
         sent += traffic.of_process(child.pid, sockets)
+        # Between two attempts a data set sleeps; a worker without a request waits in poll(2), and wakes up there too.
+        if child.name == _LOADER_WORKER and "nanosleep" in wchan(child.pid, child.pid):
+            naps += switches(child.pid, child.pid)
     living = [child for child in below.values() if child.alive]
     newest = max((child.start_ticks for child in living), default=0)
     return Activity(
@@ -71,6 +76,7 @@ def measure(
         traffic=sent,
         processes=1 + len(living),
         newest=newest,
+        worker_naps=naps,
     )
 
 

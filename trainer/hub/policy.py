@@ -144,7 +144,7 @@ class Policy:
                 patience=view.limit,
                 quiet=found.quiet if found is not None else None,
                 gone=view.absent == "gone",
-                network=doing == "network",
+                may_resume=doing == "network" or (found is not None and found.timed),
                 blocked=bool(view.inside) or doing in ("collective", "device", "backward"),
             )
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)

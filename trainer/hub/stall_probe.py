@@ -203,6 +203,8 @@ class StallProbe:
                 restless=seen is not None and seen.restless,
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
+                # Native code that holds the GIL is asked by a signal: no data set retries there.
+                timed=by == "probe" and action is not None and _sleeps_for_a_time(action, frames),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",
                 wchan=action.wchan if action is not None else "",
@@ -353,6 +355,10 @@ class StallProbe:
                 return "gone"
             return "stopped" if process.state in ("T", "t") else "alive"
         return ""
+
+
+def _sleeps_for_a_time(action: Activity, frames: tuple[Frame, ...]) -> bool:
+    return action.naps or (action.worker_naps > 0 and python_stacks.waits_for_loader_worker(frames))
 
 
 def _text_of(answer: Result | None) -> tuple[str, str, str]:

@@ -15,9 +15,10 @@ CHARS_PER_SECOND = 8192.0
 TRAFFIC_PER_SECOND = 1024.0
 """Bytes/s sent and received above this are work; keep-alives are less."""
 SPARE_BYTES = 4096.0
-POLLS_PER_SECOND = 0.25
-"""Wake-ups/s up to this are not work: PyTorch's dataloader checks every five seconds whether its worker lives."""
 SPARE_WAKES = 0.5
+POLLS_PER_SECOND, SPARE_POLLS = 0.4, 3.5
+"""Wake-ups up to this are not work while PyTorch's dataloader waits: every five seconds it checks whether its worker
+lives, which takes a thread off the processor once or twice."""
 
 Work = Literal["", "computes", "disk", "works"]
 """Empty: no work. ``computes``: only the rank's own CPU time. ``disk``: a thread waits for a disk that transfers
@@ -51,13 +52,20 @@ class Activity(NamedTuple):
     """Number of living processes of the tree."""
     newest: int = 0
     """Start time of its youngest process, in ticks since boot."""
+    worker_naps: int = 0
+    """Context switches of dataloader workers that sleep for a set time."""
+
+    @property
+    def naps(self) -> bool:
+        """Whether the training thread sleeps for a set time, as in ``time.sleep``."""
+        return "nanosleep" in self.wchan
 
     def work_since(self, before: "Activity", *, polls: bool = False) -> Work:
         """Return the kind of work done between an earlier observation and this one.
 
         Args:
             before: the earlier observation.
-            polls: whether the training thread waits in a library call that wakes up regularly by itself.
+            polls: whether the training thread waits for a dataloader's worker, and wakes up regularly by itself.
         """
         passed = max(0.0, self.time - before.time)
         wakes = self.switches - before.switches
@@ -68,10 +76,11 @@ class Activity(NamedTuple):
             or self.traffic - before.traffic > TRAFFIC_PER_SECOND * passed + SPARE_BYTES
             or self.below_seconds - before.below_seconds > busy
             or (self.processes, self.newest) != (before.processes, before.newest)
+            or self.worker_naps != before.worker_naps
         ):
             return "works"
         if self.cpu_seconds - before.cpu_seconds > busy:
             return "computes"
         if self.on_disk or before.on_disk:
             return "disk"
-        return "works" if wakes > SPARE_WAKES + (POLLS_PER_SECOND * passed if polls else 0.0) else ""
+        return "works" if wakes > (SPARE_POLLS + POLLS_PER_SECOND * passed if polls else SPARE_WAKES) else ""

@@ -94,6 +94,8 @@ class Evidence:
     """Recent work of its process tree."""
     quiet: float | None = None
     """Seconds for which its process tree is known to have been idle; None: unknown."""
+    timed: bool = False
+    """Whether its training thread, or a dataloader worker that it waits for, sleeps for a set time."""
     lock: "LockWait | None" = None
     """The file lock it waits for."""
     process: str = ""
@@ -108,8 +110,8 @@ class Evidence:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it slept at one line for ``ASLEEP_S``."""
-        return self.asleep >= ASLEEP_S and not self.restless
+        """Whether it slept at one line for ``ASLEEP_S``, and its process tree has not worked recently."""
+        return self.asleep >= ASLEEP_S and not self.restless and self.work != "works"
 
 
 def read_calls(data: Any) -> Calls:

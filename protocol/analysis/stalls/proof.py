@@ -22,8 +22,8 @@ class RankFacts(NamedTuple):
     """Seconds for which its process tree is known to have been idle; None: unknown."""
     gone: bool = False
     """Whether its process is gone."""
-    network: bool = False
-    """Whether its training thread waits for an answer from the network, which may still arrive."""
+    may_resume: bool = False
+    """Whether it waits for an answer from the network, or sleeps for a set time, as until a server's Retry-After."""
     blocked: bool = False
     """Whether it waits in a collective or for its device."""
 
@@ -68,7 +68,7 @@ def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:
     if facts.gone:
         return ""
     needed = action_patience(facts.patience, awaited=awaited)
-    if facts.network:
+    if facts.may_resume:
         needed = max(needed, ALONE_ACTION_S)
     if facts.quiet is None:
         return f"it is not known what rank {rank}'s processes do"

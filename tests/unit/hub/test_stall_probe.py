@@ -32,6 +32,12 @@ def test_what_it_said_before_its_last_progress_does_not_stay(run: RunDir, monkey
     assert bench.look(COUNTED, monkeypatch) == "calls"
 
 
+WAITS_FOR_WORKER = """Current thread 0x00007f (most recent call first):
+  File "/site-packages/torch/utils/data/dataloader.py", line 1291 in _try_get_data
+  File "train.py", line 7 in main
+"""
+
+
 def asleep(at: float, **more: Any) -> Activity:
     return Activity(at, "S", "futex_do_wait", 1.0, 0, False, 10)._replace(**more)
 
@@ -87,6 +93,28 @@ def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(run: RunDi
 def test_what_wakes_up_again_is_restless_and_at_work(run: RunDir, monkeypatch: Any) -> None:
     found = observe(run, monkeypatch, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
     assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("wchan", "naps", "place", "timed"),
+    [
+        ("hrtimer_nanosleep", 0, STACKS, True),
+        ("futex_do_wait", 0, STACKS, False),
+        ("futex_do_wait", 7, STACKS, False),
+        ("poll_schedule_timeout", 7, WAITS_FOR_WORKER, True),
+        ("poll_schedule_timeout", 0, WAITS_FOR_WORKER, False),
+    ],
+)
+def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_for(
+    run: RunDir, monkeypatch: Any, wchan: str, naps: int, place: str, timed: bool
+) -> None:
+    bench = Bench(run)
+    monkeypatch.setattr("ftmon.trainer.hub.stall_probe._text_of", lambda _: (place, "", "probe"))
+    found = asleep(1.0, wchan=wchan, worker_naps=naps)
+    monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _: found)
+    bench.look({}, monkeypatch)
+    assert bench.rank.evidence is not None
+    assert bench.rank.evidence.timed is timed
 
 
 def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:

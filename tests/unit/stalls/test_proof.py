@@ -18,7 +18,7 @@ WORKED = RankFacts(8.0, quiet=3.0)
         ("missing", WORKED, False),
         ("missing", RankFacts(8.0, quiet=None), False),
         ("missing", RankFacts(8.0, gone=True), True),
-        ("missing", RankFacts(8.0, quiet=60.0, network=True), False),
+        ("missing", RankFacts(8.0, quiet=60.0, may_resume=True), False),
         ("missing", RankFacts(300.0, quiet=60.0), False),
         ("alone", RankFacts(8.0, quiet=60.0), False),
         ("alone", RESTED, True),
