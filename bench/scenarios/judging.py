@@ -97,9 +97,7 @@ def _health(kind: Kind, guilty: set[int], history: list[tuple[float, Alert]], en
     for t, alert in mine:
         first = alert.evidence.get("first_rank")
         blamed = {first} if first is not None else set(alert.ranks)
-        if guilty and blamed and kind.ranks > 2 and not blamed & guilty:
-            return Judgement("wrong", t, alert.title)
-        if kind.words == "nan_loss" and guilty and blamed != guilty:
+        if guilty and blamed != guilty and (kind.ranks > 2 or kind.words == "nan_loss"):
             return Judgement("wrong", t, alert.title)
     if mine:
         return Judgement("right", mine[0][0], mine[0][1].title)
