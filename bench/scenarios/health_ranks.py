@@ -40,7 +40,7 @@ class Rows(Dataset):
             time.sleep(0.01)
         elif KIND == "slow-epochs" and index == 0:
             time.sleep(0.6)
-        own = 0 if KIND == "unequal-losses" else 1_000_000 * RANK
+        own = 0 if KIND in ("unequal-losses", "equal-batches", "own-noise") else 1_000_000 * RANK
         return torch.randn(16, generator=torch.Generator().manual_seed(index + own))
 
 
@@ -88,6 +88,8 @@ def change(loss, model, step, noise):
     elif late and KIND == "unequal-losses" and MINE:
         begun()
         loss = loss * 1.1
+    elif KIND == "own-noise":
+        loss = loss * (1 + 0.1 * torch.randn(()))
     elif KIND == "noisy-loss" and step % 97 == 0:
         loss = loss * 6
     elif late and KIND == "nan-loss" and MINE:
@@ -105,8 +107,9 @@ def disk(step, model):
             file.write(bytes(80_000))  # some 5 MB/s
             time.sleep(STEP_SECONDS / 4)
     elif KIND == "checkpoint-and-remove" and step % 60 == 0 and RANK == 0:
-        (folder / "checkpoint").write_bytes(bytes(20_000_000))
-        (folder / "checkpoint").unlink()
+        (folder / "optimizer").write_bytes(bytes(20_000_000))
+        save(model, folder / "checkpoint.pt")
+        (folder / "optimizer").unlink()
     elif KIND == "checkpoint-failed" and step % 20 == 0 and RANK == 0:
         if step >= AT:
             fill(folder / "other")
@@ -144,6 +147,7 @@ def main():
     if "SCENE_DISK" in os.environ:
         os.chdir(os.environ["SCENE_DISK"])
     noise = torch.Generator().manual_seed(RANK)
+    torch.manual_seed(RANK)
     for step, rows in enumerate(batches(), 1):
         if step > STEPS:
             break

@@ -267,6 +267,8 @@ KINDS = (
     Kind("slow-epochs", "the first batch of each epoch is slow", "well", 2, "health", steps=300, culprit=False),
     Kind("two-shapes", "a compiled function sees two shapes", "well", 2, "health", steps=300, culprit=False),
     Kind("equal-replicas", "trains under DDP for some hundred steps", "well", 2, "health", steps=400, culprit=False),
+    Kind("equal-batches", "every rank has the same batch", "well", 2, "health", steps=400, culprit=False),
+    Kind("own-noise", "the same batch, and each rank draws its noise", "well", 2, "health", steps=400, culprit=False),
     Kind(
         "checkpoint-and-remove",
         "writes checkpoints and removes them",
