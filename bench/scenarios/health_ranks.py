@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import ftmon
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +40,8 @@ class Rows(Dataset):
             time.sleep(0.01)
         elif KIND == "slow-epochs" and index == 0:
             time.sleep(0.6)
-        return torch.randn(16, generator=torch.Generator().manual_seed(index + 1_000_000 * RANK))
+        own = 0 if KIND in ("unequal-losses", "equal-batches", "own-noise") else 1_000_000 * RANK
+        return torch.randn(16, generator=torch.Generator().manual_seed(index + own))
 
 
 def batches():
@@ -63,10 +65,11 @@ class Shapes:
 
 def change(loss, model, step, noise):
     """Make of a loss what the scene wants it to be."""
-    if KIND in ("noisy-loss", "diverging-loss", "grad-explosion"):
+    if KIND in ("noisy-loss", "diverging-loss", "grad-explosion", "grad-collapse", "loss-plateau"):
         loss = 0 * loss + sum((p**2).sum() for p in model.parameters()) * 0.01
-        level = 1.5 + 2 * math.exp(-step / 60)
-        loss = loss - float(loss.detach()) + level * math.exp(0.1 * float(noise))
+        flat = KIND == "loss-plateau"
+        level = 1.5 + 2 * math.exp(-(min(step, AT) if flat else step) / 60)
+        loss = loss - float(loss.detach()) + level * math.exp((0.01 if flat else 0.1) * float(noise))
     late = step >= AT
     if late and KIND == "diverging-loss":
         begun()
@@ -74,6 +77,19 @@ def change(loss, model, step, noise):
     elif late and KIND == "grad-explosion":
         begun()
         loss = loss * 100 - 99 * float(loss.detach())  # the same value, and a gradient of 100 times the size
+    elif late and KIND == "grad-collapse":
+        begun()
+        loss = loss * 1e-4 + (1 - 1e-4) * float(loss.detach())
+    elif late and KIND == "nan-gradient":
+        begun()
+        loss = loss + (0 * next(model.parameters()).sum()).sqrt()  # 0, and its derivative is infinite
+    elif late and KIND == "loss-plateau":
+        begun()
+    elif late and KIND == "unequal-losses" and MINE:
+        begun()
+        loss = loss * 1.1
+    elif KIND == "own-noise":
+        loss = loss * (1 + 0.1 * torch.randn(()))
     elif KIND == "noisy-loss" and step % 97 == 0:
         loss = loss * 6
     elif late and KIND == "nan-loss" and MINE:
@@ -82,7 +98,7 @@ def change(loss, model, step, noise):
     return loss
 
 
-def disk(step):
+def disk(step, model):
     """Write as the scene wants it; 128 MiB are there."""
     folder = Path(os.environ["SCENE_DISK"])
     if KIND == "disk-filling" and step >= AT and RANK == 0:
@@ -91,8 +107,32 @@ def disk(step):
             file.write(bytes(80_000))  # some 5 MB/s
             time.sleep(STEP_SECONDS / 4)
     elif KIND == "checkpoint-and-remove" and step % 60 == 0 and RANK == 0:
-        (folder / "checkpoint").write_bytes(bytes(20_000_000))
-        (folder / "checkpoint").unlink()
+        (folder / "optimizer").write_bytes(bytes(20_000_000))
+        save(model, folder / "checkpoint.pt")
+        (folder / "optimizer").unlink()
+    elif KIND == "checkpoint-failed" and step % 20 == 0 and RANK == 0:
+        if step >= AT:
+            fill(folder / "other")
+            begun()
+        save(model, folder / f"step-{step}.pt")
+
+
+def fill(path):
+    """Write until the disk is full."""
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+
+
+def save(model, path):
+    """Write a checkpoint and report it, as a script does that goes on without."""
+    probe = ftmon.watch()
+    try:
+        torch.save(model.state_dict(), path)
+    except (OSError, RuntimeError) as error:
+        probe.checkpoint_failed(str(path), str(error))
+    else:
+        probe.checkpoint(str(path))
 
 
 def main():
@@ -107,6 +147,7 @@ def main():
     if "SCENE_DISK" in os.environ:
         os.chdir(os.environ["SCENE_DISK"])
     noise = torch.Generator().manual_seed(RANK)
+    torch.manual_seed(RANK)
     for step, rows in enumerate(batches(), 1):
         if step > STEPS:
             break
@@ -120,6 +161,9 @@ def main():
         else:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            if KIND == "nan-gradient":
+                for parameter in model.parameters():
+                    parameter.grad.nan_to_num_()
             optimizer.step()
         optimizer.zero_grad()
         if KIND == "noisy-loss" and step % 150 == 0:
@@ -131,19 +175,24 @@ def main():
             with torch.no_grad():
                 layers[0].weight[3, 5] += 0.5
         if "SCENE_DISK" in os.environ:
-            disk(step)
-        time.sleep(STEP_SECONDS)
+            disk(step, model)
+        if KIND != "loss-plateau":  # which takes a thousand steps
+            time.sleep(STEP_SECONDS)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def scaled(scaler, optimizer, loss, model, step):
-    """One update with a loss scaler that overflows from the fault on, or above a scale that it has to find."""
+    """One update with a loss scaler that overflows at each step, at each growth, or above a scale that it finds."""
     scaler.scale(loss).backward()
-    sinks = KIND == "scaler-floor" and step >= AT
-    if sinks:
+    limit = math.inf
+    if KIND == "scaler-search":
+        limit = 2.0**10
+    elif step >= AT:
         begun()
-    if sinks or (KIND == "scaler-search" and scaler.get_scale() > 2.0**10):
+        limit = 0.0 if KIND == "scaler-floor" else 2.0**15
+        scaler.set_growth_interval(3)
+    if scaler.get_scale() > limit:
         next(model.parameters()).grad.fill_(float("inf"))
     scaler.step(optimizer)
     scaler.update()

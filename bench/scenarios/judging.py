@@ -95,11 +95,8 @@ def _health(kind: Kind, guilty: set[int], history: list[tuple[float, Alert]], en
             return Judgement("wrong" if kind.expect == "health" else "false alarm", t, alert.title)
     mine = [(t, alert) for t, alert, name in found if name == kind.words and _at(kind, alert)]
     for t, alert in mine:
-        first = alert.evidence.get("first_rank")
-        blamed = {first} if first is not None else set(alert.ranks)
-        if guilty and blamed and kind.ranks > 2 and not blamed & guilty:
-            return Judgement("wrong", t, alert.title)
-        if kind.words == "nan_loss" and guilty and blamed != guilty:
+        blamed = set(alert.evidence.get("first_ranks", alert.ranks))
+        if guilty and blamed != guilty and (kind.ranks > 2 or kind.words == "nan_loss"):
             return Judgement("wrong", t, alert.title)
     if mine:
         return Judgement("right", mine[0][0], mine[0][1].title)

@@ -249,6 +249,9 @@ class StallProbe:
             work = ""  # it polls for the device or for its peers
         asleep = not work and action.state == before.last.state == "S" and frames == before.frames
         slept = before.slept or (asleep and action.time - before.first.time >= ASLEEP_S)
+        # Observations are too far apart to see each sleep of a retry in full: one that ends at the same line is enough.
+        has_woken = before.last is not before.first and action.switches > before.last.switches
+        retries = has_woken and frames == before.frames and not polls
         if work:
             self.worked_at[rank] = time.time()
         found = _Seen(
@@ -259,7 +262,7 @@ class StallProbe:
             now if work else before.worked,
             work or before.work,
             slept,
-            before.restless or (before.slept and not asleep),
+            before.restless or (before.slept and not asleep) or retries,
             moved,
         )
         self._seen[rank] = found

@@ -30,6 +30,9 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     value: str
     """``nan``, ``inf`` or ``-inf``."""
     first_rank: int
+    """The one of ``first_ranks`` that reported first: the last good values are its own."""
+    first_ranks: tuple[int, ...]
+    """Ranks with such a value in the first step: all of them where gradients are reduced before their norm is taken."""
     first_step: int
     last_good_step: int | None
     """The last step of that rank before it with a finite value; None: there was none."""
@@ -67,7 +70,8 @@ class _Case:
     """When its first step ended."""
     precision: str
     steps: int = 0
-    ranks: set[int] | None = None
+    first_ranks: set[int] = field(default_factory=set[int])
+    ranks: set[int] = field(default_factory=set[int])
     raised: bool = False
 
 
@@ -141,16 +145,16 @@ class NonFinite:
         case = self._case
         if case is None:
             ended = step.started + step.host_us / 1e6
-            case = self._case = _Case(
-                step.rank, step.step, repr(float(value)), _good(rank), step.lr, ended, precision, ranks=set()
-            )
-        assert case.ranks is not None
+            case = self._case = _Case(step.rank, step.step, repr(float(value)), _good(rank), step.lr, ended, precision)
         known = step.rank in case.ranks
         case.ranks.add(step.rank)
         case.steps += 1
         if step.step < case.first_step:  # another rank's message was on its way for longer
             case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
             case.good, known = _good(rank), False
+            case.first_ranks.clear()
+        if step.step == case.first_step:
+            case.first_ranks.add(step.rank)
         if case.raised and (not known or case.steps % UPDATE_STEPS == 0):
             return [self._finding(case, "updated", precision)]
         return []
@@ -169,6 +173,7 @@ class NonFinite:
         facts = NonFiniteFacts(
             case.value,
             case.first_rank,
+            tuple(sorted(case.first_ranks)),
             case.first_step,
             *case.good,
             case.lr,
@@ -177,9 +182,7 @@ class NonFinite:
             any(case.first_step in rank.good for rank in self._ranks.values()),
             precision,
         )
-        return Finding(
-            self._kind, facts, state, "error", tuple(sorted(case.ranks or {case.first_rank})), step=case.first_step
-        )
+        return Finding(self._kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)
 
 
 def _good(rank: _Rank) -> tuple[int | None, float | None, float | None]:

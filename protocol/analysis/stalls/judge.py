@@ -184,7 +184,7 @@ def _silent_together(present: list[RankView]) -> Verdict | None:
     if not late or {view.group for view in present} != {furthest.group} or not furthest.group:
         return None
     waiting = [view for view in present if view not in late]
-    call = Collective(furthest.inside or furthest.last_collective or "collective", furthest.group_sequence)
+    call = Collective(furthest.newest, furthest.group_sequence)
     return missing(waiting, late, call, max(view.age for view in present))
 
 
@@ -337,7 +337,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
             # Ranks behind still make progress or are within their limit, or ranks ahead do not wait.
             return alone(late, age) if late and len(still) == len(late) else None
         top = max(ahead, key=counts.place)
-        return missing(ahead, late, Collective(top.last_collective or "collective", top.collectives), age)
+        return missing(ahead, late, Collective(top.newest, top.collectives), age)
     silent = [view for view in present if view.absent]
     if silent:
         return missing([view for view in stuck if not view.absent], silent, None, age)

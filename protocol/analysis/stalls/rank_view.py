@@ -80,6 +80,11 @@ class RankView:
         return self.overdue or (asleep and self.age > limit)
 
     @property
+    def newest(self) -> str:
+        """Return the name of the collective that it entered last; ``collective`` if unknown."""
+        return self.inside or self.last_collective or "collective"
+
+    @property
     def call(self) -> Collective:
         """Its current collective, with its count; only the name before the first one."""
         return Collective(self.inside, self.collectives or None)

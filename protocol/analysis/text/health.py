@@ -26,16 +26,18 @@ from .words import Words, number
 def _nan(finding: Finding) -> Words:
     facts: NonFiniteFacts = finding.facts
     what = "loss" if finding.kind == "nan_loss" else "gradient norm"
+    who = all_ranks(facts.first_ranks)
     value = "NaN" if facts.value == "nan" else "infinite"
     if facts.last_good_step is None:
-        good = "There was no finite one before"
+        good = f"Rank {facts.first_rank} had no finite one before"
     else:
         norm = f", gradient norm {number(facts.last_good_grad_norm)}" if facts.last_good_grad_norm is not None else ""
-        good = f"Its last good step was {facts.last_good_step}: loss {number(facts.last_good_loss)}{norm}"
+        loss = number(facts.last_good_loss)
+        good = f"The last good step of rank {facts.first_rank} was {facts.last_good_step}: loss {loss}{norm}"
     others = ""
     if facts.ranks_total > 1 and facts.finite_elsewhere:
-        others = " Other ranks were finite in that step, so it came from that rank's batch or device."
-    elif facts.ranks_total > 1 and len(finding.ranks) > 1:
+        others = f" Other ranks were finite in that step, so it came from the batch or device of {who}."
+    elif set(finding.ranks) > set(facts.first_ranks):
         others = f" Since then: {all_ranks(finding.ranks)}."
     if finding.kind == "nan_loss":
         remedy = (
@@ -51,7 +53,7 @@ def _nan(finding: Finding) -> Words:
     if facts.precision == "fp16":
         remedy += " bf16 has a larger range than fp16."
     return Words(
-        f"{value} {what} on rank {facts.first_rank} since step {facts.first_step}",
+        f"{value} {what} on {who} since step {facts.first_step}",
         f"{good}, learning rate {number(facts.lr)}.{others}",
         remedy,
         "It has been finite on every rank since.",

@@ -67,7 +67,7 @@ def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
     assert found[0].severity == "error"
     words = text.words(found[0])
     assert words.title == "NaN loss on rank 1 since step 30"
-    assert "last good step was 29: loss 2.29, gradient norm 0.5" in words.text
+    assert "last good step of rank 1 was 29: loss 2.29, gradient norm 0.5" in words.text
 
 
 def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
@@ -77,6 +77,15 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
     assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
     raised = [one for one in found if one.state == "raised"]
     assert [one.facts.first_rank for one in raised] == [1], "no rank is named before all have reported the step"
+
+
+def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
+    steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
+    found = fed(steps, hello(0, 2), hello(1, 2))
+    assert [(one.kind, one.facts.first_ranks) for one in found] == [("nan_gradient", (0, 1))]
+    words = text.words(found[0])
+    assert words.title == "NaN gradient norm on ranks 0-1 since step 5"
+    assert "Since then" not in words.text
 
 
 @pytest.mark.parametrize("how", ["time", "end"])

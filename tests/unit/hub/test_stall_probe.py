@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.stalls.activity import Activity
+from ftmon.protocol.analysis.stalls.evidence import ASLEEP_S
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict, by_rank
 from ftmon.protocol.rundir import RunDir
@@ -115,6 +116,12 @@ def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_f
     bench.look({}, monkeypatch)
     assert bench.rank.evidence is not None
     assert bench.rank.evidence.timed is timed
+
+
+def test_a_retry_is_restless_before_a_whole_sleep_was_observed(run: RunDir, monkeypatch: Any) -> None:
+    switches = {1.5: 10, 2.25: 10, 3.0: 11, 3.75: 11, 4.5: 11, 6.0: 12, 9.0: 13, 11.8: 13}
+    found = observe(run, monkeypatch, *(asleep(at, switches=count) for at, count in switches.items()))
+    assert (found.asleep >= ASLEEP_S, found.is_asleep) == (True, False)
 
 
 def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:

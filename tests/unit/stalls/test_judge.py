@@ -16,7 +16,7 @@ def view(rank: int, **fields: Any) -> RankView:
 
 
 def inside(rank: int, name: str = "all_reduce", count: int = 100, **fields: Any) -> RankView:
-    return view(rank, inside=name, last_collective=name, collectives=count, **fields)
+    return view(rank, **{"inside": name, "last_collective": name, "collectives": count, **fields})
 
 
 def must(verdict: Verdict | None) -> Verdict:
@@ -102,6 +102,12 @@ def test_under_nccl_the_rank_with_the_lowest_count_is_named():
     verdict = must(judge([*ahead, view(2, phase="data", limit=9.0, collectives=96)]))
     assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (2,), (0, 1))
     assert verdict.collective == Collective("all_gather_into_tensor", 100)
+
+
+def test_a_collective_that_the_others_are_in_is_named_though_they_are_within_their_limits():
+    waiting = inside(0, age=3.4, last_collective="init_process_group", count=1)
+    verdict = must(judge([waiting, view(1, phase="init", age=9.7)]))
+    assert (verdict.hung, verdict.collective) == ((1,), Collective("all_reduce", 1))
 
 
 def test_under_nccl_ranks_between_the_last_and_the_first_wait_too():
