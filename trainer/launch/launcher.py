@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
-from ...protocol.endings import signal_name
+from ...protocol.endings import ending_in_words
 from ...protocol.errors import FtmonError
 from ...protocol.job_log import print_own
 from ...protocol.join import join_path
@@ -277,7 +277,7 @@ class Launcher:
             names = [f"{member.pid} ({member.name})" for member in members[:8]]
             with _disk_trouble("left.json"):
                 self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
-            how = "never began" if self._status is None else _how_it_ended(self._status)
+            how = "never began" if self._status is None else ending_in_words(self._status, None)
             listed = ", ".join(names)
             print_own(f"the job ended ({how}) and left {len(members)} processes, ending them: {listed}")
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
@@ -293,7 +293,7 @@ class Launcher:
     def _write_exit(self, problem: str, left: list[processes.Process]) -> None:
         now = time.time()
         code = 127 if self._status is None else self._status
-        text = problem or _how_it_ended(code)
+        text = problem or ending_in_words(code, None)
         end_request = read_end_request(self._run) or self._end_request
         if end_request is not None and not end_request.explains(code, now):
             end_request = None
@@ -327,10 +327,6 @@ def _disk_trouble(name: str) -> Generator[None]:
 
 def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
     return {pid: process for pid, process in table.items() if pid not in pids}
-
-
-def _how_it_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ...protocol import run_store
+from ...protocol.endings import ending_in_words
 from ...protocol.text import duration, gib, sanitize
 from ..model.progress import activity_words, early_stop_words, epoch_words
 from ..model.run import RunModel
@@ -52,7 +53,7 @@ def show_status(arguments: Namespace) -> int:
 
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     """Return the state of a run in a few lines."""
-    code = f", exit code {entry.exit_code}" if entry.exit_code is not None and not entry.live else ""
+    code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.problem or not entry.recording:
         yield f"recording: {entry.problem or 'none yet'}"

@@ -12,6 +12,7 @@ from ...protocol.analysis.estimates.measured import (
     guess_mapping,
     read_csv,
 )
+from ...protocol.endings import ending_in_words
 from ...protocol.errors import UsageError
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import StepPoint
@@ -121,7 +122,7 @@ def _run(target: str, warm_up: int) -> RunData:
     facts = [
         ("command", " ".join(info.command)),
         ("host", info.host),
-        ("state", info.state + (f" (exit code {info.exit_code})" if info.exit_code else "")),
+        ("state", info.state + (f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else "")),
         ("steps", f"{info.last_step:,}"),
         ("ranks", str(len(info.ranks))),
     ]

@@ -2,6 +2,7 @@
 
 from math import floor
 
+from ...protocol.endings import ending_in_words
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
 from ..model.prediction import highest_prediction
@@ -161,7 +162,7 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
     if model.training.early_stop is not None and model.state != "failed":
         ended = "stopped early"
     elif model.ended:
-        ended = model.state_text or (f"exit code {model.exit_code}" if model.exit_code else "")
+        ended = model.state_text or (ending_in_words(model.exit_code, None) if model.exit_code else "")
     return Summary(
         name=info.name or info.id or "run",
         state=model.state,
