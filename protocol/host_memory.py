@@ -1,44 +1,17 @@
 """Memory that a process may use on this host: the host's own, and the limits of the control groups that it is in.
 
-A limit holds for a group and all groups below it, so a process's own group and its ancestors all count: under SLURM
-without a cgroup namespace, only the job's group has a limit, and not the mounted root. Only Linux has the files that
-are read here; elsewhere everything is unknown.
+Only Linux has the files that are read here; elsewhere everything is unknown.
 """
 
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from .control_groups import ROOT, own_groups
 from .text import sanitize
 
 _UNLIMITED = 1 << 60
 """Cgroup version 1 writes a number near 2^63 for "no limit"."""
-ROOT = Path("/")
-
-
-def memory_hierarchies(pid: int | str, root: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (directory of a process's memory cgroup, its mount point), for cgroup version 2 and 1.
-
-    In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
-
-    Args:
-        pid: the process, or ``self``.
-        root: directory of the kernel's files; differs only in tests.
-    """
-    try:
-        lines = (root / f"proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mounts = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if "memory" in controllers.split(","):
-            mount = mounts / "memory"
-        elif number == "0" and not controllers:
-            mount = mounts
-        else:
-            continue
-        yield mount / path.lstrip("/"), mount
 
 
 def memory_group(root: Path = ROOT) -> Path | None:
@@ -97,13 +70,10 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def _limited_groups(root: Path) -> Iterator[tuple[int, Path]]:
-    for own, mount in memory_hierarchies("self", root):
-        for group in [own, *own.parents]:
-            limit = group_limit(group)
-            if limit is not None:
-                yield limit, group
-            if group == mount:
-                break
+    for group in own_groups("memory", root):
+        limit = group_limit(group)
+        if limit is not None:
+            yield limit, group
 
 
 def _number(path: Path) -> int | None:

@@ -23,7 +23,7 @@ def test_a_ranks_process_that_dies_is_told_by_its_signal() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    with pytest.raises(ConfigError, match="rank 1 was killed by signal 9"):
+    with pytest.raises(ConfigError, match="rank 1 was killed by SIGKILL"):
         ranks.run(die, [1], [8])
 
 
@@ -36,7 +36,7 @@ def _raise() -> None:
     [
         (lambda: os._exit(7), "the dry run ended with exit status 7, without a result", False),
         (lambda: os._exit(0), "the dry run ended with exit status 0, without a result", False),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the dry run was killed by signal 9", False),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the dry run was killed by SIGKILL", False),
         (_raise, "the dry run failed; its traceback is above", True),
     ],
 )

@@ -12,7 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from ...protocol.host_memory import group_limit, memory_hierarchies
+from ...protocol.control_groups import hierarchies
+from ...protocol.host_memory import group_limit
 from ...protocol.hosts import KernelKill
 from ...protocol.text import sanitize
 
@@ -70,7 +71,7 @@ def kill_count(group: Path) -> int | None:
 def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
     """List the cgroups that account for the memory of a process, of version 2 and 1."""
     found: list[Path] = []
-    for own, mount in memory_hierarchies(pid, root):
+    for own, mount in hierarchies("memory", pid, root):
         found += [group for group in (own, mount) if kill_count(group) is not None][:1]
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ...protocol.endings import ending_in_words
 from ...protocol.prediction import Prediction
 from ...protocol.rundir import RunDir, RunFile
 from ...protocol.telemetry import Hello
@@ -82,8 +83,7 @@ class PredictionProcess:
         try:
             found = msgspec.json.decode(self._run.prediction.read_bytes(), type=Prediction)
         except (OSError, msgspec.MsgspecError):
-            why = f"killed by signal {-status}" if status < 0 else f"status {status}"
-            self._end(f"its process ended with {why}: see logs/predict.log")
+            self._end(f"its process ended ({ending_in_words(status, None)}): see logs/predict.log")
             return
         self._done = True
         self._emit(found)

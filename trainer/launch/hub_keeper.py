@@ -5,6 +5,7 @@ import subprocess
 import time
 from typing import BinaryIO
 
+from ...protocol.endings import ending_in_words
 from ...protocol.job_log import print_own
 from ...protocol.rundir import RunDir
 from ...protocol.spawn import spawn_hub
@@ -65,7 +66,8 @@ class HubKeeper:
                 self._delay = _FIRST_DELAY_SECONDS
             self._next_start = now + self._delay
             self._delay = min(self._delay * 2, _LONGEST_DELAY_SECONDS)
-            print_own(f"the hub ended with status {status}; starting another")
+            if not self._failed:
+                print_own(f"the hub ended ({ending_in_words(status, None)}); starting another")
         if now < self._next_start:
             return self._next_start - now
         self.start()

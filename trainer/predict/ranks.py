@@ -14,6 +14,7 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.endings import signal_name
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.throughput import ModelFlops
 from ..host.low_priority import end_with_parent
@@ -198,7 +199,7 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        return f"was killed by signal {-code}"
+        return f"was killed by {signal_name(-code)}"
     if code == _TRACEBACK:
         return "failed; its traceback is above"
     return f"ended with exit status {code}, without a result"

@@ -7,6 +7,7 @@ import socket
 from importlib import metadata, util
 from pathlib import Path
 
+from ...protocol.control_groups import ROOT, cpu_quota
 from ...protocol.training_packages import TRAINING_PACKAGES
 
 
@@ -64,14 +65,11 @@ def select_visible(uuids: list[str], setting: str | None) -> list[str]:
     return chosen
 
 
-def cores() -> int:
-    """Count the CPU cores this process may use: its affinity, cut down by a cgroup's quota where there is one."""
+def cores(root: Path = ROOT) -> int:
+    """Count the CPU cores this process may use: its affinity, cut down by the quota of its cgroups if there is one."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+    quota = cpu_quota(root)
+    return count if quota is None else max(1, min(count, round(quota)))
 
 
 def compiler(device: str) -> str | None:

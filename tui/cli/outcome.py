@@ -48,6 +48,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
         yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")
         yield from (f"            {line}" for line in job_table(model.jobs, end.time))
     yield from _results(run, Path(output_dir or run.path / "output"), is_over=end.state == "finished")
+    if not run.path.exists():
+        yield f"directory:  {run.path} was moved or removed during the run: no recording and no logs are there"
+        return
     if run.recording.exists():
         yield f"recording:  {run.recording}"
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"

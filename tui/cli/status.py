@@ -53,8 +53,7 @@ def show_status(arguments: Namespace) -> int:
 
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     """Return the state of a run in a few lines."""
-    ended = entry.exit_code is not None and not entry.live
-    code = f", {ending_in_words(entry.exit_code, None)}" if ended else ""
+    code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.problem or not entry.recording:
         yield f"recording: {entry.problem or 'none yet'}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...protocol.endings import ending_in_words
 from ...protocol.text import sanitize
 from ..model.what_if import Answer, WhatIf
 
@@ -108,8 +109,7 @@ class DryRuns:
 
     def _finish(self, status: int) -> None:
         if status:
-            ended = f"its process ended with {'signal ' + str(-status) if status < 0 else 'status ' + str(status)}"
-            self._change("failed", self._last or ended)
+            self._change("failed", self._last or f"its process ended ({ending_in_words(status, None)})")
         else:
             try:
                 self.found.answer = msgspec.json.decode(self._output.read_bytes()[:_MOST_BYTES], type=Answer)

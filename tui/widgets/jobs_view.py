@@ -1,8 +1,11 @@
 """The jobs of a run on screen: a line each, and the selected one's peaks by rank and phase."""
 
+from collections.abc import Callable
+
 from rich.style import Style
 
-from ...protocol.jobs import Job
+from ...protocol.endings import ending_in_words, signal_name
+from ...protocol.jobs import Job, JobRank
 from ...protocol.text import duration
 from ..model.jobs import JobRow, phases_of
 from .figures import gib_fixed, step_time
@@ -66,7 +69,7 @@ def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: 
         top = rank.peak_phase
         for at, phase in enumerate(phases_of(rank)):
             resident = f"{gib_fixed(phase.resident_peak or 0):>11}" if measure else ""
-            ending = "" if at else _ending(rank.exit_code, rank.signal, rank.state)
+            ending = "" if at else _ending(rank, _brief)
             style = theme.style("peak", bold=True) if phase is top else theme.base
             name = f"{rank.rank if not at else '':>11}{phase.name:>11}"
             lines.append(
@@ -79,17 +82,17 @@ def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: 
 
 def _without_steps(job: Job, width: int, style: Style) -> list[Line]:
     lines = [Line(" no step" if job.is_over else " no step yet", style)]
-    endings = [
-        f"rank {rank.rank} {'exit code ' if not rank.signal and rank.exit_code is not None else ''}{ending}"
-        for rank in job.ranks
-        if (ending := _ending(rank.exit_code, rank.signal, rank.state))
-    ]
+    endings = [f"rank {rank.rank} {ending}" for rank in job.ranks if (ending := _ending(rank, ending_in_words))]
     if len(endings) > _ENDINGS_SHOWN:
         endings = [*endings[:_ENDINGS_SHOWN], f"{len(endings) - _ENDINGS_SHOWN} more"]
     return lines + [Line(f" {part}", style) for part in wrap(", ".join(endings), width - 2)]
 
 
-def _ending(code: int | None, signal: int | None, state: str) -> str:
-    if signal:
-        return f"signal {signal}"
-    return str(code) if code is not None else state
+def _ending(rank: JobRank, words: Callable[[int | None, int | None], str]) -> str:
+    """Return how a rank's process ended, by exit code and signal, or else the rank's state."""
+    known = rank.exit_code is not None or rank.signal
+    return words(rank.exit_code, rank.signal) if known else rank.state
+
+
+def _brief(code: int | None, signal: int | None) -> str:
+    return signal_name(signal) if signal else str(code)

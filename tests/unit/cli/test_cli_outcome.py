@@ -107,6 +107,16 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     assert told[0] == f"{run.id} failed: exit code 2"
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
+def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path: Path, code: int, state: str) -> None:
+    run = RunDir(tmp_path / "runs" / "demo-1")
+    lines = list(outcome.closing_lines(run, ExitFile(code, 0.0, state, f"exit code {code}"), RunModel()))
+    assert lines == [
+        f"demo-1 {state}: exit code {code}",
+        f"directory:  {run.path} was moved or removed during the run: no recording and no logs are there",
+    ]
+
+
 @pytest.mark.parametrize(("cause", "status"), list(exits.CAUSES.items()))
 def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
     assert outcome.exit_status(ExitFile(-9, 1.0, "failed", "", cause)) == status

@@ -70,7 +70,7 @@ def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting: 
     made.hello(hello("cuda"))
     assert len(begun) == 1
     assert "--gpu=NVIDIA H200" in begun[0]
-    assert [message.refused for message in sent] == ["its process ended with status 3: see logs/predict.log"]
+    assert [message.refused for message in sent] == ["its process ended (exit code 3): see logs/predict.log"]
 
 
 @pytest.mark.parametrize(("kind", "options"), [("run", {}), ("watch", {}), ("train", {"predict": False})])

@@ -1,6 +1,8 @@
 """What this machine has, found out without torch."""
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 from ftmon.trainer.recipe import hardware
@@ -33,5 +35,26 @@ def test_a_free_port_can_be_bound_and_is_then_no_longer_free() -> None:
         assert not hardware.port_is_free(port)
 
 
-def test_there_is_a_core() -> None:
-    assert hardware.cores() >= 1
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"cpu.max": "800000 100000"}, 8),
+        ({"job/cpu.max": "max 100000"}, 64),
+        ({"job/cpu.max": "400000 100000", "job/step/cpu.max": "max 100000"}, 4),
+        ({"job/cpu.max": "400000 100000", "job/step/cpu.max": "250000 50000"}, 4),
+        ({"job/step/cpu.max": "5000 100000"}, 1),
+        ({"elsewhere/cpu.max": "100000 100000"}, 64),
+        ({"cpu/slurm/cpu.cfs_quota_us": "600000", "cpu/slurm/cpu.cfs_period_us": "100000"}, 6),
+        ({"cpu/slurm/cpu.cfs_quota_us": "-1", "cpu/slurm/cpu.cfs_period_us": "100000"}, 64),
+    ],
+)
+def test_the_quotas_of_all_groups_above_the_process_limit_its_cores(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)  # pyright: ignore
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": "3:cpu,cpuacct:/slurm\n0::/job/step\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hardware.cores(tmp_path) == cores
