@@ -27,7 +27,7 @@ from .peaks import peak_seq
 from .phase_peaks import PeakMark
 from .pooling import Window
 from .results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint, held_to_type
-from .rows import BODY_COLUMN, NO_RANK, UNBELIEVABLE, Row, believed, log_from_row, sample_from_row, unpack_body
+from .rows import BODY_COLUMN, UNBELIEVABLE, Row, believed, log_from_row, sample_from_row, unpack_body
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 from .steprow import step_from_row
 
@@ -371,7 +371,7 @@ class Reader:
     def _ranks(self) -> list[int]:
         found: set[int] = set()
         for table in ("steps", "ranks"):
-            found.update(rank for rank in self._values(table, "rank", int) if NO_RANK <= rank < MAX_RANKS)
+            found.update(rank for rank in self._values(table, "rank", int) if 0 <= rank < MAX_RANKS)
         return sorted(found)
 
     def _values(self, table: str, column: str, kind: type) -> list[Any]:

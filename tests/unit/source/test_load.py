@@ -1,5 +1,8 @@
 """A state built for a time from a recording must show what folding everything up to that time shows."""
 
+import contextlib
+import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,16 @@ def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording: P
     assert len(model.ranks) == 4
     assert model.step == 0
     assert model.peak is None
+
+
+def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.sqlite"
+    shutil.copy(recording, damaged)
+    with contextlib.closing(sqlite3.connect(damaged)) as connection, connection:
+        connection.execute("UPDATE steps SET rank = -1 WHERE rank = 0 AND step = 3")
+    with Reader(damaged) as reader:
+        model = load(reader, FRAMES[-1].t, describe(reader.info()), read_overview(reader, reader.info()))
+    assert sorted(model.ranks) == [0, 1, 2, 3]
 
 
 def test_alerts_are_as_they_stood_then(recording: Path) -> None:
