@@ -30,9 +30,10 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from ftmon.protocol import run_store, rundir, wire
-from ftmon.protocol.control import Alert, HubStats, RankState, RunState
-from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
+from ftmon.protocol.run import run_store, rundir
 from streams import Stream
 
 TICK = os.sysconf("SC_CLK_TCK")

@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ftmon-frozen-"))
     os.environ["FTMON_HOME"] = str(folder / "home")
-    from ftmon.protocol import run_store
+    from ftmon.protocol.run import run_store
 
     script, times = folder / "train.py", folder / "times"
     script.write_text(SCRIPT)

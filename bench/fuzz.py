@@ -70,10 +70,10 @@ def megabytes(pid: int) -> float:
 
 def against_hub(count: int, seed: int) -> dict[str, Any]:
     import msgspec
-    from ftmon.protocol import run_store
-    from ftmon.protocol.process import this_process
+    from ftmon.protocol.host.process import this_process
+    from ftmon.protocol.link.sockets import peer_socket
     from ftmon.protocol.recording.reader import Reader
-    from ftmon.protocol.sockets import peer_socket
+    from ftmon.protocol.run import run_store
     from hostile import Frames
 
     run = run_store.create("fuzz", ["true"], "run")
@@ -147,9 +147,9 @@ def drain(socket: "zmq.Socket[Any]") -> None:
 
 def ping(context: "zmq.Context[Any]", run: Any) -> float:
     """Ask the hub whether it lives; return how long it took, 60 s when it did not."""
-    from ftmon.protocol import wire
-    from ftmon.protocol.control import Command
-    from ftmon.protocol.sockets import peer_socket
+    from ftmon.protocol.link.sockets import peer_socket
+    from ftmon.protocol.messages import wire
+    from ftmon.protocol.messages.control import Command
 
     socket = peer_socket(context, "control")
     begun = time.monotonic()
@@ -165,7 +165,7 @@ def ping(context: "zmq.Context[Any]", run: Any) -> float:
 
 
 def against_app(count: int, seed: int) -> dict[str, Any]:
-    from ftmon.protocol import sockets
+    from ftmon.protocol.link import sockets
     from ftmon.protocol.recording.reader import Reader
     from hostile import Frames
     from scenes import recorded
@@ -225,7 +225,7 @@ def against_app(count: int, seed: int) -> dict[str, Any]:
 
 
 def header(number: int) -> bytes:
-    from ftmon.protocol import wire
+    from ftmon.protocol.messages import wire
 
     return wire.encode_header("hub", number, time.time())
 
@@ -250,8 +250,8 @@ def publish(socket: "zmq.Socket[Any]", envelope: list[bytes], app: "subprocess.P
 
 def serve(bound: dict[str, Any], recording: Path, frames: Any, ending: threading.Event) -> None:
     """Answer what the app asks; truly until it has joined, then one answer in twenty is broken, or none of its own."""
-    from ftmon.protocol import wire
-    from ftmon.protocol.control import Answer, Query
+    from ftmon.protocol.messages import wire
+    from ftmon.protocol.messages.control import Answer, Query
     from ftmon.protocol.recording.reader import Reader
     from ftmon.protocol.recording.results import answer_query
 

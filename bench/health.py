@@ -18,8 +18,8 @@ from pathlib import Path
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.disks import Disks
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
-from ftmon.protocol.health import Compilation, Compiles, DataLoaderInfo, DiskSpace, Volume
-from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.health import Compilation, Compiles, DataLoaderInfo, DiskSpace, Volume
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step, Update
 
 from .health_curves import CLEAN, FAULTS, Row, goes_flat
 

@@ -109,7 +109,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from ftmon.protocol.rundir import RunDir
+    from ftmon.protocol.run.rundir import RunDir
     from ftmon.trainer.probe import active
     from ftmon.trainer.probe.hooks import collectives
     from ftmon.trainer.probe.hooks import torch as hooks_torch

@@ -18,9 +18,10 @@ import time
 from multiprocessing import get_context
 
 import zmq
-from ftmon.protocol import run_store, rundir, wire
-from ftmon.protocol.sockets import peer_socket
-from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.run import run_store, rundir
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -30,7 +30,7 @@ def percentile(values: list[float], share: float) -> float:
 
 async def measure(run: Any, seconds: float) -> dict[str, list[float]]:
     """Watch a run in the app; return latencies in seconds, by kind of message."""
-    from ftmon.protocol.telemetry import Heartbeat, Step
+    from ftmon.protocol.messages.telemetry import Heartbeat, Step
     from ftmon.tui.app import FtmonApp
     from ftmon.tui.model.run import RunModel
     from ftmon.tui.source.live import LiveSource
@@ -88,7 +88,7 @@ def main() -> None:
     program = shutil.which("ftmon")
     if program is None:
         sys.exit("bench/latency.py: no ftmon on PATH: activate the environment it is installed in")
-    from ftmon.protocol import run_store
+    from ftmon.protocol.run import run_store
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FTMON_HOME"] = folder

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import Step
 from streams import RUN, Stream
 
 

@@ -18,10 +18,11 @@ import time
 from multiprocessing import get_context
 
 import zmq
-from ftmon.protocol import run_store, rundir, wire
-from ftmon.protocol.control import HubStats
-from ftmon.protocol.sockets import peer_socket
-from ftmon.protocol.telemetry import Goodbye, Heartbeat
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import HubStats
+from ftmon.protocol.messages.telemetry import Goodbye, Heartbeat
+from ftmon.protocol.run import run_store, rundir
 from hub_throughput import cpu_seconds, hello, step
 
 SPREAD_SECONDS = 0.05

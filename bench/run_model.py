@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from ftmon.protocol.telemetry import Heartbeat, Step
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.telemetry import Heartbeat, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
 from streams import Stream
 

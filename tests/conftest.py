@@ -13,7 +13,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     import zmq
-    from ftmon.protocol.rundir import RunDir
+    from ftmon.protocol.run.rundir import RunDir
     from probe_collector import Collector
 
 # Before torch is imported: a pool of threads in every process of a suite that runs several costs twice the time.
@@ -59,7 +59,7 @@ worker a core is best, as each imports what the tests need: 10 s of processor ti
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "RunDir":
     """Make the directory of a run in a private home."""
-    from ftmon.protocol import run_store
+    from ftmon.protocol.run import run_store
 
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FTMON_RUN", raising=False)

@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 
-from ..protocol import exits
+from ..protocol.run import exits
 
 
 def main() -> None:

@@ -11,17 +11,17 @@ from textual.keys import format_key
 from textual.screen import Screen
 
 from ..protocol.errors import FtmonError
-from ..protocol.notices import terminal_sequence
-from ..protocol.rundir import RunDir
+from ..protocol.run.notices import terminal_sequence
+from ..protocol.run.rundir import RunDir
 from .model.notices import TerminalNotices
 from .screens.base import MonitorScreen
 from .screens.overview import OverviewScreen
 from .source.base import Source
 from .themes import PALETTES, theme_of
-from .widgets.app_state import AppState
-from .widgets.glyphs import ASCII, choose
-from .widgets.palette import DARK, LIGHT
-from .widgets.theme import Theme
+from .widgets.drawing.glyphs import ASCII, choose
+from .widgets.drawing.palette import DARK, LIGHT
+from .widgets.drawing.theme import Theme
+from .widgets.state.app_state import AppState
 
 FIRST_POLLS = 100
 """Polls a second until the first ranks are there, so that they are painted as they come."""

@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.run.rundir import RunDir
 
 from .. import hosts
 from .scene import ChaosError, Scene

@@ -3,9 +3,9 @@
 import statistics
 from itertools import pairwise
 
-from ftmon.protocol.control import HubStats
+from ftmon.protocol.messages.control import HubStats
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
 
 from .scene import Scene
 from .training import STEP_SECONDS, own_steps

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 
 from ..hosts import FTMON

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftmon.protocol import run_store
 from ftmon.protocol.analysis.memory.footprint import Footprint, footprint
-from ftmon.protocol.memory import PARTS, Composition
+from ftmon.protocol.messages.memory import PARTS, Composition
+from ftmon.protocol.messages.telemetry import AllocatorEvents, DeviceSample, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import AllocatorEvents, DeviceSample, Step
+from ftmon.protocol.run import run_store
 
 LOOP = Path(__file__).with_name("loop.py")
 MIB = 2**20

@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from ftmon.protocol import run_store
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Hello
+from ftmon.protocol.run import run_store
 
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 ENDING = ("spike", "slow", "oom", "crash")

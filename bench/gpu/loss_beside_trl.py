@@ -38,9 +38,9 @@ from typing import Any
 import numpy
 import train_rows
 import train_speed
-from ftmon.protocol import run_store
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.run import run_store
 
 HERE = Path(__file__).resolve()
 LAST = 20

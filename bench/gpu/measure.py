@@ -20,8 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol import run_store, telemetry
+from ftmon.protocol.messages import telemetry
 from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run import run_store
 
 LOOP = Path(__file__).with_name("loop.py")
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import train_rows
 import train_speed
-from ftmon.protocol import run_store
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.run import run_store
 
 PHASES = ("forward", "backward", "optimizer")
 ZERO3 = "deepspeed.zero_optimization."

@@ -204,11 +204,11 @@ CASES = [
 
 def read(name: str) -> Found:
     """Read what the run recorded."""
-    from ftmon.protocol import run_store
-    from ftmon.protocol.control import Result
-    from ftmon.protocol.memory import Cause
+    from ftmon.protocol.messages.control import Result
+    from ftmon.protocol.messages.memory import Cause
+    from ftmon.protocol.messages.telemetry import Step
     from ftmon.protocol.recording.reader import Reader
-    from ftmon.protocol.telemetry import Step
+    from ftmon.protocol.run import run_store
 
     with Reader(run_store.find(name).recording) as reader:
         messages = [frame.message for frame in reader.frames(0, 10_000_000)]

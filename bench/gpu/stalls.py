@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ftmon.protocol.errors import FtmonError
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 
 LOOP = Path(__file__).with_name("stall_loop.py")

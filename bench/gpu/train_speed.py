@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol import run_store
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.throughput import peak_flops
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
-from ftmon.protocol.throughput import peak_flops
+from ftmon.protocol.run import run_store
 from train_rows import ROWS, SEED, Row, documents, folder_of, overrides, prepare, shrunk
 
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]

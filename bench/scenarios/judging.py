@@ -8,7 +8,7 @@ called in an honest run is a ``false alarm``. ``none`` means that nothing was sa
 from dataclasses import dataclass
 from typing import Any
 
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
 
 from .kinds import Kind
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.link.sockets import CHANNELS
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.sockets import CHANNELS
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 from ftmon.trainer.recipe.hardware import free_port
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ..control import Alert, AlertKind
+from ..messages.control import Alert, AlertKind
 from . import text
 from .findings import Finding, FindingKind
 from .findings.alert_store import AlertStore, Key, key_of

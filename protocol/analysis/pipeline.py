@@ -21,12 +21,12 @@ The hub's own messages (states, alerts) may be fed too; they are ignored.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..control import Alert, HubStats, RankState, Result
-from ..health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
-from ..jobs import Job
-from ..memory import Cause, Composition
-from ..oom import OomReport
-from ..telemetry import (
+from ..messages.control import Alert, HubStats, RankState, Result
+from ..messages.health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ..messages.jobs import Job
+from ..messages.memory import Cause, Composition
+from ..messages.oom import OomReport
+from ..messages.telemetry import (
     AllocatorEvents,
     Checkpoint,
     CheckpointFailed,
@@ -39,7 +39,7 @@ from ..telemetry import (
     Plan,
     Step,
 )
-from ..wire import Frame, Message
+from ..messages.wire import Frame, Message
 from .deaths.detector import DeathDetector
 from .finding_alerts import FindingAlerts
 from .findings import Finding

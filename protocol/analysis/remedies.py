@@ -7,8 +7,8 @@ If a remedy has several rows, the first row whose condition holds applies.
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
-from ..oom import OomVerdict, Remedy
-from ..telemetry import Hello, Oom
+from ..messages.oom import OomVerdict, Remedy
+from ..messages.telemetry import Hello, Oom
 from .oom.verdict import ALONE, OomContext, elements, facts
 
 _STATES_8BIT = 0.75

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..control import Alert
-from ..telemetry import DeviceSample, Failure, Hello, Oom, Step
+from ..messages.control import Alert
+from ..messages.telemetry import DeviceSample, Failure, Hello, Oom, Step
 from .reader import Reader
 from .results import RecordingInfo
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec.structs import astuple
 
-from ..telemetry import PAUSES, Checkpoint, Evaluation, Step
-from ..throughput import mfu
+from ..messages.telemetry import PAUSES, Checkpoint, Evaluation, Step
+from ..messages.throughput import mfu
 from .results import TrainingPoint
 from .schema import ROLLUP_SIZES
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ..bounds import LAST_TIME
-from ..control import RunState
-from ..process import ProcessId, is_alive
+from ..host.process import ProcessId, is_alive
+from ..messages.bounds import LAST_TIME
+from ..messages.control import RunState
+from ..messages.wire import UNREADABLE
 from ..text import sanitize
-from ..wire import UNREADABLE
 from .opening import OpenedRecording
 from .results import RecordingInfo
 from .rows import Row

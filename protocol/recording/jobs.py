@@ -4,7 +4,7 @@ import json
 import sqlite3
 from typing import Any
 
-from ..jobs import Job
+from ..messages.jobs import Job
 from .rows import pack_body
 from .schema import CURVES_TABLE, JOBS_TABLE, TRAINING_STEPS_TABLE
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from ..bounds import MAX_RANKS
-from ..jobs import Job
-from ..memory import Cause, Composition
-from ..telemetry import Step
-from ..wire import Message
+from ..messages.bounds import MAX_RANKS
+from ..messages.jobs import Job
+from ..messages.memory import Cause, Composition
+from ..messages.telemetry import Step
+from ..messages.wire import Message
 from .jobs import shown_since
 from .phase_peaks import PeakMark, PhasePeaks
 

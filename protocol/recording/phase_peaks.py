@@ -8,7 +8,7 @@ from math import log2, prod
 
 import msgspec
 
-from ..telemetry import Step
+from ..messages.telemetry import Step
 
 RISE_SHARE = 0.002
 RISE_BYTES = 2**20

@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from ..telemetry import STEP_PHASES
+from ..messages.telemetry import STEP_PHASES
 from .results import MemoryColumn, StepPoint
 from .schema import ROLLUP_SIZES
 

@@ -12,12 +12,12 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from ..bounds import LAST_TIME, MAX_RANKS
-from ..control import Alert, RunState
 from ..errors import RecordingError
-from ..jobs import Job
+from ..messages.bounds import LAST_TIME, MAX_RANKS
+from ..messages.control import Alert, RunState
+from ..messages.jobs import Job
+from ..messages.wire import Frame, Message
 from ..text import sanitize
-from ..wire import Frame, Message
 from .curves import read_points
 from .info import read_info
 from .jobs import job_seqs, shown_since, stand_in

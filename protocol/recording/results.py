@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from ..control import Alert
 from ..errors import ProtocolError
-from ..wire import UNREADABLE, Frame, decode_body
+from ..messages.control import Alert
+from ..messages.wire import UNREADABLE, Frame, decode_body
 from .phase_peaks import PeakMark
 
 
@@ -91,7 +91,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     label_tokens: int = 0
     flops: float = 0.0
-    """FLOPs of the model (``ftmon.protocol.throughput``); 0: not known."""
+    """FLOPs of the model (``ftmon.protocol.messages.throughput``); 0: not known."""
     loss: float | None = None
     """Weighted by label tokens where they are known. Not-a-number counts as unknown here, as below."""
     low_loss: float | None = None

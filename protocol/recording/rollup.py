@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..telemetry import STEP_PHASES
+from ..messages.telemetry import STEP_PHASES
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ..control import Alert
 from ..errors import ProtocolError, RecordingError
-from ..telemetry import DeviceSample, Hello, LogLine, ProcessMemory
-from ..wire import Message, decode_body, encode_body
+from ..messages.control import Alert
+from ..messages.telemetry import DeviceSample, Hello, LogLine, ProcessMemory
+from ..messages.wire import Message, decode_body, encode_body
 
 Row = tuple[Any, ...]
 

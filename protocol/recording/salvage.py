@@ -12,9 +12,9 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..bounds import LAST_TIME, MAX_RANKS
 from ..errors import RecordingError
-from ..telemetry import Step
+from ..messages.bounds import LAST_TIME, MAX_RANKS
+from ..messages.telemetry import Step
 from .curves import INSERT_CURVE, Curves
 from .guard import Guard
 from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks

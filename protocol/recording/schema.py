@@ -6,7 +6,7 @@ phases is stored as small differences, most of which are 0 and then take no room
 ``docs/recording.md`` describes the file for people.
 """
 
-from ..telemetry import STEP_PHASES
+from ..messages.telemetry import STEP_PHASES
 
 SCHEMA_VERSION = 1
 """``PRAGMA user_version``. A newer schema is refused; an older one is brought up to date in ``UPGRADES``."""

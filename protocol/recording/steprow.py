@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..telemetry import STEP_PHASES, Closing, PhaseRecord, Span, Step, Update
+from ..messages.telemetry import STEP_PHASES, Closing, PhaseRecord, Span, Step, Update
 from .schema import PHASE_COLUMNS, STEP_COLUMNS
 
 FIRST_PHASE_COLUMN = len(STEP_COLUMNS)

@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from ..control import Alert, Answer, Query
 from ..errors import RecordingError
-from ..jobs import Job
-from ..process import this_process
-from ..rundir import RunFile
-from ..telemetry import Checkpoint, Closing, DeviceSample, Evaluation, Heartbeat, Hello, LogLine, Step
-from ..throughput import peak_flops
-from ..wire import RESTART_LEAP, VERSION, Message
+from ..host.process import this_process
+from ..messages.control import Alert, Answer, Query
+from ..messages.jobs import Job
+from ..messages.telemetry import Checkpoint, Closing, DeviceSample, Evaluation, Heartbeat, Hello, LogLine, Step
+from ..messages.throughput import peak_flops
+from ..messages.wire import RESTART_LEAP, VERSION, Message
+from ..run.rundir import RunFile
 from .batch import Batch
 from .checkpoint import Checkpointer
 from .curves import Curves, checkpoint_row, evaluation_row, figures_of, training_row

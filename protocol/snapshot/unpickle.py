@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..host_memory import available_memory
+from ..host.host_memory import available_memory
 from .errors import SnapshotError
 
 MOST_BYTES = 4 * 2**30

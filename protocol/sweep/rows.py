@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from ..process import ProcessId
+from ..host.process import ProcessId
 
 FORMAT = 1
 """Version of the file. Another one is refused."""

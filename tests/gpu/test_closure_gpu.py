@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.messages.telemetry import Step
 from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ import os
 import sys
 
 import pytest
-from ftmon.protocol.memory import Composition
-from ftmon.protocol.telemetry import AllocatorEvents, Hello, Step
+from ftmon.protocol.messages.memory import Composition
+from ftmon.protocol.messages.telemetry import AllocatorEvents, Hello, Step
 from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 from ftmon.protocol.analysis.health.gpus import Gpus
-from ftmon.protocol.telemetry import DeviceSample
-from ftmon.trainer.host.devices import DeviceSampler
-from ftmon.trainer.host.nvml import Nvml
-from ftmon.trainer.host.xids import Xids
+from ftmon.protocol.messages.telemetry import DeviceSample
+from ftmon.trainer.host.hardware.devices import DeviceSampler
+from ftmon.trainer.host.hardware.nvml import Nvml
+from ftmon.trainer.host.hardware.xids import Xids
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from ftmon.protocol.telemetry import Closing, Hello, Step
+from ftmon.protocol.messages.telemetry import Closing, Hello, Step
 from ftmon.trainer.recipe.hardware import visible_gpus
 from ports import free_port
 from probe_collector import BIN, SCRIPTS

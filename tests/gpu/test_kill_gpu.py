@@ -5,7 +5,7 @@ import signal
 
 import pynvml
 import pytest
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.messages.telemetry import Step
 from hub_client import App, exit_of, fake_ranks, members, started
 
 GIB = 2**30

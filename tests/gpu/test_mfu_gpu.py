@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ftmon.protocol.throughput import peak_flops
+from ftmon.protocol.messages.throughput import peak_flops
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.tui.model.rates import RATE_STEPS
 from ftmon_process import ftmon_home

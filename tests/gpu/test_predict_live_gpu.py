@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.prediction import Prediction
+from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import DeviceSample
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.demo import demo_config
 from ftmon.trainer.recipe.hardware import usable_gpus

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.control import Result
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
 from ftmon.tui.model.snapshot_bands import bands_of
 from probe_collector import SCRIPTS
 

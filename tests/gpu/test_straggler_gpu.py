@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from eventually import eventually
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 
 pytestmark = [

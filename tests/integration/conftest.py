@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon
 from run_picture import picture
 

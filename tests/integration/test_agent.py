@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.control import HubStats
-from ftmon.protocol.hosts import HostState
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import DeviceSample, LogLine, Step
+from ftmon.protocol.messages.control import HubStats
+from ftmon.protocol.messages.hosts import HostState
+from ftmon.protocol.messages.telemetry import DeviceSample, LogLine, Step
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 from ports import listen_address

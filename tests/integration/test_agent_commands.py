@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, run_store, sockets, wire
-from ftmon.protocol.control import Accepted, Command, Result
-from ftmon.protocol.join import JoinFile
-from ftmon.protocol.process import start_ticks
+from ftmon.protocol.host.process import start_ticks
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.link.join import JoinFile
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.run import run_store
 from ftmon.trainer.agent.commands import Commands
-from ftmon.trainer.host.kill import Target
+from ftmon.trainer.host.end.kill import Target
 from ftmon.trainer.host.mailbox import Mailbox
 
 AGENT = "agent-nodeb-7-70"

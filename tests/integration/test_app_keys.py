@@ -14,8 +14,8 @@ from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.rank import RankScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.replay import ReplaySource
-from ftmon.tui.widgets.canvas import Canvas
-from ftmon.tui.widgets.rank_grid import RankGrid
+from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.widgets.ranks.rank_grid import RankGrid
 from scenes import hanging, recorded, settled, until
 from textual.widget import Widget
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.kill import KillDialog
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.live import LiveSource
-from ftmon.tui.widgets.canvas import Canvas
-from ftmon.tui.widgets.panes import SummaryBar
+from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.widgets.base.panes import SummaryBar
 from hub_client import exit_of, fake_ranks, hub_of, members, started
 from scenes import until
 

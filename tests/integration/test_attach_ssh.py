@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import eventually
-from ftmon.protocol import verbs
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.telemetry import Step
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.ssh import SshSource, attach_ssh, command, parse_place
+from ftmon.tui.cli.watch.ssh import SshSource, attach_ssh, command, parse_place
 from ftmon.tui.source.ssh import SshEndpoint
 from hub_client import App, fake_ranks, started
 from ssh_server import SshServer

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol import run_store
-from ftmon.protocol.environment import RUN_ENV
-from ftmon.protocol.join import JOIN_ENV, JoinFile, read_join, write_join
-from ftmon.protocol.rundir import ExitFile, RunDir
-from ftmon.trainer.host import cleanup
+from ftmon.protocol.link.join import JOIN_ENV, JoinFile, read_join, write_join
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.environment import RUN_ENV
+from ftmon.protocol.run.rundir import ExitFile, RunDir
+from ftmon.trainer.host.end import cleanup
 from ftmon.trainer.launch.join import prepare
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import exits, run_store
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run import exits, run_store
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.launch.join import prepare
 from ftmon.trainer.recipe.config.load import decode
 from ftmon.trainer.recipe.config.schema import Config

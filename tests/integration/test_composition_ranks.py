@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-from ftmon.protocol.control import Result
-from ftmon.protocol.memory import Composition
-from ftmon.protocol.telemetry import Hello, Step
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.memory import Composition
+from ftmon.protocol.messages.telemetry import Hello, Step
 from ports import free_port
 from probe_collector import SCRIPTS
 

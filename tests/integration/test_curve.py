@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import zmq
-from ftmon.protocol import keys, sockets, wire
-from ftmon.protocol.control import Command
 from ftmon.protocol.errors import UsageError
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Command
 
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
 STEPS = 4

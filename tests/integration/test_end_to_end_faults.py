@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import exits
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run import exits
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
 
 FAULT_STEP = 8

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import exits
-from ftmon.protocol.process import is_alive
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.run import exits
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, hub_is_alive, lines_with, wait_until_nothing_is_left
 from hub_client import fake_ranks
 

@@ -12,14 +12,15 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from ftmon.protocol import run_store, wire
 from ftmon.protocol.errors import ProtocolError
-from ftmon.protocol.process import this_process
+from ftmon.protocol.host.process import this_process
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.rundir import RunFile
-from ftmon.protocol.sockets import peer_socket
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.rundir import RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.model.run import RunModel
 from ftmon.tui.source.replay import ReplaySource

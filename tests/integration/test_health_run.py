@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import start_ranks
-from ftmon.protocol.control import Alert
-from ftmon.protocol.health import BatchLoss, Checksum, Compiles, DiskSpace
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.health import BatchLoss, Checksum, Compiles, DiskSpace
+from ftmon.protocol.messages.telemetry import Hello
+from ftmon.protocol.messages.wire import Message
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import Hello
-from ftmon.protocol.wire import Message
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon, ftmon_home
 
 SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.process import ProcessId
+from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
+from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon_process import PROGRAM, Ftmon, ftmon_home
 from hostile import C1, HOSTILE, OSC, TRACES, examples
 

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import run_store
-from ftmon.protocol.control import Alert, HubStats, RankState
 from ftmon.protocol.errors import HubError
+from ftmon.protocol.messages.control import Alert, HubStats, RankState
+from ftmon.protocol.messages.telemetry import LogLine, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import LogLine, Step
-from ftmon.trainer.host.activity import switches
+from ftmon.protocol.run import run_store
+from ftmon.trainer.host.inspection.activity import switches
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started
 
 

@@ -11,14 +11,16 @@ import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, run_store, wire
-from ftmon.protocol.control import Alert, Command, HubStats, RankState, RunState
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.link import keys
+from ftmon.protocol.link.sockets import CHANNELS, peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Alert, Command, HubStats, RankState, RunState
+from ftmon.protocol.messages.telemetry import Goodbye, Hello, LogLine, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.sockets import CHANNELS, peer_socket
-from ftmon.protocol.start_request import StartRequest, spawn_start, started_run
-from ftmon.protocol.telemetry import Goodbye, Hello, LogLine, Step
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.start_request import StartRequest, spawn_start, started_run
 from ftmon.trainer.launch.start import spawn_launcher
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
 from ports import listen_address

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.control import Alert
-from ftmon.protocol.jobs import Job
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.telemetry import Closing, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Closing, Step
 from ftmon.tui.model.jobs import job_rows
 from ftmon.tui.source.load import describe, load
 from ftmon_process import Ftmon, ftmon_home, lines_with

@@ -4,9 +4,9 @@ import os
 import stat
 from pathlib import Path
 
-from ftmon.protocol.join import join_path, read_join
-from ftmon.protocol.run_options import MultiHost
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.link.join import join_path, read_join
+from ftmon.protocol.run.run_options import MultiHost
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.launch.join import prepare, push
 
 SSH = """\

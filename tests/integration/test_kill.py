@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.control import Command, RankState, Result, RunState
+from ftmon.protocol.messages.control import Command, RankState, Result, RunState
+from ftmon.protocol.messages.telemetry import Goodbye, Stacks, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Goodbye, Stacks, Step
 from ftmon.trainer.host import processes
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started
 

@@ -14,10 +14,11 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.activity import Activity
 from ftmon.protocol.analysis.text.run import left_process
-from ftmon.protocol.rundir import RunFile
-from ftmon.trainer.host import activity, processes
-from ftmon.trainer.hub.analysis import Analysis
-from ftmon.trainer.hub.leftovers import Leftovers, facts_of
+from ftmon.protocol.run.rundir import RunFile
+from ftmon.trainer.host import processes
+from ftmon.trainer.host.inspection import activity
+from ftmon.trainer.hub.analyses.analysis import Analysis
+from ftmon.trainer.hub.detect.leftovers import Leftovers, facts_of
 
 # Between vfork and the child's end the kernel holds the parent in state D (vfork(2)).
 UNINTERRUPTIBLE = """

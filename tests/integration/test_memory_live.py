@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.control import RunState
-from ftmon.protocol.rundir import ExitFile, RunDir
-from ftmon.protocol.telemetry import AllocatorEvents
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.control import RunState
+from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.events import EventsScreen
 from ftmon.tui.screens.memory import MemoryScreen
 from ftmon.tui.source.live import LiveSource
-from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon_process import Ftmon
 from peaks import Explained
 from scenes import until

@@ -29,7 +29,7 @@ disk, script = Path(sys.argv[1]), sys.argv[3]
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], check=True)
 from eventually import eventually
 from ftmon_process import follow_to_end, ftmon_home
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
 found = {}
 with ftmon_home(disk / "home") as ftmon:
     command = ftmon.start("run", "--plain", "--", sys.executable, "-c", script)

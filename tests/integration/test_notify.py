@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.exits import RUN_USAGE
-from ftmon.protocol.notices import Notice
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.trainer.hub import notify
-from ftmon.trainer.hub.notify import DeliveryError, deliver
+from ftmon.protocol.run.exits import RUN_USAGE
+from ftmon.protocol.run.notices import Notice
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.hub.control import notify
+from ftmon.trainer.hub.control.notify import DeliveryError, deliver
 from ftmon_process import Ftmon, ftmon_home
 
 NOTICE = Notice("oom", "train-1", "node", 5.0, "rank 0 out of memory", "try a smaller batch")

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.control import RankState
-from ftmon.protocol.exits import HANG
+from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run.exits import HANG
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 from sleeping_loader import WHERE, job
 

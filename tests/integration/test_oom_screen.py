@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol import verbs
-from ftmon.protocol.control import Accepted
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.control import Accepted
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.oom.captured import CapturedScreen, file_of, place_words
 from ftmon.tui.screens.oom.release import ReleaseDialog
 from ftmon.tui.screens.oom.screen import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen
-from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.base.canvas import Canvas
 from oomscenes import NAME, HeldRun, oom_of, out_of_memory
 from scenes import ReadyReplay, until
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.estimates.largest import Largest
 from ftmon.protocol.analysis.estimates.live import predicted
-from ftmon.protocol.prediction import Prediction
-from ftmon.protocol.rundir import RunDir, RunFile
+from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.run.rundir import RunDir, RunFile
 from ftmon.trainer.predict.result import Prediction as Answer
 from ftmon.trainer.predict.show import render
 from ftmon.tui.model.what_if import Answer as WhatIfAnswer

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.start_request import StartRequest
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.start_request import StartRequest
 from ftmon.trainer.launch.start import start_run
 from ftmon.trainer.predict.live import cache_file
 from hub_client import exit_of, fake_ranks, hub_gone, hub_of

@@ -11,11 +11,11 @@ import pytest
 import start_ranks
 import zmq
 from eventually import eventually
-from ftmon.protocol import run_store, sockets, wire
-from ftmon.protocol.control import Accepted, Command, Result
-from ftmon.protocol.process import ProcessId, is_alive
-from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import (
+from ftmon.protocol.host.process import ProcessId, is_alive
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.messages.telemetry import (
     Checkpoint,
     Evaluation,
     Failure,
@@ -28,7 +28,9 @@ from ftmon.protocol.telemetry import (
     Stacks,
     Step,
 )
-from ftmon.protocol.wire import LossCounter
+from ftmon.protocol.messages.wire import LossCounter
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run import run_store
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import start_ranks
-from ftmon.protocol.telemetry import Closing, Failure, Goodbye, Hello, Step
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.telemetry import Closing, Failure, Goodbye, Hello, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
 from probe_collector import BIN, SCRIPTS
 

@@ -4,7 +4,7 @@ import json
 from statistics import median
 
 import pytest
-from ftmon.protocol.telemetry import Heartbeat, Hello, Step
+from ftmon.protocol.messages.telemetry import Heartbeat, Hello, Step
 from ftmon.tui.model.phases import shares
 from ports import free_port
 from probe_collector import BIN, SCRIPTS

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.activity import Activity, Work
-from ftmon.protocol.telemetry import SelfDump
-from ftmon.trainer.host import activity, file_locks, processes
+from ftmon.protocol.messages.telemetry import SelfDump
+from ftmon.trainer.host import processes
 from ftmon.trainer.host.escaped import Origin, escaped, origin
-from ftmon.trainer.host.gil_wait import RANKS_AT_ONCE
-from ftmon.trainer.host.rank_inspection import inspect_ranks
-from ftmon.trainer.host.stack_dump import DumpTarget
+from ftmon.trainer.host.inspection import activity, file_locks
+from ftmon.trainer.host.inspection.gil_wait import RANKS_AT_ONCE
+from ftmon.trainer.host.inspection.rank_inspection import inspect_ranks
+from ftmon.trainer.host.inspection.stack_dump import DumpTarget
 
 JUDGED_SECONDS = 0.7
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"

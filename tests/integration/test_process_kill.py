@@ -5,11 +5,11 @@ import signal
 import threading
 
 import pytest
-from ftmon.protocol.process import start_ticks
-from ftmon.trainer.host import kill as killer
+from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
-from ftmon.trainer.host.gpu_memory import GpuUse, verdict
-from ftmon.trainer.host.kill import Kill, Outcome, Target
+from ftmon.trainer.host.end import kill as killer
+from ftmon.trainer.host.end.kill import Kill, Outcome, Target
+from ftmon.trainer.host.hardware.gpu_memory import GpuUse, verdict
 
 RANK = """
 import os, signal, subprocess, sys

@@ -10,7 +10,7 @@ import sys
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact
-from ftmon.protocol.process import start_ticks
+from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.supervisor import Supervisor
 

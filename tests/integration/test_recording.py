@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol.control import Alert, Answer, Query
+from ftmon.protocol.messages.control import Alert, Answer, Query
+from ftmon.protocol.messages.telemetry import DeviceSample, Heartbeat, LogLine, Step
+from ftmon.protocol.messages.wire import RESTART_LEAP, Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import DeviceSample, Heartbeat, LogLine, Step
-from ftmon.protocol.wire import RESTART_LEAP, Frame
 from messages import EXAMPLES
 from streams import RUN, STARTED, Stream, write
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import RecordingError
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import Step
-from ftmon.protocol.wire import Frame
 from streams import RUN, Stream, write
 
 

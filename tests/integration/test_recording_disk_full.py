@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import LogLine, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording import batch as batch_module
 from ftmon.protocol.recording import writer as writer_module
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import LogLine, Step
-from ftmon.protocol.wire import Frame
 from streams import RUN, Stream
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -56,7 +56,7 @@ with Reader(disk / "r.sqlite") as reader:
 FULL_AT_THE_END = """
 import subprocess, sys
 from pathlib import Path
-from ftmon.protocol import run_store, rundir
+from ftmon.protocol.run import run_store, rundir
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
 run = run_store.create("full", ["true"], "run")

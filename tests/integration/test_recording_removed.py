@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Hello, Step
 from ftmon.protocol.recording import removed
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import Hello, Step
 from hub_client import App, exit_of, fake_ranks, hub_gone, started
 from streams import RUN, Stream
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import exits
+from ftmon.protocol.run import exits
 from ftmon_process import PROGRAM, Ftmon, follow_to_end, ftmon_home, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")

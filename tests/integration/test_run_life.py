@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import SMALL, Ftmon, ftmon_home
 
 WORDS = (

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-from ftmon.protocol.process import ProcessId, is_alive, start_ticks
-from ftmon.protocol.rundir import HubFile, RunDir
+from ftmon.protocol.host.process import ProcessId, is_alive, start_ticks
+from ftmon.protocol.run.rundir import HubFile, RunDir
 
 
 def test_a_hub_that_died_is_not_alive(run: RunDir) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import verbs
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.runs import RunList
 from ftmon.tui.source.base import Source

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import sockets, verbs
-from ftmon.protocol.control import Alert, HubStats
-from ftmon.protocol.process import ProcessId, start_ticks, this_process
+from ftmon.protocol.host.process import ProcessId, start_ticks, this_process
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.control import Alert, HubStats
+from ftmon.protocol.messages.telemetry import Heartbeat, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
-from ftmon.protocol.telemetry import Heartbeat, Step
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.status import status
 from ftmon.tui.source.live import LiveSource

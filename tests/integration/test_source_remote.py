@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import zmq
-from ftmon.protocol import sockets, wire
-from ftmon.protocol.control import Answer, Query
 from ftmon.protocol.errors import HubError, RecordingError
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Answer, Query
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.source.remote import RemoteReader
 from small_hub import SmallHub
 from streams import Stream

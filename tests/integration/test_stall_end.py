@@ -7,11 +7,11 @@ import signal
 import pytest
 import start_ranks
 from eventually import eventually
-from ftmon.protocol import exits
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.messages.telemetry import Heartbeat, Stacks, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Heartbeat, Stacks, Step
-from ftmon.trainer.host import cleanup
+from ftmon.protocol.run import exits
+from ftmon.trainer.host.end import cleanup
 from hub_client import App, exit_of, fake_ranks, hub_gone, members, started
 
 HOLDS_THE_LOCK = """

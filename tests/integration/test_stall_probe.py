@@ -7,9 +7,10 @@ import time
 from typing import Any
 
 from eventually import eventually
-from ftmon.protocol.rundir import RunDir
-from ftmon.trainer.host import activity, flow, processes
-from ftmon.trainer.host.kill import Target
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.host import flow, processes
+from ftmon.trainer.host.end.kill import Target
+from ftmon.trainer.host.inspection import activity
 from stall_bench import Bench
 
 
@@ -25,7 +26,7 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
 
             def observe() -> None:
                 found = activity.measure(child.pid, None, processes.table(), time.monotonic())
-                monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _: found)
+                monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _: found)
                 bench.look({}, monkeypatch)
 
             def pause(process: processes.Process) -> tuple[str, str]:
@@ -36,7 +37,7 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
                     time.sleep(0.05)
                 return "Process 1: native", ""
 
-            monkeypatch.setattr("ftmon.trainer.host.stack_dump.native", pause)
+            monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.native", pause)
             observe()
             before = activity.switches(child.pid, child.pid)
             flow.start(bench.stall_probe.read_native([0], "why"))

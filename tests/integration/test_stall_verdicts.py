@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import start_ranks
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 from hub_client import SCRIPTS, App, exit_of, started

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import wire
-from ftmon.protocol.control import HubStats
-from ftmon.protocol.memory import Composition
-from ftmon.protocol.process import ProcessId, is_alive
+from ftmon.protocol.host.process import ProcessId, is_alive
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import HubStats
+from ftmon.protocol.messages.memory import Composition
+from ftmon.protocol.messages.step_trace import StepMark, StepTrace
+from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.step_trace import StepMark, StepTrace
-from ftmon.protocol.telemetry import AllocatorEvents
 from ftmon.trainer.host import processes
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 

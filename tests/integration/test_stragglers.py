@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import start_ranks
 from eventually import eventually
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "straggler.py"

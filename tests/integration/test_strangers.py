@@ -17,12 +17,14 @@ import psutil
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, run_store, wire
-from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.errors import RunDirError
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import HubFile, RunDir
-from ftmon.protocol.sockets import peer_socket, secure_client
+from ftmon.protocol.link import keys
+from ftmon.protocol.link.sockets import peer_socket, secure_client
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import HubFile, RunDir
 from ftmon_process import Ftmon
 from hub_client import App, hub_of
 from ports import listen_address

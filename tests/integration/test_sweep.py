@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.sweep.rows import Row
 from ftmon.protocol.sweep.store import read
-from ftmon.protocol.telemetry import Step
 from ftmon.trainer.recipe.demo import DATA
 from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.process import ProcessId, start_ticks
+from ftmon.protocol.host.process import ProcessId, start_ticks
 from ftmon.protocol.sweep.rows import Budget, Entry, Started
 from ftmon.tui.model.sweep import SweepModel
 from ftmon.tui.screens.sweep.app import SweepApp
-from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.base.canvas import Canvas
 from sweep_results import done, out_of_memory, planned, write_results
 
 GIB = 1 << 30

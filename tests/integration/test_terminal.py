@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import run_store
-from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon_process import PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
 from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone

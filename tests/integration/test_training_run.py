@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.training import TrainingScreen
 from ftmon.tui.source.replay import ReplaySource

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.control import Alert, RankState
-from ftmon.protocol.hosts import HostState
-from ftmon.protocol.join import join_path, read_join
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import DeviceSample, Hello, LogLine, Step
+from ftmon.protocol.link.join import join_path, read_join
+from ftmon.protocol.messages.control import Alert, RankState
+from ftmon.protocol.messages.hosts import HostState
+from ftmon.protocol.messages.telemetry import DeviceSample, Hello, LogLine, Step
+from ftmon.protocol.run.rundir import RunDir
 from hub_client import SCRIPTS, App, exit_of
 from two_hosts import NODES, TwoHosts, two_hosts
 

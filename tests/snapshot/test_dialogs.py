@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
+from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens import runs
 from scenes import ReadyReplay, recorded, until

@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ftmon.protocol import (
+from ftmon.protocol.host import process
+from ftmon.protocol.link import join
+from ftmon.protocol.messages import (
     blocks,
-    end_request,
     health,
     hosts,
     jobs,
-    join,
     memory,
-    notices,
     oom,
     prediction,
-    process,
-    run_options,
-    rundir,
-    start_request,
     step_trace,
     telemetry,
     throughput,
@@ -38,6 +33,7 @@ from ftmon.protocol import (
     wire,
 )
 from ftmon.protocol.recording import results
+from ftmon.protocol.run import end_request, notices, run_options, rundir, start_request
 from ftmon.protocol.snapshot import model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"

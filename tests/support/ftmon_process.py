@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 from eventually import SECONDS, eventually
-from ftmon.protocol.environment import RUN_ENV
-from ftmon.protocol.process import is_alive
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.run.environment import RUN_ENV
+from ftmon.protocol.run.rundir import RunDir
 from run_picture import pictured
 
 PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))

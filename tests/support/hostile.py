@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from ftmon.protocol import wire
-from ftmon.protocol.control import Accepted, Answer, Command, Query, Result
-from ftmon.protocol.wire import Message
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Result
+from ftmon.protocol.messages.wire import Message
 from messages import EXAMPLES
 
 OSC = "\x1b]0;PWNED\x07"

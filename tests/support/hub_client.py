@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 from eventually import SECONDS, eventually
-from ftmon.protocol import wire
-from ftmon.protocol.control import Accepted, Answer, Command, Query, Result
-from ftmon.protocol.process import is_alive
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
-from ftmon.protocol.sockets import peer_socket
-from ftmon.protocol.start_request import StartRequest
-from ftmon.protocol.telemetry import Hello
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Result
+from ftmon.protocol.messages.telemetry import Hello
+from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
+from ftmon.protocol.run.start_request import StartRequest
 from ftmon.trainer.host import processes
 from ftmon.trainer.launch.start import start_run
 from run_picture import pictured

@@ -1,7 +1,7 @@
 """One example of every message with every field filled, none at its default: what golden bytes and documents cover."""
 
-from ftmon.protocol.blocks import SegmentUse
-from ftmon.protocol.control import (
+from ftmon.protocol.messages.blocks import SegmentUse
+from ftmon.protocol.messages.control import (
     Accepted,
     Alert,
     Answer,
@@ -12,7 +12,7 @@ from ftmon.protocol.control import (
     Result,
     RunState,
 )
-from ftmon.protocol.health import (
+from ftmon.protocol.messages.health import (
     BatchLoss,
     Checksum,
     Compilation,
@@ -24,14 +24,13 @@ from ftmon.protocol.health import (
     Volume,
     Xid,
 )
-from ftmon.protocol.hosts import AgentAck, AgentBeat, HostState, ProcessState
-from ftmon.protocol.jobs import Job, JobPhase, JobRank
-from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.oom import OomReport, OomVerdict, RankMoment, Remedy
-from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
-from ftmon.protocol.snapshot.model import Annotation, Frame, Segment, Snapshot, Trace
-from ftmon.protocol.step_trace import Sightings, StepMark, StepTrace
-from ftmon.protocol.telemetry import (
+from ftmon.protocol.messages.hosts import AgentAck, AgentBeat, HostState, ProcessState
+from ftmon.protocol.messages.jobs import Job, JobPhase, JobRank
+from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.messages.oom import OomReport, OomVerdict, RankMoment, Remedy
+from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.step_trace import Sightings, StepMark, StepTrace
+from ftmon.protocol.messages.telemetry import (
     Activity,
     AllocatorEvents,
     AllocatorPhase,
@@ -59,7 +58,8 @@ from ftmon.protocol.telemetry import (
     Step,
     Update,
 )
-from ftmon.protocol.wire import Message
+from ftmon.protocol.messages.wire import Message
+from ftmon.protocol.snapshot.model import Annotation, Frame, Segment, Snapshot, Trace
 
 GIB = 2**30
 T = 1_780_000_000.25

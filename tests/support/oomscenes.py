@@ -7,13 +7,13 @@ from typing import Any
 from ftmon.protocol.analysis.oom.verdict import OomContext
 from ftmon.protocol.analysis.remedies import remedies
 from ftmon.protocol.analysis.text.oom import explain
-from ftmon.protocol.blocks import StackGroup
-from ftmon.protocol.control import Accepted, Alert, RankState, Result
-from ftmon.protocol.oom import OomReport, RankMoment
+from ftmon.protocol.messages.blocks import StackGroup
+from ftmon.protocol.messages.control import Accepted, Alert, RankState, Result
+from ftmon.protocol.messages.oom import OomReport, RankMoment
+from ftmon.protocol.messages.telemetry import Oom
+from ftmon.protocol.messages.verbs import Verb
+from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Oom
-from ftmon.protocol.verbs import Verb
-from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.base import CommandRecord, Connection
 from ftmon.tui.source.transport import Transport

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ftmon.protocol.control import Alert, RankState, RunState
-from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
-from ftmon.protocol.telemetry import (
+from ftmon.protocol.messages.control import Alert, RankState, RunState
+from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
     DeviceInfo,
@@ -26,7 +26,7 @@ from ftmon.protocol.telemetry import (
     Span,
     Step,
 )
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.messages.wire import Frame, Message
 from msgspec import structs
 from streams import STARTED, write
 

@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import zmq
-from ftmon.protocol import run_store, rundir, sockets, wire
-from ftmon.protocol.control import Command
-from ftmon.protocol.step_trace import StepTrace
-from ftmon.trainer.hub import trace_worker
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Command
+from ftmon.protocol.messages.step_trace import StepTrace
+from ftmon.protocol.run import run_store
+from ftmon.trainer.host.import_hook import INJECT_DIR
+from ftmon.trainer.hub.analyses import trace_worker
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
-INJECT = Path(rundir.__file__).resolve().parent.parent / "trainer" / "probe" / "inject"
 BIN = Path(sys.executable).parent
 
 
@@ -38,7 +40,7 @@ class Collector:
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environment.update(
             FTMON_RUN=str(self.run.path),
-            PYTHONPATH=os.pathsep.join(filter(None, (str(INJECT), os.environ.get("PYTHONPATH")))),
+            PYTHONPATH=os.pathsep.join(filter(None, (str(INJECT_DIR), os.environ.get("PYTHONPATH")))),
             PYTHONUNBUFFERED="1",
             DS_ACCELERATOR="cpu",
             OMP_NUM_THREADS="1",

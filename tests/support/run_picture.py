@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ftmon.protocol.control import RankState, RunState
-from ftmon.protocol.process import is_alive
+from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.messages.control import RankState, RunState
+from ftmon.protocol.messages.telemetry import Goodbye, Heartbeat, LogLine, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import Goodbye, Heartbeat, LogLine, Step
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 
 LINES = 12

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from eventually import SECONDS, eventually
-from ftmon.protocol.control import Alert, RankState
-from ftmon.protocol.telemetry import Stacks
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.messages.control import Alert, RankState
+from ftmon.protocol.messages.telemetry import Stacks
+from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.load import QUICK_TAIL
 from ftmon.tui.source.replay import ReplaySource
-from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.base.canvas import Canvas
 from streams import Stream, write
 
 HANG_SECONDS = 34.0

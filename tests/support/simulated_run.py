@@ -6,9 +6,9 @@ from typing import Any
 from ftmon.protocol.analysis.findings.alert_store import AlertStore
 from ftmon.protocol.analysis.pipeline import Detectors
 from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
-from ftmon.protocol.control import Alert, RankState, RunState
-from ftmon.protocol.telemetry import DeviceInfo, Heartbeat, Hello, PhaseRecord, Span, Step
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.control import Alert, RankState, RunState
+from ftmon.protocol.messages.telemetry import DeviceInfo, Heartbeat, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.messages.wire import Frame
 
 MIB = 2**20
 GIB = 2**30

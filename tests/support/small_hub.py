@@ -15,16 +15,17 @@ from typing import Any, Self
 
 import zmq
 from ftmon import __version__
-from ftmon.protocol import sockets, wire
-from ftmon.protocol.control import Accepted, Answer, Command, Query, Result
 from ftmon.protocol.errors import FtmonError
-from ftmon.protocol.process import ProcessId, this_process
+from ftmon.protocol.host.process import ProcessId, this_process
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Result
+from ftmon.protocol.messages.telemetry import Heartbeat
+from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import answer_query
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.rundir import HubFile, RunDir
-from ftmon.protocol.telemetry import Heartbeat
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.run.rundir import HubFile, RunDir
 
 
 class SmallHub:

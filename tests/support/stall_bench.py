@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
-from ftmon.protocol.control import Result
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.verbs import Verb
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.verbs import Verb
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host.flow import Reply
-from ftmon.trainer.host.rank_inspection import Inspection
-from ftmon.trainer.hub.rank_link import Answers
-from ftmon.trainer.hub.stall_probe import StallProbe
+from ftmon.trainer.host.inspection.rank_inspection import Inspection
+from ftmon.trainer.hub.ranks.rank_link import Answers
+from ftmon.trainer.hub.ranks.stall_probe import StallProbe
 
 STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py", line 7 in main\n'
 

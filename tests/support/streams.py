@@ -17,10 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.control import Alert, HubStats, RankState, RunState
-from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.rundir import RunFile
-from ftmon.protocol.telemetry import (
+from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
+from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
     DeviceInfo,
@@ -35,7 +33,9 @@ from ftmon.protocol.telemetry import (
     Span,
     Step,
 )
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.protocol.recording.writer import Writer
+from ftmon.protocol.run.rundir import RunFile
 
 GIB = 2**30
 STARTED = 1_780_000_000.0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.process import ProcessId
+from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.sweep.rows import (
     FORMAT,
     Entry,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from ftmon.protocol.telemetry import Checkpoint, Evaluation, Hello, Plan, Step
-from ftmon.protocol.throughput import ModelFlops, causal_pairs_of_rows
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.messages.telemetry import Checkpoint, Evaluation, Hello, Plan, Step
+from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
+from ftmon.protocol.messages.wire import Frame, Message
 from streams import Stream, write
 
 FLOPS = ModelFlops(token=6 * 1_235_814_400, pair=12 * 16 * 32 * 64)

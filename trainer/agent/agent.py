@@ -21,22 +21,23 @@ import msgspec
 import zmq
 
 from ... import __version__
-from ...protocol import sockets, wire
 from ...protocol.analysis.stalls.rank_tracker import ProcessFact
 from ...protocol.errors import ProtocolError
-from ...protocol.hosts import AgentBeat, ProcessState
-from ...protocol.join import JoinFile, boot_id, read_join
-from ...protocol.process import this_process
-from ...protocol.rundir import RunDir
-from ...protocol.wire import Message
+from ...protocol.host.process import this_process
+from ...protocol.link import sockets
+from ...protocol.link.join import JoinFile, boot_id, read_join
+from ...protocol.messages import wire
+from ...protocol.messages.hosts import AgentBeat, ProcessState
+from ...protocol.messages.wire import Message
+from ...protocol.run.rundir import RunDir
 from ..host import processes
-from ..host.devices import DeviceSampler
-from ..host.kill import Target
+from ..host.end.kill import Target
+from ..host.end.terminate import sweep
+from ..host.hardware.devices import DeviceSampler
+from ..host.hardware.watch import HostWatch
 from ..host.log_tail import LogTail
 from ..host.mailbox import Mailbox
 from ..host.supervisor import Supervisor
-from ..host.terminate import sweep
-from ..host.watch import HostWatch
 from .commands import Commands
 from .proxies import Proxies
 from .route import Route

@@ -9,16 +9,17 @@ from typing import Any
 
 import zmq
 
-from ...protocol import sockets, verbs, wire
-from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError, UsageError
-from ...protocol.join import JoinFile
+from ...protocol.link import sockets
+from ...protocol.link.join import JoinFile
+from ...protocol.messages import verbs, wire
+from ...protocol.messages.control import Accepted, Command, Result
 from ...protocol.text import all_ranks
 from ..host import flow
+from ..host.end.interrupt import interrupt_job, interrupt_ranks
+from ..host.end.kill import Outcome, Target, kill
 from ..host.flow import Flow, Post
-from ..host.interrupt import interrupt_job, interrupt_ranks
-from ..host.kill import Outcome, Target, kill
-from ..host.rank_inspection import answer_look
+from ..host.inspection.rank_inspection import answer_look
 
 _ANSWERS_KEPT = 64
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import zmq
 
-from ...protocol import sockets
-from ...protocol.join import JoinFile
+from ...protocol.link import sockets
+from ...protocol.link.join import JoinFile
 
 
 class Proxies:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from ...protocol import sockets, wire
 from ...protocol.errors import ProtocolError
-from ...protocol.hosts import AgentAck, AgentBeat, encode_numbers
-from ...protocol.join import JoinFile
+from ...protocol.link import sockets
+from ...protocol.link.join import JoinFile
+from ...protocol.messages import wire
+from ...protocol.messages.hosts import AgentAck, AgentBeat, encode_numbers
 
 KEPT_BYTES = 64 << 20
 WINDOW = 4096

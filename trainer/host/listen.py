@@ -5,7 +5,7 @@ import socket
 from typing import NamedTuple
 
 from ...protocol.errors import UsageError
-from ...protocol.sockets import CHANNELS
+from ...protocol.link.sockets import CHANNELS
 
 
 class Listen(NamedTuple):

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from ...protocol.rundir import RunDir
-from ...protocol.telemetry import LogLine
+from ...protocol.messages.telemetry import LogLine
+from ...protocol.run.rundir import RunDir
 from ...protocol.text import gib, sanitize
 
 LINE_LIMIT = 4096

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...protocol.environment import RANK_PID_ENV as RANK_PID_ENV
-from ...protocol.environment import RUN_ENV
+from ...protocol.run.environment import RANK_PID_ENV as RANK_PID_ENV
+from ...protocol.run.environment import RUN_ENV
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, in its first version of 64 bytes."""

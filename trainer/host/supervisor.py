@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ...protocol.analysis.stalls.rank_tracker import ProcessFact
 from . import processes
-from .kernel_log import KernelKills
+from .hardware.kernel_log import KernelKills
 
 _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0

@@ -5,8 +5,8 @@ import resource
 import sys
 
 from ...protocol.errors import FtmonError
-from ...protocol.rundir import RunDir
-from ...protocol.streams import never_fail
+from ...protocol.host.streams import never_fail
+from ...protocol.run.rundir import RunDir
 from .adopt import already_over
 from .hub import Hub
 

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.hub_facts import DamagedRecordingFacts
-from ...protocol.control import RankState
 from ...protocol.errors import FtmonError, RecordingError
-from ...protocol.jobs import Job
-from ...protocol.memory import Cause
-from ...protocol.recording.reader import Reader
-from ...protocol.recording.writer import Writer
-from ...protocol.rundir import RunDir, RunFile
-from ...protocol.telemetry import (
+from ...protocol.messages.control import RankState
+from ...protocol.messages.jobs import Job
+from ...protocol.messages.memory import Cause
+from ...protocol.messages.telemetry import (
     Activity,
     AllocatorEvents,
     Checkpoint,
@@ -29,7 +26,10 @@ from ...protocol.telemetry import (
     Plan,
     Step,
 )
-from ...protocol.wire import Frame
+from ...protocol.messages.wire import Frame
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.writer import Writer
+from ...protocol.run.rundir import RunDir, RunFile
 from ..host.log_tail import offsets_after
 
 _FAR_SECONDS = 86_400.0

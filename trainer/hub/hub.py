@@ -18,51 +18,51 @@ from ...protocol.analysis.hub_facts import (
     RefusedFacts,
     RestartFacts,
 )
-from ...protocol.control import RankState
 from ...protocol.errors import FtmonError
-from ...protocol.process import this_process
-from ...protocol.rundir import ExitFile, HubFile, RunDir
-from ...protocol.step_trace import StepTrace
-from ...protocol.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
-from ...protocol.wire import Frame, Message
+from ...protocol.host.process import this_process
+from ...protocol.messages.control import RankState
+from ...protocol.messages.step_trace import StepTrace
+from ...protocol.messages.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
+from ...protocol.messages.wire import Frame, Message
+from ...protocol.run.rundir import ExitFile, HubFile, RunDir
 from ..host import processes
-from ..host.devices import DeviceSampler
+from ..host.hardware.devices import DeviceSampler
+from ..host.hardware.watch import HostWatch
 from ..host.log_tail import LogTail
 from ..host.mailbox import Mailbox
 from ..host.supervisor import Supervisor
-from ..host.watch import HostWatch
-from .actions import Actions
 from .adopt import of_the_last_job, open_recording, read_history
-from .agents import Agents
-from .analysis import Analysis
-from .channels import Channels
-from .commands import Commands
-from .commits import Commits
-from .end_detector import EndDetector
-from .history import HistoryServer
-from .host_inspection import HostInspection
-from .intake import Intake
-from .job_stream import JobStream
-from .kill import Kills
-from .leftovers import Leftovers
-from .missing_ranks import MissingRanks
-from .notify import make_notifier
-from .oom_files import keeper
-from .policy import Policy
+from .analyses.analysis import Analysis
+from .analyses.prediction import PredictionProcess
+from .analyses.trace_analysis import TraceAnalysis
+from .control.actions import Actions
+from .control.commands import Commands
+from .control.kill import Kills
+from .control.notify import make_notifier
+from .control.policy import Policy
+from .detect.leftovers import Leftovers
+from .detect.missing_ranks import MissingRanks
+from .detect.port_watch import PortWatch
+from .detect.process_facts import ProcessFacts
+from .detect.unhooked import Unhooked
+from .end.end_detector import EndDetector
+from .end.oom_files import keeper
+from .end.run_end import RunEnd
+from .jobs.job_stream import JobStream
 from .poll_loop import PollLoop
-from .port_watch import PortWatch
-from .prediction import PredictionProcess
-from .process_facts import ProcessFacts
-from .rank_hosts import RankHosts
-from .rank_link import RankLink
-from .recorder import Recorder
-from .run_end import RunEnd
-from .stack_requests import StackRequests
-from .stall_probe import StallProbe
-from .stats import Stats
-from .stream import Stream
-from .trace_analysis import TraceAnalysis
-from .unhooked import Unhooked
+from .ranks.agents import Agents
+from .ranks.host_inspection import HostInspection
+from .ranks.rank_hosts import RankHosts
+from .ranks.rank_link import RankLink
+from .ranks.stack_requests import StackRequests
+from .ranks.stall_probe import StallProbe
+from .sockets.channels import Channels
+from .telemetry.commits import Commits
+from .telemetry.history import HistoryServer
+from .telemetry.intake import Intake
+from .telemetry.recorder import Recorder
+from .telemetry.stats import Stats
+from .telemetry.stream import Stream
 
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ...protocol.environment import JOIN_ENV, RUN_ENV, monitor_environment
-from ...protocol.join import JoinFile, join_path
-from ...protocol.private_files import write_private
-from ...protocol.rundir import RunDir
+from ...protocol.host.private_files import write_private
+from ...protocol.link.join import JoinFile, join_path
+from ...protocol.run.environment import JOIN_ENV, RUN_ENV, monitor_environment
+from ...protocol.run.rundir import RunDir
 from ..host.import_hook import INJECT_DIR
 
 _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"

@@ -5,10 +5,10 @@ import subprocess
 import time
 from typing import BinaryIO
 
-from ...protocol.endings import ending_in_words
-from ...protocol.job_log import print_own
-from ...protocol.rundir import RunDir
-from ...protocol.spawn import spawn_hub
+from ...protocol.run.endings import ending_in_words
+from ...protocol.run.job_log import print_own
+from ...protocol.run.rundir import RunDir
+from ...protocol.run.spawn import spawn_hub
 
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 30.0

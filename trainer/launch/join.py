@@ -12,12 +12,12 @@ import msgspec
 import psutil
 
 from ... import __version__
-from ...protocol import keys
 from ...protocol.errors import UsageError
-from ...protocol.join import JoinFile, boot_id, encode_join, join_path, read_join, write_join
-from ...protocol.run_options import MultiHost
-from ...protocol.rundir import RunDir
-from ...protocol.sockets import CHANNELS
+from ...protocol.link import keys
+from ...protocol.link.join import JoinFile, boot_id, encode_join, join_path, read_join, write_join
+from ...protocol.link.sockets import CHANNELS
+from ...protocol.run.run_options import MultiHost
+from ...protocol.run.rundir import RunDir
 from ..host.listen import Listen, check_free, parse_listen
 
 SSH_ENV = "FTMON_SSH"

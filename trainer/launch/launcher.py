@@ -21,17 +21,17 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
-from ...protocol.endings import ending_in_words
 from ...protocol.errors import FtmonError
-from ...protocol.job_log import print_own
-from ...protocol.join import join_path
-from ...protocol.process import this_process
-from ...protocol.rundir import ExitFile, LeftoversFile, RunDir, RunFile
-from ...protocol.starter import LauncherEnd, LauncherMessage
-from ...protocol.streams import never_fail
+from ...protocol.host.process import this_process
+from ...protocol.host.streams import never_fail
+from ...protocol.link.join import join_path
+from ...protocol.run.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
+from ...protocol.run.endings import ending_in_words
+from ...protocol.run.job_log import print_own
+from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
+from ...protocol.run.starter import LauncherEnd, LauncherMessage
 from ..host import processes
-from ..host.terminate import sweep
+from ..host.end.terminate import sweep
 from .environment import job_environment
 from .hub_keeper import HubKeeper
 from .join import push

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...protocol.run_options import MultiHost
+from ...protocol.run.run_options import MultiHost
 
 _DEEPSPEED = {"deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner"}
 _TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}

@@ -16,13 +16,14 @@ from typing import NoReturn
 
 import msgspec
 
-from ...protocol import exits, private_files, run_store
 from ...protocol.errors import FtmonError, StartError, UsageError
-from ...protocol.join import read_join
-from ...protocol.notices import check_target, write_notify
-from ...protocol.rundir import RunDir
-from ...protocol.spawn import spawn_module
-from ...protocol.start_request import StartRequest, print_started, read_request
+from ...protocol.host import private_files
+from ...protocol.link.join import read_join
+from ...protocol.run import exits, run_store
+from ...protocol.run.notices import check_target, write_notify
+from ...protocol.run.rundir import RunDir
+from ...protocol.run.spawn import spawn_module
+from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..host.listen import check_free, parse_listen
 from .environment import joined_environment
 from .join import free_listen, prepare

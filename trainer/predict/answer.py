@@ -11,8 +11,8 @@ from ...protocol.analysis.estimates.curve import Piece, pieces
 from ...protocol.analysis.estimates.figure import Figure
 from ...protocol.analysis.estimates.host_and_disk import checkpoint_bytes
 from ...protocol.analysis.estimates.roofline import Operation, StepTime, Work, step_time
-from ...protocol.gpus import FIT_TABLE, Gpu
-from ...protocol.throughput import causal_pairs, mfu
+from ...protocol.host.gpus import FIT_TABLE, Gpu
+from ...protocol.messages.throughput import causal_pairs, mfu
 from . import ranks
 from .jobs import Prepared
 from .result import Point, Prediction

@@ -9,7 +9,7 @@ from typing import Any
 from ...protocol.analysis.allocator.composition.attribution import Attribution
 from ...protocol.analysis.allocator.composition.timeline import Span, Timeline
 from ...protocol.analysis.allocator.snapshot.allocations import BEFORE
-from ...protocol.memory import PARTS
+from ...protocol.messages.memory import PARTS
 from ..probe.memory.composition.storages import Storages
 from ..probe.memory.composition.walk import Roots, walk, walk_buckets, walk_gradients
 from .memory import Recorder
@@ -138,7 +138,7 @@ class _DryTimeline(Timeline):
 def compose(trace: Trace, start: int) -> dict[str, dict[str, int]]:
     """Return what the highest peak of each phase since an event consists of: bytes by part, by phase.
 
-    The parts (``protocol.memory.PARTS``) of a phase add up to its highest allocated bytes.
+    The parts (``protocol.messages.memory.PARTS``) of a phase add up to its highest allocated bytes.
     """
     timeline = _DryTimeline(trace)
     spans = list(_spans(trace, timeline, start))

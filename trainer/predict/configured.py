@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.gpus import Gpu
+from ...protocol.host.gpus import Gpu
 from ..recipe.config import resolve
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config

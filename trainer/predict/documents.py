@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import cycle
 from typing import NamedTuple
 
-from ...protocol.throughput import causal_pairs
+from ...protocol.messages.throughput import causal_pairs
 
 
 class Documents(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
 from ...protocol.errors import ConfigError
-from ...protocol.gpus import GPUS, Gpu
+from ...protocol.host.gpus import GPUS, Gpu
 from ..recipe.model.positions import positions
 from . import attention, fake_cuda, fake_deepspeed, fake_tensors, kernels
 from . import model as models

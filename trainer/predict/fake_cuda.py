@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...protocol.gpus import Gpu
+from ...protocol.host.gpus import Gpu
 from . import cuda_backend
 from .memory import Recorder
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.gpus import FIT_TABLE, Gpu, find_gpu
+from ...protocol.host.gpus import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.positions import beyond
 from . import deepspeed_file
 

@@ -7,7 +7,7 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates import largest
-from ...protocol.gpus import FIT_TABLE
+from ...protocol.host.gpus import FIT_TABLE
 from . import answer, ranks, what_if
 from .jobs import Prepared
 from .result import Holds, Point, Prediction

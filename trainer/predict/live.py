@@ -19,11 +19,12 @@ import msgspec
 import yaml
 
 from ... import __version__
-from ...protocol import private_files, run_store
 from ...protocol.errors import FtmonError
-from ...protocol.host_memory import available_memory
-from ...protocol.prediction import PredictedPhase, PredictedPoint, Prediction
-from ...protocol.rundir import RunDir
+from ...protocol.host import private_files
+from ...protocol.host.host_memory import available_memory
+from ...protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ...protocol.run import run_store
+from ...protocol.run.rundir import RunDir
 from ..host.low_priority import end_with_parent, lower_priority
 
 _SHORTEST = 8

@@ -14,9 +14,9 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
-from ...protocol.endings import signal_name
 from ...protocol.errors import ConfigError, FtmonError
-from ...protocol.throughput import ModelFlops
+from ...protocol.messages.throughput import ModelFlops
+from ...protocol.run.endings import signal_name
 from ..host.low_priority import end_with_parent
 from . import trace
 from .dry import DryRun, Measured

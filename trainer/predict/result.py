@@ -68,7 +68,7 @@ class Point(msgspec.Struct, frozen=True):
     tokens_per_second: float | None = None
     """Of all ranks."""
     mfu: float | None = None
-    """Model FLOPs utilisation (``protocol.throughput``); None where the model's FLOPs are not known."""
+    """Model FLOPs utilisation (``protocol.messages.throughput``); None where the model's FLOPs are not known."""
     price_per_million_tokens: float | None = None
     """With a price of a GPU hour, in its currency."""
     run_seconds: float | None = None
@@ -78,7 +78,7 @@ class Point(msgspec.Struct, frozen=True):
     time: StepTime | None = None
     """What the step's time goes to."""
     fits_on: list[str] = []
-    """Kinds of GPU (``protocol.gpus.FIT_TABLE``) on which every allocation fits, beside the CUDA context and NCCL."""
+    """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, beside the CUDA context and NCCL."""
 
 
 class WhatIf(msgspec.Struct, frozen=True):

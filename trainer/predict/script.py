@@ -20,7 +20,7 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.gpus import Gpu
+from ...protocol.host.gpus import Gpu
 from . import deepspeed_file, foreign_training
 from .dry import DryRun, Job
 from .launched import Launched

@@ -66,7 +66,7 @@ class Trace:
         self.block_bytes: dict[int, int] = {}
         """Bytes of the block that each allocation got, by its handle in the events."""
         self.parts: dict[int, str] = {}
-        """What an allocation was seen to hold (``protocol.memory.PARTS``), by its handle in the events."""
+        """What an allocation was seen to hold (``protocol.messages.memory.PARTS``), by its handle in the events."""
         self.recomputed: list[tuple[int, int]] = []
         """Events between which checkpointed layers went forward again in a backward pass."""
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ...protocol.analysis.estimates.roofline import Collective, Communication, Operation, Work
-from ...protocol.throughput import Precision
+from ...protocol.messages.throughput import Precision
 
 _aten: Any = torch.ops.aten
 _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

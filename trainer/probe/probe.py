@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from time import time
 from typing import Any
 
-from ...protocol.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
-from ...protocol.throughput import perplexity
+from ...protocol.messages.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
+from ...protocol.messages.throughput import perplexity
 from .device import device_values
 from .guard import guarded
 from .loop.training import Training
@@ -43,7 +43,7 @@ class Probe:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Be in phase ``name`` (one of ``protocol.telemetry.PHASES``) for the length of a ``with`` block.
+        """Be in phase ``name`` (one of ``protocol.messages.telemetry.PHASES``) for the length of a ``with`` block.
 
         Hooks do not change the phase inside it; an optimizer update inside still ends the step.
         """
@@ -101,7 +101,7 @@ class Probe:
             tokens: tokens without padding.
             label_tokens: labels that the loss is a mean over, by which the rank is weighted in the mean over ranks
                 unless losses are normalised over all ranks already.
-            pairs: pairs of query and key that attention computes (``protocol.throughput.causal_pairs`` of the
+            pairs: pairs of query and key that attention computes (``protocol.messages.throughput.causal_pairs`` of the
                 documents' lengths); 0: not known.
             longest: tokens of the longest document; 0: not known.
             samples: rows, for ranks that share rows this one's part; None: as many as the forward's batch has.

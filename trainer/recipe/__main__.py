@@ -7,9 +7,9 @@ import gc
 import os
 import sys
 
-from ...protocol.environment import RUN_ENV
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.rundir import RunDir
+from ...protocol.run.environment import RUN_ENV
+from ...protocol.run.rundir import RunDir
 
 
 def main(arguments: list[str]) -> int:

@@ -76,7 +76,7 @@ class Monitor:
         Args:
             tokens: tokens without padding.
             label_tokens: labels that the loss is a mean over.
-            pairs: ``protocol.throughput.causal_pairs`` of the lengths of its documents; 0: not known.
+            pairs: ``protocol.messages.throughput.causal_pairs`` of the lengths of its documents; 0: not known.
             longest: tokens of the longest document; 0: not known.
             samples: rows, for ranks that share rows this one's part; None: as many as the forward's batch has.
         """

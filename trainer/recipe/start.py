@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.rundir import RunDir
-from ...protocol.start_request import StartRequest, print_started, read_request
+from ...protocol.run.rundir import RunDir
+from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..launch import start
 from . import command, hardware
 from .config import resolve, write

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from ... import __version__
-from ...protocol import exits
 from ...protocol.analysis.sweep.columns import value
 from ...protocol.analysis.sweep.order import order
 from ...protocol.analysis.sweep.summary import curves, fastest, pool
 from ...protocol.errors import FtmonError
-from ...protocol.process import this_process
-from ...protocol.rundir import RunDir
-from ...protocol.streams import never_fail
+from ...protocol.host.process import this_process
+from ...protocol.host.streams import never_fail
+from ...protocol.run import exits
+from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
 from . import jobs, spec

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 
 from ...protocol.text import gib
-from ..host.gpu_memory import GpuUse, gpu_use, wait_until_free
+from ..host.hardware.gpu_memory import GpuUse, gpu_use, wait_until_free
 
 _SECONDS = 30.0
 _POLL_SECONDS = 0.5

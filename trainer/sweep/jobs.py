@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.run_options import RunOptions
-from ...protocol.start_request import StartRequest
+from ...protocol.run.run_options import RunOptions
+from ...protocol.run.start_request import StartRequest
 from ...protocol.sweep.rows import Settings, Value, key_of
 from ..recipe.config import write, yaml_nodes
 from ..recipe.config.load import load

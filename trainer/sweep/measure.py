@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...protocol.analysis.sweep.figures import figures
-from ...protocol.control import Alert
 from ...protocol.errors import RecordingError
-from ...protocol.job_log import last_lines
+from ...protocol.messages.control import Alert
+from ...protocol.messages.telemetry import Hello, Step
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.recording.reader import Reader
-from ...protocol.rundir import RunDir
+from ...protocol.run.job_log import last_lines
+from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import RankRow, Row, Settings, Verdict
-from ...protocol.telemetry import Hello, Step
 from ...protocol.text import first_line
-from ..host.gpu_memory import GpuUse
+from ..host.hardware.gpu_memory import GpuUse
 from . import gpus
 from .process import Ending, RefusedError
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ...protocol.recording.collect import RecordedRun
-from ...protocol.rundir import RunDir
+from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import Planned, RankRow, Settings
-from ..host.gpu_memory import GpuUse
+from ..host.hardware.gpu_memory import GpuUse
 from . import gpus, measure
 from .jobs import group_of, job
 from .measure import Why

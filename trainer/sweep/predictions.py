@@ -9,10 +9,10 @@ import pynvml
 
 from ...protocol.analysis.estimates.beside_pytorch import beside_pytorch
 from ...protocol.errors import FtmonError
-from ...protocol.gpus import find_gpu
+from ...protocol.host.gpus import find_gpu
 from ...protocol.sweep.rows import Planned, Predicted, Settings
 from ...protocol.text import sanitize
-from ..host.nvml import Nvml
+from ..host.hardware.nvml import Nvml
 from ..predict.result import Point, Prediction
 from ..recipe.config.load import load
 from ..recipe.hardware import usable_gpus

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...protocol.process import is_alive
-from ...protocol.rundir import ExitFile, RunDir
-from ...protocol.start_request import spawn_start, started_run
-from ...protocol.starter import CommandEnd
+from ...protocol.host.process import is_alive
+from ...protocol.run.rundir import ExitFile, RunDir
+from ...protocol.run.start_request import spawn_start, started_run
+from ...protocol.run.starter import CommandEnd
 from ..host import processes
-from ..host.terminate import sweep
+from ..host.end.terminate import sweep
 from .jobs import STOP_GRACE_SECONDS, Job
 
 _START_SECONDS = 180.0

@@ -7,10 +7,10 @@ from typing import Protocol
 import msgspec
 
 from ...protocol.analysis.sweep.budget import why_not_next
-from ...protocol.rundir import RunDir
+from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import Ended, Predicted, Row, Settings, Started, key_of
 from ...protocol.sweep.store import Results, Writer
-from ..host.gpu_memory import GpuUse
+from ..host.hardware.gpu_memory import GpuUse
 from . import gpus, measure
 from .jobs import STOP_GRACE_SECONDS, job
 from .measure import Live

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ...protocol import exits
 from ...protocol.errors import FtmonError
+from ...protocol.run import exits
+from .output.printable import guard_output
 from .parser import build_parser, split_command
-from .printable import guard_output
 
 _FORMER = {"take": "capture"}
 """Former names of commands, accepted until version 0.3."""
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     if command is not None:
         if arguments.command:
             of_command.error(f"unexpected {arguments.command[0]!r} before '--'")
-        if not command and arguments.handler.startswith("predict:"):
+        if not command and arguments.handler.startswith("train.predict:"):
             of_command.error("nothing after '--'; write a command, such as: deepspeed train.py")
         arguments.command = command
     if hasattr(arguments, "overrides"):
@@ -55,7 +55,7 @@ def _present_names(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one ``ftmon`` command and return its exit status (``protocol.exits``)."""
+    """Run one ``ftmon`` command and return its exit status (``protocol.run.exits``)."""
     guard_output()
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ... import __version__
 from .grammar import end, investigate, set_up, train, watch
-from .grouped import GroupedParser
+from .grammar.grouped import GroupedParser
 
 _EPILOG = """\
 RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); 'ftmon attach' without it takes the newest
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ftmon {__version__}")
     parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
-    parser.set_defaults(handler="attach:choose", parser=parser, plain=False, read_only=False)
+    parser.set_defaults(handler="watch.attach:choose", parser=parser, plain=False, read_only=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for group in (train, watch, investigate, end, set_up):
         group.add(commands)

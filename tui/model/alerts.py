@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...protocol.control import Alert, Severity
+from ...protocol.messages.control import Alert, Severity
 
 CAPACITY = 2_000
 """Maximum number of alerts kept, then the least recently updated one is dropped; the hub raises at most 40 a minute."""

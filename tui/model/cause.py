@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.blocks import StackGroup
 from ...protocol.code_owner import library_of
-from ...protocol.control import Alert
-from ...protocol.memory import Cause
+from ...protocol.messages.blocks import StackGroup
+from ...protocol.messages.control import Alert
+from ...protocol.messages.memory import Cause
 from ...protocol.text import duration, gib, sanitize
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")

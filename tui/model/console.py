@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ...protocol.control import Accepted, Result
+from ...protocol.messages.control import Accepted, Result
 from ...protocol.text import sanitize
 
 MOST_LINES = 5000

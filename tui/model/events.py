@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...protocol.telemetry import PHASES, AllocatorEvents, Step
+from ...protocol.messages.telemetry import PHASES, AllocatorEvents, Step
 
 KEPT = 240
 """Maximum number of sampled steps kept."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ...protocol.analysis.oom.detector import is_oom
-from ...protocol.jobs import Job, JobPhase, JobRank
-from ...protocol.telemetry import PHASES
+from ...protocol.messages.jobs import Job, JobPhase, JobRank
+from ...protocol.messages.telemetry import PHASES
 from ...protocol.text import sanitize
 
 _WORDS_LIMIT = 120

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from ...protocol.telemetry import LogLine
+from ...protocol.messages.telemetry import LogLine
 
 CAPACITY = 10_000
 LONGEST = 4_096

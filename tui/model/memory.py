@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ...protocol.memory import Cause, Composition
+from ...protocol.messages.memory import Cause, Composition
+from ...protocol.messages.telemetry import Step
 from ...protocol.recording.phase_peaks import PeakMark, PhasePeaks
-from ...protocol.telemetry import Step
 from .peak_phase import PeakRanking, rank_phases
 
 

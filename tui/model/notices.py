@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterator
 
-from ...protocol.control import RunState
-from ...protocol.notices import TERMINAL, Notice, Notices, read_notify
-from ...protocol.rundir import RunDir
+from ...protocol.messages.control import RunState
+from ...protocol.run.notices import TERMINAL, Notice, Notices, read_notify
+from ...protocol.run.rundir import RunDir
 from .run import RunModel
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 from ...protocol.analysis.oom.verdict import OomContext
 from ...protocol.analysis.remedies import remedies
 from ...protocol.analysis.text.oom import explain
-from ...protocol.oom import OomReport, OomVerdict, RankMoment, Remedy
-from ...protocol.telemetry import Oom
+from ...protocol.messages.oom import OomReport, OomVerdict, RankMoment, Remedy
+from ...protocol.messages.telemetry import Oom
 from ...protocol.text import gib
 
 CaseKey = tuple[int, float]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...protocol.telemetry import PHASES, STEP_PHASES, PhaseRecord, Span, Step
+from ...protocol.messages.telemetry import PHASES, STEP_PHASES, PhaseRecord, Span, Step
 
 _OWN_SHARE = (*STEP_PHASES, "generate")
 SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")

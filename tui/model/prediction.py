@@ -3,10 +3,10 @@
 from msgspec.structs import replace
 
 from ...protocol.analysis.estimates.live import Compared, compared, predicted
-from ...protocol.memory import Composition
-from ...protocol.prediction import PredictedPhase, Prediction
+from ...protocol.messages.memory import Composition
+from ...protocol.messages.prediction import PredictedPhase, Prediction
+from ...protocol.messages.telemetry import STEP_PHASES
 from ...protocol.recording.phase_peaks import PeakMark, size_of
-from ...protocol.telemetry import STEP_PHASES
 from .rank import RankModel
 from .run import RunModel
 

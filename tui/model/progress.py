@@ -1,6 +1,6 @@
 """Text about a run's progress: its epoch, and its activity besides steps."""
 
-from ...protocol.telemetry import EarlyStop
+from ...protocol.messages.telemetry import EarlyStop
 from ...protocol.text import sanitize
 from .run import RunModel
 

@@ -3,19 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
-from ...protocol.control import RankState, RankStateName
-from ...protocol.telemetry import (
-    Closing,
-    Failure,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Oom,
-    SnapshotTaken,
-    Stacks,
-    Step,
-)
-from ...protocol.throughput import peak_flops
+from ...protocol.messages.control import RankState, RankStateName
+from ...protocol.messages.telemetry import Closing, Failure, Goodbye, Heartbeat, Hello, Oom, SnapshotTaken, Stacks, Step
+from ...protocol.messages.throughput import peak_flops
 from .events import AllocatorHistory
 from .memory import RankMemory
 from .phases import PhaseRow, Shares, rows, shares

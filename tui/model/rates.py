@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...protocol.telemetry import PAUSES
+from ...protocol.messages.telemetry import PAUSES
 from .rank import RankModel
 
 RATE_STEPS = 20

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Any, ClassVar
 
-from ...protocol import control, hosts, jobs, memory, telemetry
-from ...protocol.bounds import MAX_RANKS
-from ...protocol.oom import OomReport
-from ...protocol.prediction import Prediction
+from ...protocol.messages import control, hosts, jobs, memory, telemetry
+from ...protocol.messages.bounds import MAX_RANKS
+from ...protocol.messages.oom import OomReport
+from ...protocol.messages.prediction import Prediction
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.curves import point_of
-from ...protocol.wire import Frame
 from .rank import RECENT_STEPS, RankModel
 from .run_state import FEWEST_STEPS, RunState
 from .run_state import RunInfo as RunInfo

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...protocol import control, hosts, jobs, telemetry
-from ...protocol.prediction import Prediction
+from ...protocol.messages import control, hosts, jobs, telemetry
+from ...protocol.messages.prediction import Prediction
 from .alerts import AlertHistory
 from .capacity import Fit, fit
 from .logs import LogHistory

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol import run_store
 from ...protocol.errors import FtmonError, RecordingError
-from ...protocol.process import is_alive
+from ...protocol.host.process import is_alive
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.rundir import RunDir
+from ...protocol.run import run_store
+from ...protocol.run.rundir import RunDir
 
 OPEN_STATES = ("", "starting", "training", "stopping")
 """States of a run without a recorded end; if neither hub nor launcher is alive, it is ``lost``."""

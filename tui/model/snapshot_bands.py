@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ...protocol.analysis.allocator.snapshot.allocations import columns
 from ...protocol.analysis.allocator.snapshot.replay import Replay
+from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.model import OWN_SPAN, Annotation
-from ...protocol.telemetry import PHASES
 
 MOST_BANDS = 20_000
 """Maximum number of bands per row; a profiler may record more annotations than a screen can show."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import python_stacks
-from ...protocol.telemetry import Stacks
+from ...protocol.messages.telemetry import Stacks
 from ...protocol.text import sanitize
 
 RowKind = Literal["group", "frame", "thread", "native"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.telemetry import DeviceSample, Evaluation
+from ...protocol.messages.telemetry import DeviceSample, Evaluation
 from .rank import RankModel
 from .rates import rates as rates_of
 from .run import RunModel

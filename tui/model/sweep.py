@@ -16,7 +16,7 @@ from ...protocol.analysis.sweep.text import (
     spread_text,
     value_text,
 )
-from ...protocol.process import is_alive
+from ...protocol.host.process import is_alive
 from ...protocol.sweep.rows import Planned, Predicted, Row, Settings, key_of
 from ...protocol.sweep.store import Results, read, verdicts
 from ...protocol.text import duration, gib

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import exp, isfinite
 from typing import TypeVar
 
+from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
+from ...protocol.messages.throughput import mfu
 from ...protocol.recording.results import TrainingPoint
-from ...protocol.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
-from ...protocol.throughput import mfu
 
 CAPACITY = 4096
 """Maximum number of buckets."""

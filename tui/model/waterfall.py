@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...protocol.analysis.memory.footprint import footprint
-from ...protocol.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
-from ...protocol.telemetry import PHASES, DeviceSample, Step
+from ...protocol.messages.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
+from ...protocol.messages.telemetry import PHASES, DeviceSample, Step
 from .rank import RankModel
 
 LABELS = {

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ...protocol.telemetry import Oom
+from ...protocol.messages.telemetry import Oom
 
 
 class Change(msgspec.Struct, frozen=True):

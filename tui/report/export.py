@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import UsageError
-from ...protocol.private_files import write_private
+from ...protocol.host.private_files import write_private
 from ...protocol.sweep.rows import RankRow, Row
 from .load import CsvData, Data, SweepData
 

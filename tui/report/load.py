@@ -12,10 +12,10 @@ from ...protocol.analysis.estimates.measured import (
     guess_mapping,
     read_csv,
 )
-from ...protocol.endings import ending_in_words
 from ...protocol.errors import UsageError
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import StepPoint
+from ...protocol.run.endings import ending_in_words
 from ...protocol.sweep.rows import RankRow
 from ...protocol.sweep.store import Results, read
 from .sides import CSV_SUFFIXES, is_sweep, rank_rows, read_run

@@ -6,15 +6,15 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ...protocol.control import Alert
-from ...protocol.memory import Cause
+from ...protocol.messages.control import Alert
+from ...protocol.messages.memory import Cause
 from ..model.cause import cause_of_alert
-from ..widgets.alert_lines import alert_detail, alert_line
-from ..widgets.canvas import Canvas
-from ..widgets.line import Line
-from ..widgets.listing import Listing
-from ..widgets.panes import pressing
-from ..widgets.prompt import Prompt
+from ..widgets.base.canvas import Canvas
+from ..widgets.base.listing import Listing
+from ..widgets.base.panes import pressing
+from ..widgets.base.prompt import Prompt
+from ..widgets.drawing.line import Line
+from ..widgets.lines.alert_lines import alert_detail, alert_line
 from .base import MonitorScreen, key
 from .kill_targets import suggested
 from .memory import MemoryScreen

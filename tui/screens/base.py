@@ -9,10 +9,10 @@ from textual.events import Resize
 from textual.screen import Screen
 from textual.widget import Widget
 
-from ..widgets.app_state import AppState
-from ..widgets.canvas import Canvas
-from ..widgets.line import Line
-from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
+from ..widgets.base.canvas import Canvas
+from ..widgets.base.panes import KeyBar, ReplayBar, SummaryBar
+from ..widgets.drawing.line import Line
+from ..widgets.state.app_state import AppState
 from .kill_targets import suggested
 
 SMALLEST = (60, 16)

@@ -4,9 +4,9 @@ from rich.style import Style
 
 from ..model.run import RunModel
 from ..source.base import CommandRecord
-from ..widgets.alert_lines import wrap
-from ..widgets.line import Line
-from ..widgets.theme import Theme
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import Theme
+from ..widgets.lines.alert_lines import wrap
 
 
 def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:

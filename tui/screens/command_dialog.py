@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ...protocol.verbs import Verb
+from ...protocol.messages.verbs import Verb
 from ..source.base import CommandRecord
 from .dialog import Dialog
 

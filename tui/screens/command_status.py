@@ -1,10 +1,10 @@
 """Sends commands by one key from a screen: refused at once where impossible, else shown as answers come."""
 
-from ...protocol.control import Result
+from ...protocol.messages.control import Result
+from ...protocol.messages.verbs import Verb
 from ...protocol.text import sanitize
-from ...protocol.verbs import Verb
 from ..source.base import CommandRecord
-from ..widgets.app_state import AppState
+from ..widgets.state.app_state import AppState
 
 _DONE = {
     "compose": "a step was analysed",

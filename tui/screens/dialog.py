@@ -7,10 +7,10 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.screen import ModalScreen
 
-from ..widgets.app_state import AppState
-from ..widgets.canvas import Canvas
-from ..widgets.line import Line
-from ..widgets.theme import Theme
+from ..widgets.base.canvas import Canvas
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import Theme
+from ..widgets.state.app_state import AppState
 
 
 class Panel(Canvas):

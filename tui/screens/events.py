@@ -6,11 +6,19 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ..widgets.canvas import Canvas
-from ..widgets.card import name
-from ..widgets.events_view import course_lines, free_line, phase_lines, rank_lines, retry_line, title_line, unused_lines
-from ..widgets.line import Line
-from ..widgets.wrapping import wrap
+from ..widgets.base.canvas import Canvas
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.wrapping import wrap
+from ..widgets.memory.events_view import (
+    course_lines,
+    free_line,
+    phase_lines,
+    rank_lines,
+    retry_line,
+    title_line,
+    unused_lines,
+)
+from ..widgets.ranks.card import name
 from .base import TALL, SelectedRankScreen, key
 
 _HIGH = 46

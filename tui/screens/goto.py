@@ -3,9 +3,9 @@
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
-from ..widgets.line import Line
-from ..widgets.prompt import Prompt
-from ..widgets.scrubber import time_of_day
+from ..widgets.base.prompt import Prompt
+from ..widgets.drawing.line import Line
+from ..widgets.lines.scrubber import time_of_day
 from .dialog import Dialog
 
 

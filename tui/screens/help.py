@@ -4,11 +4,11 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ..widgets.alert_lines import wrap
-from ..widgets.app_state import AppState
+from ..widgets.base.panes import key_words
+from ..widgets.drawing.line import Line
 from ..widgets.legend import LEGENDS
-from ..widgets.line import Line
-from ..widgets.panes import key_words
+from ..widgets.lines.alert_lines import wrap
+from ..widgets.state.app_state import AppState
 from .base import MonitorScreen
 from .dialog import Dialog
 

@@ -7,10 +7,10 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ..model.jobs import JobRow, job_rows
-from ..widgets.canvas import Canvas
+from ..widgets.base.canvas import Canvas
+from ..widgets.base.listing import Listing
+from ..widgets.drawing.line import Line
 from ..widgets.jobs_view import detail_lines, head_line, job_line
-from ..widgets.line import Line
-from ..widgets.listing import Listing
 from .base import MonitorScreen, key
 
 

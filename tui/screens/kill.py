@@ -4,10 +4,10 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ...protocol.verbs import Kill
+from ...protocol.messages.verbs import Kill
 from ..source.base import CommandRecord
-from ..widgets.app_state import AppState
-from ..widgets.line import Line
+from ..widgets.drawing.line import Line
+from ..widgets.state.app_state import AppState
 from .command_answers import answer_lines, button_line
 from .command_dialog import CommandDialog
 from .kill_targets import Targets, signal_line, target_line, what_follows

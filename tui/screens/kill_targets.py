@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from ...protocol.control import Alert
+from ...protocol.messages.control import Alert
 from ..model.rank import RankModel
 from ..model.run import RunModel
-from ..widgets.alert_lines import wrap
-from ..widgets.figures import gib
-from ..widgets.line import Line, cut
-from ..widgets.theme import Theme
+from ..widgets.drawing.figures import gib
+from ..widgets.drawing.line import Line, cut
+from ..widgets.drawing.theme import Theme
+from ..widgets.lines.alert_lines import wrap
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not recover by itself and holds up the others; waiting ranks are not among them."""

@@ -7,10 +7,10 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ..model.logs import LogEntry
-from ..widgets.line import Line, spread
-from ..widgets.listing import Listing
-from ..widgets.log_lines import log_line
-from ..widgets.prompt import Prompt
+from ..widgets.base.listing import Listing
+from ..widgets.base.prompt import Prompt
+from ..widgets.drawing.line import Line, spread
+from ..widgets.lines.log_lines import log_line
 from .base import MonitorScreen, key
 
 

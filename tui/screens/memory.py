@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ...protocol import verbs
+from ...protocol.messages import verbs
 from ..model.cause import spike_alert, verdict_of
 from ..model.rank import RankModel
 from ..model.waterfall import next_phase, rank_bars
-from ..widgets.app_state import AppState
-from ..widgets.canvas import Canvas
-from ..widgets.card import name
-from ..widgets.charts import Chart, Series, chart_lines
-from ..widgets.line import Line
-from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
-from ..widgets.peak_bars import peak_bars
-from ..widgets.wrapping import wrap
+from ..widgets.base.canvas import Canvas
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.wrapping import wrap
+from ..widgets.memory.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
+from ..widgets.memory.peak_bars import peak_bars
+from ..widgets.plots.charts import Chart, Series, chart_lines
+from ..widgets.ranks.card import name
+from ..widgets.state.app_state import AppState
 from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 

@@ -10,10 +10,10 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from ..themes import PALETTES, theme_of
-from ..widgets.app_state import AppState
-from ..widgets.glyphs import ASCII, choose
-from ..widgets.palette import DARK, LIGHT
-from ..widgets.theme import Theme
+from ..widgets.drawing.glyphs import ASCII, choose
+from ..widgets.drawing.palette import DARK, LIGHT
+from ..widgets.drawing.theme import Theme
+from ..widgets.state.app_state import AppState
 from .base import MonitorScreen
 from .help import HelpScreen
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ..widgets.panes import AlertStrip
-from ..widgets.rank_grid import RankGrid
+from ..widgets.base.panes import AlertStrip
+from ..widgets.ranks.rank_grid import RankGrid
 from .base import MonitorScreen, key
 
 

@@ -8,14 +8,14 @@ from textual.containers import Container
 from textual.widget import Widget
 
 from ..model.rank import RankModel
-from ..widgets.app_state import AppState
-from ..widgets.canvas import Canvas
-from ..widgets.card import title
-from ..widgets.charts import Chart, Series, chart_lines
-from ..widgets.line import Line
-from ..widgets.log_lines import log_line
-from ..widgets.phase_table import phase_table
-from ..widgets.rank_figures import figure_lines
+from ..widgets.base.canvas import Canvas
+from ..widgets.drawing.line import Line
+from ..widgets.lines.log_lines import log_line
+from ..widgets.memory.phase_table import phase_table
+from ..widgets.plots.charts import Chart, Series, chart_lines
+from ..widgets.ranks.card import title
+from ..widgets.ranks.rank_figures import figure_lines
+from ..widgets.state.app_state import AppState
 from .base import SelectedRankScreen, key
 
 

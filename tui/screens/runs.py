@@ -10,14 +10,14 @@ from textual.message import Message
 from textual.widget import Widget
 
 from ...protocol.errors import FtmonError
-from ...protocol.run_store import home
-from ...protocol.rundir import RunDir
+from ...protocol.run.run_store import home
+from ...protocol.run.rundir import RunDir
 from ...protocol.text import duration
 from ..model.runs import RunEntry, RunList
-from ..widgets.app_state import AppState
-from ..widgets.line import Line, cut
-from ..widgets.listing import Listing
-from ..widgets.prompt import Prompt
+from ..widgets.base.listing import Listing
+from ..widgets.base.prompt import Prompt
+from ..widgets.drawing.line import Line, cut
+from ..widgets.state.app_state import AppState
 from .base import COMMON_KEYS, MonitorScreen, key
 
 POLL_SECONDS = 1.0

@@ -6,12 +6,12 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ...protocol import verbs
-from ...protocol.telemetry import Stacks
+from ...protocol.messages import verbs
+from ...protocol.messages.telemetry import Stacks
 from ..model.stacks import Row, rows
-from ..widgets.line import Line, cut
-from ..widgets.listing import Listing
-from ..widgets.scrubber import time_of_day
+from ..widgets.base.listing import Listing
+from ..widgets.drawing.line import Line, cut
+from ..widgets.lines.scrubber import time_of_day
 from .base import MonitorScreen, key
 
 

@@ -4,9 +4,9 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ...protocol.verbs import Stop
-from ..widgets.alert_lines import wrap
-from ..widgets.line import Line
+from ...protocol.messages.verbs import Stop
+from ..widgets.drawing.line import Line
+from ..widgets.lines.alert_lines import wrap
 from .command_answers import answer_lines, button_line
 from .command_dialog import CommandDialog
 

@@ -9,11 +9,11 @@ from textual.widget import Widget
 
 from ..model.chartview import ChartView
 from ..model.training import HistoryPoint
-from ..widgets.app_state import AppState
-from ..widgets.canvas import Canvas
-from ..widgets.line import Line
-from ..widgets.training_scene import GUTTER
-from ..widgets.training_view import training_lines
+from ..widgets.base.canvas import Canvas
+from ..widgets.drawing.line import Line
+from ..widgets.state.app_state import AppState
+from ..widgets.training.training_scene import GUTTER
+from ..widgets.training.training_view import training_lines
 from .base import MonitorScreen, key
 
 RESTS = 8.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ...protocol.control import Accepted, Result
-from ...protocol.verbs import Verb
+from ...protocol.messages.control import Accepted, Result
+from ...protocol.messages.verbs import Verb
 from ..model.run import RunModel
 from .transport import Transport
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.endings import ending_in_words
+from ...protocol.run.endings import ending_in_words
 from ...protocol.text import sanitize
 from ..model.what_if import Answer, WhatIf
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...protocol.errors import FtmonError, RecordingError
-from ...protocol.process import ProcessId, is_alive
+from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.recording.reader import Reader
-from ...protocol.rundir import RunDir
+from ...protocol.run.rundir import RunDir
 from .history import History
 
 

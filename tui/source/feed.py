@@ -16,11 +16,11 @@ from typing import Any
 
 import zmq
 
-from ...protocol import wire
-from ...protocol.control import Accepted, Command, HubStats, Result
 from ...protocol.errors import FtmonError, ProtocolError
-from ...protocol.sockets import peer_socket
-from ...protocol.wire import RESTART_LEAP, Frame, is_leap
+from ...protocol.link.sockets import peer_socket
+from ...protocol.messages import wire
+from ...protocol.messages.control import Accepted, Command, HubStats, Result
+from ...protocol.messages.wire import RESTART_LEAP, Frame, is_leap
 from ..model.run import RunInfo, RunModel
 from .base import Connection, ConnectionState
 from .endpoint import Endpoint, Hub

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from ...protocol import run_store
 from ...protocol.errors import RunNotFoundError
-from ...protocol.rundir import RunDir
+from ...protocol.run import run_store
+from ...protocol.run.rundir import RunDir
 
 _SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
 """Suffixes of files that a command-line argument may name."""

@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from ...protocol.control import Alert
+from ...protocol.messages.control import Alert
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint
-from ...protocol.wire import Frame
 
 
 class History(Protocol):

@@ -9,10 +9,10 @@ from typing import Any
 
 import zmq
 
-from ...protocol.control import Accepted, Result
 from ...protocol.errors import FtmonError
-from ...protocol.rundir import RunDir
-from ...protocol.verbs import Verb
+from ...protocol.messages.control import Accepted, Result
+from ...protocol.messages.verbs import Verb
+from ...protocol.run.rundir import RunDir
 from ..model.run import RunInfo, RunModel
 from .base import CommandRecord, Connection
 from .endpoint import Endpoint

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from math import ceil, floor
 
+from ...protocol.messages.telemetry import Checkpoint, Evaluation, Step
+from ...protocol.messages.wire import RESTART_LEAP, Frame
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.telemetry import Checkpoint, Evaluation, Step
-from ...protocol.wire import RESTART_LEAP, Frame
 from ..model.max_pyramid import Level
 from ..model.run import RunInfo, RunModel
 from .history import History

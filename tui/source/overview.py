@@ -5,11 +5,11 @@ from collections.abc import Callable
 from math import ceil, floor, inf
 
 from ...protocol.errors import FtmonError
-from ...protocol.jobs import Job
+from ...protocol.messages.jobs import Job
+from ...protocol.messages.telemetry import AllocatorEvents
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.telemetry import AllocatorEvents
-from ...protocol.wire import Frame
 from ..model.events import KEPT
 from ..model.max_pyramid import EMPTY, RATIO, Level
 from ..model.series import StepSeries

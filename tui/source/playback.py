@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...protocol.errors import FtmonError
+from ...protocol.messages.telemetry import Step
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.telemetry import Step
-from ...protocol.wire import Frame
 from ..model.run import RunInfo, RunModel
 from . import positions
 from .history import History

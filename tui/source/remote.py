@@ -7,13 +7,13 @@ from typing import Any
 
 import zmq
 
-from ...protocol import wire
-from ...protocol.control import Alert, Answer, Query
 from ...protocol.errors import HubError, RecordingError
+from ...protocol.link.sockets import peer_socket
+from ...protocol.messages import wire
+from ...protocol.messages.control import Alert, Answer, Query
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint, decode_answer
-from ...protocol.sockets import peer_socket
-from ...protocol.wire import Frame
 
 TIMEOUT_S = 10.0
 """Time limit of an answer, seconds; a hub on a slow disk needs that long."""

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...protocol.control import Accepted
+from ...protocol.messages.control import Accepted
+from ...protocol.messages.telemetry import Hello, Step
+from ...protocol.messages.verbs import Verb
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.telemetry import Hello, Step
-from ...protocol.verbs import Verb
 from ..model.run import RunModel
 from .base import CommandRecord, Connection
 from .load import describe

@@ -1,6 +1,6 @@
 """Finds the times of alerts, to seek to them."""
 
-from ...protocol.control import Alert
+from ...protocol.messages.control import Alert
 from .history import History
 from .transport import AlertMark
 

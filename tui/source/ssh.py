@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...protocol import wire
 from ...protocol.errors import FtmonError, HubError, RecordingError
+from ...protocol.messages import wire
 from ...protocol.text import sanitize
 from ..model.run import RunInfo
 from .endpoint import Endpoint, Hub

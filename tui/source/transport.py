@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...protocol.control import AlertKind, Severity
+from ...protocol.messages.control import AlertKind, Severity
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Playing speeds, times real time."""

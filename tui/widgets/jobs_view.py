@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 from rich.style import Style
 
-from ...protocol.endings import ending_in_words, signal_name
-from ...protocol.jobs import Job, JobRank
+from ...protocol.messages.jobs import Job, JobRank
+from ...protocol.run.endings import ending_in_words, signal_name
 from ...protocol.text import duration
 from ..model.jobs import JobRow, phases_of
-from .figures import gib_fixed, step_time
-from .line import Line, cut
-from .spark import spark
-from .theme import Theme
-from .wrapping import wrap
+from .drawing.figures import gib_fixed, step_time
+from .drawing.line import Line, cut
+from .drawing.theme import Theme
+from .drawing.wrapping import wrap
+from .plots.spark import spark
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """The state of a run or rank whose sign stands for a job's."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from ..model.waterfall import LABELS
-from .line import Line
-from .peak_bars import PART_FILLS
-from .phase_bar import FILLS, SHORT
-from .plot import sign_of
-from .theme import Theme
+from .drawing.line import Line
+from .drawing.theme import Theme
+from .memory.peak_bars import PART_FILLS
+from .plots.phase_bar import FILLS, SHORT
+from .plots.plot import sign_of
 
 STATE_WORDS = {
     "starting": "its process is up, no step is finished yet",

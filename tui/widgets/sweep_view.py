@@ -6,11 +6,11 @@ from typing import Any
 from ...protocol.analysis.sweep.text import left_text
 from ...protocol.text import gib
 from ..model.sweep import Dots, SweepModel, TableRow, now
-from .app_state import AppState
-from .canvas import Canvas
-from .line import Line, cut, spread
-from .plot import Curve, plot_cells, row_line, sign_of
-from .theme import Theme
+from .base.canvas import Canvas
+from .drawing.line import Line, cut, spread
+from .drawing.theme import Theme
+from .plots.plot import Curve, plot_cells, row_line, sign_of
+from .state.app_state import AppState
 
 _TONES = {"done": "good", "running": "accent", "planned": "dim"}
 _STATE_TONES = {"running": "good", "predicting": "accent", "done": "dim", "killed": "error", "failed": "error"}

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ...control import RankState
-from ...hosts import KernelKill
-from ...telemetry import Failure, LogLine
+from ...messages.control import RankState
+from ...messages.hosts import KernelKill
+from ...messages.telemetry import Failure, LogLine
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..findings.finding import Matter, Resolution, added, resolved

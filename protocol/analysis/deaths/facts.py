@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ...hosts import KernelKill
+from ...messages.hosts import KernelKill
 
 
 class HostPressure(msgspec.Struct, frozen=True):

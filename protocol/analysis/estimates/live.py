@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ...prediction import PredictedPhase, PredictedPoint, Prediction
+from ...messages.prediction import PredictedPhase, PredictedPoint, Prediction
 
 FLOOR_BYTES = 8 << 20
 """Differences below this are no difference: workspaces of libraries, rounding."""

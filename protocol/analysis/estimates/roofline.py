@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from ...gpus import Gpu
-from ...throughput import Precision
+from ...host.gpus import Gpu
+from ...messages.throughput import Precision
 from .figure import Figure
 
 _ERRORS = {"host": 0.5, "communication": 0.5, "offload": 0.5}

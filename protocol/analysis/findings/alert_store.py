@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ...control import Alert, AlertKind, Severity
+from ...messages.control import Alert, AlertKind, Severity
 
 RESEND_S = 5.0
 BURST = 3
@@ -123,7 +123,7 @@ class AlertStore:
 
         Args:
             now: Seconds since the epoch.
-            kind: See ``ftmon.protocol.control.AlertKind``.
+            kind: See ``ftmon.protocol.messages.control.AlertKind``.
             severity: How bad it is; a standing alert's severity never falls.
             title: One line for a list.
             rule: Which rule of its detector raised it; kept as ``evidence["rule"]`` and part of the key.

@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ...control import Severity
+from ...messages.control import Severity
 
 FindingKind = Literal[
     "nan_loss",

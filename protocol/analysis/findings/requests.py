@@ -8,8 +8,8 @@ allocations leave no trace.
 
 from typing import NamedTuple
 
-from ... import verbs
-from ...telemetry import PHASES, Hello
+from ...messages import verbs
+from ...messages.telemetry import PHASES, Hello
 
 PER_RANK = 3
 PAUSE_S = 30.0

@@ -5,7 +5,7 @@ Raised at the first that failed, updated at each further one, resolved by the ne
 
 import msgspec
 
-from ...telemetry import Checkpoint, CheckpointFailed
+from ...messages.telemetry import Checkpoint, CheckpointFailed
 from ..findings import Finding
 
 

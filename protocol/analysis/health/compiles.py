@@ -8,7 +8,7 @@ without another.
 
 import msgspec
 
-from ...health import Compiles
+from ...messages.health import Compiles
 from ..findings import Finding
 
 RECOMPILES = 4

@@ -14,8 +14,8 @@ from collections import deque
 
 import msgspec
 
-from ...health import DataLoaderInfo
-from ...telemetry import Hello, Step
+from ...messages.health import DataLoaderInfo
+from ...messages.telemetry import Hello, Step
 from ..findings import Finding
 
 WINDOW = 80

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from ...health import DiskSpace, Volume
+from ...messages.health import DiskSpace, Volume
 from ..findings import Finding
 
 KEPT_S = 900.0

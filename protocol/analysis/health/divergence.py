@@ -37,7 +37,7 @@ from typing import Literal
 
 import msgspec
 
-from ...control import Severity
+from ...messages.control import Severity
 from ..findings import Finding
 from .joined import JoinedStep
 from .levels import BLOCK, Block, Levels

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...health import DeviceHealth, Xid
-from ...telemetry import DeviceSample
+from ...messages.health import DeviceHealth, Xid
+from ...messages.telemetry import DeviceSample
 from ..findings import Finding
 from .xids import IGNORED, meaning
 

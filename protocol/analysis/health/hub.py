@@ -7,7 +7,7 @@
 
 import msgspec
 
-from ...control import HubStats
+from ...messages.control import HubStats
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..findings.finding import Matter, Resolution, resolved

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import isfinite
 
-from ...telemetry import Step
+from ...messages.telemetry import Step
 
 LAG = 16
 """A step is passed on without the ranks that are so many steps behind the newest."""

@@ -3,8 +3,8 @@
 A rank's second hello from another process begins another job of the run: what was judged by its steps begins anew.
 """
 
-from ...health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
-from ...telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
+from ...messages.health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ...messages.telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
 from ..findings import Finding
 from .checkpoints import Checkpoints
 from .compiles import Recompilation

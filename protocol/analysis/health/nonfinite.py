@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ...telemetry import Step
+from ...messages.telemetry import Step
 from ..findings import Finding
 
 CLEAN_STEPS = 20

@@ -9,7 +9,7 @@ different kinds or non-deterministic optimizers cause. Found at the second check
 
 import msgspec
 
-from ...health import Checksum, ParameterSum
+from ...messages.health import Checksum, ParameterSum
 from ..findings import Finding
 from .by_step import RanksByStep
 

@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from ...health import BatchLoss
+from ...messages.health import BatchLoss
 from ..findings import Finding
 from .by_step import RanksByStep
 from .recent import median

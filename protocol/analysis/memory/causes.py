@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...memory import StackGroup
+from ...messages.memory import StackGroup
 from ..allocator.snapshot.rounding import round_size
 
 MOST_GROUPS = 20

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from ...memory import Cause
-from ...oom import Remedy
+from ...messages.memory import Cause
+from ...messages.oom import Remedy
 from .stack_patterns import Named
 
 

@@ -15,7 +15,7 @@ is, so that the lines always add up to ``used``.
 
 import msgspec
 
-from ...telemetry import DeviceSample
+from ...messages.telemetry import DeviceSample
 
 
 class Footprint(msgspec.Struct, frozen=True):

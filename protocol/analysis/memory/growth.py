@@ -8,8 +8,8 @@ the step's composition has come, the size is that of the optimizer's states that
 update freed do not make it smaller.
 """
 
-from ...memory import Composition
-from ...telemetry import Hello, PhaseRecord, Step
+from ...messages.memory import Composition
+from ...messages.telemetry import Hello, PhaseRecord, Step
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from .facts import GrowthFacts

@@ -6,8 +6,8 @@ Stacks name the rest (``stack_patterns``). Where neither does, there is no cause
 
 from collections import defaultdict
 
-from ...memory import Cause
-from ...telemetry import Hello, Step
+from ...messages.memory import Cause
+from ...messages.telemetry import Hello, Step
 from ..findings.finding import Matter
 from ..remedies import remedy_of
 from .facts import NumbersCause, StackCause

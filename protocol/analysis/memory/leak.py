@@ -30,8 +30,8 @@ from collections import defaultdict
 
 import msgspec
 
-from ...memory import Cause
-from ...telemetry import STEP_PHASES, Hello, Plan, Step
+from ...messages.memory import Cause
+from ...messages.telemetry import STEP_PHASES, Hello, Plan, Step
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..findings.finding import Resolution

@@ -25,9 +25,9 @@ from collections import defaultdict, deque
 
 import msgspec
 
-from ...control import Severity
-from ...memory import Cause
-from ...telemetry import AllocatorEvents, Hello, PhaseRecord, Step
+from ...messages.control import Severity
+from ...messages.memory import Cause
+from ...messages.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ..findings import Finding
 from ..findings.finding import Matter, Resolution
 from ..findings.requests import DiagnosticRequests

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...code_owner import library_of
-from ...memory import Cause, StackGroup
+from ...messages.memory import Cause, StackGroup
 
 _ZERO12, _ZERO3 = r"zero/stage_1_and_2\.py$", r"zero/stage3\.py$"
 _REDUCE = r"_*(avg_scatter|add_grad_to_ipg|reduce|allreduce|average_tensor|buffered|gradient_reduction)\w*|\w*ipg\w*"

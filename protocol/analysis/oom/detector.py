@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from ...oom import OomReport
-from ...telemetry import Failure, Step
+from ...messages.oom import OomReport
+from ...messages.telemetry import Failure, Step
 from ..findings import Finding
 from ..findings.finding import Matter, Resolution, added, resolved
 

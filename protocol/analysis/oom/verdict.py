@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...oom import OomKind
-from ...telemetry import Hello, Oom, ProcessMemory
+from ...messages.oom import OomKind
+from ...messages.telemetry import Hello, Oom, ProcessMemory
 from ..allocator.snapshot.layout import matters
 from ..allocator.snapshot.pending_states import STATE_FRAMES
 

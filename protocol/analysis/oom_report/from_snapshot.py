@@ -4,10 +4,10 @@ A snapshot has the request, the free memory, and every block with its stack. It 
 users of the device. The phase is derived from the failing stack, if possible.
 """
 
-from ...blocks import SegmentUse, StackGroup
-from ...oom import OomReport
+from ...messages.blocks import SegmentUse, StackGroup
+from ...messages.oom import OomReport
+from ...messages.telemetry import Oom
 from ...snapshot.model import FREE, Frame, Snapshot
-from ...telemetry import Oom
 from ..allocator.snapshot.analysis import find_oom, live_stacks
 from ..allocator.snapshot.layout import Piece, layout_at
 from ..allocator.snapshot.pending_states import pending_states

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from ...control import RankState
-from ...oom import OomReport, RankMoment
-from ...telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, Step
+from ...messages.control import RankState
+from ...messages.oom import OomReport, RankMoment
+from ...messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, Step
 from ..deaths.facts import HostPressure
 from ..oom.verdict import OomContext
 from ..remedies import remedies

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from ...messages.telemetry import Hello
 from ...sweep.rows import PhaseFigures, RankRow, Row
-from ...telemetry import Hello
 from .compare import Measure, Side, mean_of_last, peak_measure
 
 _PHASES = ("data", "generate", "forward", "backward", "optimizer")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...control import RankState
+from ...messages.control import RankState
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..findings.finding import Matter, Resolution, ResolvedWhy, added, resolved

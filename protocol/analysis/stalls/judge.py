@@ -38,7 +38,7 @@ a backward or in a wait for their device are named as likely.
 
 from typing import Literal
 
-from ...telemetry import STEP_PHASES
+from ...messages.telemetry import STEP_PHASES
 from .collective_calls import Waits, difference, skipped, waits
 from .evidence import Call, Collective, LockWait, all_members
 from .progress import LONG_PHASES

@@ -27,7 +27,7 @@ Durations of ordinary phases come from steps (mean of a phase's occurrences); th
 also from heartbeats, as the time between the starts of two phases without a step in between.
 """
 
-from ...telemetry import Heartbeat, PhaseRecord, Step
+from ...messages.telemetry import Heartbeat, PhaseRecord, Step
 from .patience import EARLY_STEPS, FIRST_STEP_FACTOR, LIMIT_FACTOR, Row, row_of
 
 SUSPECT_S = 1.5

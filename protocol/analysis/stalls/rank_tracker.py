@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 
-from ... import verbs
-from ...control import Command, RankState, RankStateName, RunState, RunStateName
-from ...hosts import HostState
-from ...telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
+from ...messages import verbs
+from ...messages.control import Command, RankState, RankStateName, RunState, RunStateName
+from ...messages.hosts import HostState
+from ...messages.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
+from ...messages.wire import Frame, Message
 from ...text import kernel_sleep
-from ...wire import Frame, Message
 from ..deaths.slurm import SlurmWords
 from .evidence import Evidence
 from .judge import EXIT_LIMIT_S, MOVING_S, Verdict, judge

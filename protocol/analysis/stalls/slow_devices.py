@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ...telemetry import DeviceSample, Hello
+from ...messages.telemetry import DeviceSample, Hello
 
 CLOCK_SHARE = 0.92
 """An SM clock below this share of the other ranks' clocks is a reason."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ... import verbs
-from ...control import Result
-from ...telemetry import DeviceSample, Hello, Step
+from ...messages import verbs
+from ...messages.control import Result
+from ...messages.telemetry import DeviceSample, Hello, Step
 from ..findings import Finding
 from ..findings.finding import Resolution, ResolvedWhy
 from ..findings.requests import Action, DiagnosticRequests

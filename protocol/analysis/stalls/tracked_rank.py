@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...control import RankState, RankStateName
-from ...endings import ending_in_words, exhausted_memory
-from ...hosts import KernelKill
-from ...telemetry import Goodbye, Hello
+from ...messages.control import RankState, RankStateName
+from ...messages.hosts import KernelKill
+from ...messages.telemetry import Goodbye, Hello
+from ...run.endings import ending_in_words, exhausted_memory
 from ...text import first_line
 from .evidence import Evidence
 from .judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S

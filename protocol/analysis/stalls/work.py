@@ -14,7 +14,7 @@ step count, because they include no waiting; the duration of phases with collect
 
 from dataclasses import dataclass, field
 
-from ...telemetry import Step
+from ...messages.telemetry import Step
 
 NOT_WORK = ("init",)
 """Phases outside steps."""

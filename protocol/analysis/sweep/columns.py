@@ -5,8 +5,8 @@ A name is a figure of the whole run (``peak``, ``loss``) or of a phase (``backwa
 
 from collections.abc import Callable, Sequence
 
+from ...messages.telemetry import PHASES
 from ...sweep.rows import PhaseFigures, RankRow, Row
-from ...telemetry import PHASES
 from ...text import gib
 
 Figure = float | None

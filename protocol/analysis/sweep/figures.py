@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ...messages.telemetry import Hello, PhaseRecord, Step
 from ...sweep.rows import PhaseFigures, RankRow
-from ...telemetry import Hello, PhaseRecord, Step
 
 _BLOCKS = 16
 """Neighbouring steps are alike (clocks, data), so the error is that of means of so many blocks, not of single steps."""

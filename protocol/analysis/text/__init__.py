@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ...control import Alert
+from ...messages.control import Alert
 from ...text import duration
 from ..deaths.facts import Ended, Followed, LastLog
 from ..findings import Finding

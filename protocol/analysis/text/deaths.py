@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from ...endings import ending_in_words, exhausted_memory
-from ...hosts import KernelKill
+from ...messages.hosts import KernelKill
+from ...run.endings import ending_in_words, exhausted_memory
 from ...text import duration, first_line, gib, ranks_in_words, sanitize
 from ..deaths.facts import (
     Ended,

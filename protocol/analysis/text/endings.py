@@ -1,6 +1,6 @@
 """Likely reasons for how a process ended."""
 
-from ...endings import signal_name
+from ...run.endings import signal_name
 
 _SIGNAL_HINTS = {
     "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from ...memory import Cause
+from ...messages.memory import Cause
 from ...text import duration, gib
 from ..findings import Finding
 from ..memory.facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts

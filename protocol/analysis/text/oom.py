@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...oom import OomKind, OomReport, OomVerdict, Remedy
-from ...telemetry import Oom
+from ...messages.oom import OomKind, OomReport, OomVerdict, Remedy
+from ...messages.telemetry import Oom
 from ...text import duration, first_line, gib
 from ..findings import Finding
 from ..oom.detector import Uncaught

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...control import Alert
+from ...messages.control import Alert
 from ...text import duration, ranks_in_words, sanitize
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED

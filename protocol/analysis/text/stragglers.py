@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...control import Alert
+from ...messages.control import Alert
 from ...text import duration
 from ..findings import Finding
 from ..stalls.slow_devices import DeviceFacts

@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 import zmq
-from ftmon.protocol import wire
-from ftmon.protocol.control import Command, Result
-from ftmon.protocol.process import this_process
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.sockets import peer_socket
-from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, PhaseRecord, Span, Stacks, Step
+from ftmon.protocol.host.process import this_process
+from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Command, Result
+from ftmon.protocol.messages.telemetry import DeviceInfo, Goodbye, Hello, PhaseRecord, Span, Stacks, Step
+from ftmon.protocol.run.rundir import RunDir
 
 
 class FakeRank:

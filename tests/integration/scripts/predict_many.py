@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 import msgspec
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.predict import ranks
 from ftmon.trainer.predict.__main__ import main
 from ftmon.trainer.predict.live import made

@@ -18,7 +18,7 @@ from ftmon.protocol.analysis.deaths.facts import (
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution, added
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
-from ftmon.protocol.hosts import KernelKill
+from ftmon.protocol.messages.hosts import KernelKill
 
 GIB = 2**30
 GLOO = "RuntimeError: op.preamble.length <= op.nbytes"

@@ -14,7 +14,7 @@ from ftmon.protocol.analysis.memory.facts import (
 )
 from ftmon.protocol.analysis.memory.stack_patterns import name_cause
 from ftmon.protocol.analysis.remedies import remedy_of
-from ftmon.protocol.memory import Cause, StackGroup
+from ftmon.protocol.messages.memory import Cause, StackGroup
 
 MIB = 2**20
 GIB = 2**30

@@ -24,7 +24,7 @@ from ftmon.protocol.analysis.stalls.verdicts import (
     Verdict,
 )
 from ftmon.protocol.analysis.text.stalls import of_verdict
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
 
 FRAMES = (Frame("/home/me/train.py", 52, "main"),)
 REDUCE = Collective("all_reduce", 9)

@@ -8,7 +8,7 @@ import pytest
 from ftmon.protocol.analysis.stalls.stragglers import EVERYWHERE, StragglerFinding, Stragglers
 from ftmon.protocol.analysis.stalls.work import Work, work_of
 from ftmon.protocol.analysis.text import stragglers as straggler_text
-from ftmon.protocol.telemetry import PhaseRecord, Span, Step
+from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 
 PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}
 NOTHING = Span(0, 0, 0)

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from ftmon.tui.cli import doctor_terminal, terminal
 from ftmon.tui.cli.main import main
+from ftmon.tui.cli.output import terminal
+from ftmon.tui.cli.set_up import doctor_terminal
 
 
 def test_a_pipe_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +54,7 @@ def test_json_has_both_sides(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    monkeypatch.setattr("ftmon.tui.cli.doctor.find_spec", lambda name: None)
+    monkeypatch.setattr("ftmon.tui.cli.set_up.doctor.find_spec", lambda name: None)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {check["name"] for check in report["terminal"]} >= {"terminal", "characters", "run directory", "NVML"}

@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import run_store
+from ftmon.protocol.messages.telemetry import Stacks
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import Stacks
+from ftmon.protocol.run import run_store
 from ftmon.protocol.text import escape_json
 from ftmon.tui.cli.main import main
 from streams import RUN, Stream

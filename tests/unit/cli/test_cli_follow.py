@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ftmon.protocol.process import ProcessId, this_process
-from ftmon.protocol.rundir import ExitFile
-from ftmon.tui.cli import follow
-from ftmon.tui.cli.standing import Standing
+from ftmon.protocol.host.process import ProcessId, this_process
+from ftmon.protocol.run.rundir import ExitFile
+from ftmon.tui.cli.foreground import follow
+from ftmon.tui.cli.foreground.standing import Standing
 
 
 class LateSource:

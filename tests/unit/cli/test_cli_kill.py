@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.rundir import RunDir
-from ftmon.tui.cli import kill_stop
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.tui.cli.end import kill_stop
 from ftmon.tui.cli.main import parse
 
 

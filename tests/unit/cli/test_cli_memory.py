@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.cli.main import main
 from peaks import explained
 from streams import RUN

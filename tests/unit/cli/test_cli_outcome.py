@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import control, exits, telemetry, wire
-from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
-from ftmon.tui.cli import outcome
+from ftmon.protocol.messages import control, telemetry, wire
+from ftmon.protocol.run import exits
+from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
+from ftmon.tui.cli.foreground import outcome
 from ftmon.tui.cli.grammar import watch
 from ftmon.tui.model.run import RunModel
 
@@ -31,7 +32,7 @@ def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code: int, sta
 def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide() -> None:
     assert set(exits.CAUSES.values()) | {exits.RUN_USAGE, exits.LEFT} == set(exits.OWN)
     assert not set(exits.OWN) & {0, 1, 2, 120, *range(64, 79), *range(124, 193), *range(200, 256)}
-    guide = (Path(exits.__file__).parents[1] / "docs" / "guide.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text()
     for code, meaning in exits.OWN.items():
         assert f"| {code} | {meaning} |" in guide
         assert f"  {code}  {meaning}\n" in watch._RUN_EPILOG

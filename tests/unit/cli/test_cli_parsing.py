@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 from ftmon.tui.cli.grammar import end, investigate, set_up, train, watch
-from ftmon.tui.cli.grouped import GROUPS, INTERNAL
+from ftmon.tui.cli.grammar.grouped import GROUPS, INTERNAL
 from ftmon.tui.cli.main import main, parse
 from ftmon.tui.cli.parser import build_parser
 
@@ -48,7 +48,7 @@ def test_a_command_is_declared_in_the_file_of_its_group() -> None:
 
 
 def test_the_former_name_of_a_command_works_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["take", "abc", "--rank", "1"]).handler == "capture:capture"
+    assert parse(["take", "abc", "--rank", "1"]).handler == "investigate.capture:capture"
     assert capsys.readouterr().err == "ftmon: note: 'ftmon take' is now 'ftmon capture'\n"
     assert parse(["run", "--", "take"]).command == ["take"]
 
@@ -137,7 +137,7 @@ def test_ascii_works_before_and_after_the_command(words: list[str]) -> None:
 
 
 def test_ftmon_alone_opens_the_list_of_runs() -> None:
-    assert parse([]).handler == "attach:choose"
+    assert parse([]).handler == "watch.attach:choose"
 
 
 @pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])

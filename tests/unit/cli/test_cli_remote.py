@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import keys
 from ftmon.protocol.errors import UsageError
+from ftmon.protocol.link import keys
 from ftmon.tui.cli.main import main
-from ftmon.tui.cli.remote import parse_address, read_server_key
+from ftmon.tui.cli.watch.remote import parse_address, read_server_key
 
 
 def test_an_address_gives_a_port_for_each_channel() -> None:

@@ -4,9 +4,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import run_store
-from ftmon.protocol.rundir import ExitFile
-from ftmon.tui.cli.status import show_status
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.rundir import ExitFile
+from ftmon.tui.cli.watch.status import show_status
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
 from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
-from ftmon.protocol.control import RankState
-from ftmon.protocol.telemetry import Failure, Goodbye, LogLine, Step
+from ftmon.protocol.messages.control import RankState
+from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Step
 
 LOST = "RuntimeError: Connection closed by peer"
 

@@ -16,7 +16,7 @@ from ftmon.protocol.analysis.estimates.roofline import (
     step_time,
 )
 from ftmon.protocol.analysis.estimates.what_if_ranking import Option, rank
-from ftmon.protocol.gpus import FIT_TABLE, GPUS, find_gpu
+from ftmon.protocol.host.gpus import FIT_TABLE, GPUS, find_gpu
 
 MIB, GIB = 2**20, 2**30
 DATA = Path(__file__).parents[2] / "data"

@@ -2,7 +2,7 @@
 
 from ftmon.protocol.analysis.estimates.live import Compared, compared, predicted
 from ftmon.protocol.analysis.text.prediction import comparison_sentences
-from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
 
 GIB = 2**30
 

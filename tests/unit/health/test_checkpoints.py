@@ -3,7 +3,7 @@
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
-from ftmon.protocol.telemetry import Checkpoint, CheckpointFailed
+from ftmon.protocol.messages.telemetry import Checkpoint, CheckpointFailed
 
 FULL = "No space left on device"
 

@@ -10,8 +10,8 @@ import pytest
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.disks import Disks
-from ftmon.protocol.health import DiskSpace, Volume
-from ftmon.trainer.host import disks as looked
+from ftmon.protocol.messages.health import DiskSpace, Volume
+from ftmon.trainer.host.hardware import disks as looked
 
 MIB, GIB = 2**20, 2**30
 

@@ -7,9 +7,9 @@ import pytest
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.gpus import Gpus
-from ftmon.protocol.health import DeviceHealth, Xid
-from ftmon.protocol.telemetry import DeviceSample
-from ftmon.trainer.host.xids import Xids, read_xid
+from ftmon.protocol.messages.health import DeviceHealth, Xid
+from ftmon.protocol.messages.telemetry import DeviceSample
+from ftmon.trainer.host.hardware.xids import Xids, read_xid
 
 
 def sample(t: float, *reasons: str, busy: float = 95.0, index: int = 0, **fields: Any) -> DeviceSample:

@@ -10,7 +10,7 @@ from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.compiles import Recompilation
 from ftmon.protocol.analysis.health.replicas import Replicas
-from ftmon.protocol.health import Checksum, Compilation, Compiles, DataLoaderInfo, ParameterSum
+from ftmon.protocol.messages.health import Checksum, Compilation, Compiles, DataLoaderInfo, ParameterSum
 from ftmon.trainer.probe.link import slow_facts
 from ftmon.trainer.probe.link.slow_facts import SlowFacts, loader_info
 from ftmon.trainer.probe.phases.outbox import Outbox

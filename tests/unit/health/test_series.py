@@ -12,8 +12,8 @@ from ftmon.protocol.analysis.health.data_wait import LEFT_OUT, SHARE, WINDOW, ma
 from ftmon.protocol.analysis.health.joined import Join
 from ftmon.protocol.analysis.health.levels import BLOCK, Levels
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
-from ftmon.protocol.health import DataLoaderInfo
-from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.health import DataLoaderInfo
+from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, Span, Step, Update
 
 ZERO = Span(0, 0, 0)
 

@@ -8,7 +8,7 @@ import torch
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.unequal_losses import UnequalLosses
-from ftmon.protocol.health import BatchLoss
+from ftmon.protocol.messages.health import BatchLoss
 from ftmon.trainer.probe.rank.trained import Trained
 from ftmon.trainer.probe.values import batch_losses
 from ftmon.trainer.probe.values.batch_losses import BatchLosses

@@ -7,13 +7,13 @@ import psutil
 import pynvml
 import pytest
 from eventually import eventually
-from ftmon.protocol.health import DeviceHealth
-from ftmon.protocol.host_memory import available_memory, cpu_model, group_memory, memory_group, memory_limit
-from ftmon.protocol.telemetry import DeviceSample
-from ftmon.trainer.host import devices
-from ftmon.trainer.host.devices import DeviceSampler
-from ftmon.trainer.host.load import HostLoad
-from ftmon.trainer.host.nvml import reasons_in_words
+from ftmon.protocol.host.host_memory import available_memory, cpu_model, group_memory, memory_group, memory_limit
+from ftmon.protocol.messages.health import DeviceHealth
+from ftmon.protocol.messages.telemetry import DeviceSample
+from ftmon.trainer.host.hardware import devices
+from ftmon.trainer.host.hardware.devices import DeviceSampler
+from ftmon.trainer.host.hardware.load import HostLoad
+from ftmon.trainer.host.hardware.nvml import reasons_in_words
 
 GIB = 2**30
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.hosts import KernelKill
-from ftmon.trainer.host.kernel_log import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
+from ftmon.protocol.messages.hosts import KernelKill
+from ftmon.trainer.host.hardware.kernel_log import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
 
 PID = 7894
 RECORDS = (

@@ -2,8 +2,8 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import LogLine
+from ftmon.protocol.messages.telemetry import LogLine
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import log_tail
 from ftmon.trainer.host.log_tail import LogTail, offsets_after
 from hypothesis import given, settings

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import sockets, wire
-from ftmon.protocol.control import Accepted, Command, Result
-from ftmon.protocol.rundir import RunFile
-from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
-from ftmon.protocol.verbs import Stop
-from ftmon.trainer.hub import rank_link
-from ftmon.trainer.hub.actions import Actions
-from ftmon.trainer.hub.analysis import Analysis
-from ftmon.trainer.hub.rank_link import RankLink, identity_of
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.messages.verbs import Stop
+from ftmon.protocol.run.rundir import RunFile
+from ftmon.trainer.hub.analyses.analysis import Analysis
+from ftmon.trainer.hub.control.actions import Actions
+from ftmon.trainer.hub.ranks import rank_link
+from ftmon.trainer.hub.ranks.rank_link import RankLink, identity_of
 
 GIB = 2**30
 DEVICE = DeviceInfo("cuda", 0, "H200", 140 * GIB)

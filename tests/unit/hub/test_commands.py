@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import zmq
-from ftmon.protocol import sockets, wire
-from ftmon.protocol.control import Accepted, Command, Result
-from ftmon.protocol.rundir import RunDir
-from ftmon.trainer.hub.commands import Commands
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.hub.control.commands import Commands
 
 
 class Rig:

@@ -7,9 +7,9 @@ from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.hub_facts import UnhookedFacts
 from ftmon.protocol.analysis.text import Words
-from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
-from ftmon.protocol.telemetry import DeviceInfo, Failure, Heartbeat, Hello
-from ftmon.trainer.hub.end_detector import EndDetector
+from ftmon.protocol.messages.telemetry import DeviceInfo, Failure, Heartbeat, Hello
+from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
+from ftmon.trainer.hub.end.end_detector import EndDetector
 
 
 def detector(folder: Path, step: int) -> EndDetector:

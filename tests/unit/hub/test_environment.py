@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ftmon.protocol.environment import monitor_environment
+from ftmon.protocol.run.environment import monitor_environment
 from ftmon.trainer.launch.environment import INJECT_DIR, flight_recorder, job_environment
 
 MARKS = ("FTMON_RUN", "FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE")

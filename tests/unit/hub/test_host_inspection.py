@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from ftmon.trainer.host import flow
-from ftmon.trainer.host.rank_inspection import Inspection
-from ftmon.trainer.hub.host_inspection import HostInspection
+from ftmon.trainer.host.inspection.rank_inspection import Inspection
+from ftmon.trainer.hub.ranks.host_inspection import HostInspection
 
 
 def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ import stat
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import run_store
-from ftmon.protocol.environment import monitor_environment
 from ftmon.protocol.errors import RunDirError, UsageError
-from ftmon.protocol.join import JOIN_ENV, read_join
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.link.join import JOIN_ENV, read_join
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.environment import monitor_environment
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host.listen import parse_listen
 from ftmon.trainer.launch.environment import job_environment, joined_environment
 from ftmon.trainer.launch.join import free_listen, prepare

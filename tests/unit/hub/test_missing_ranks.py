@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.rundir import RunFile
-from ftmon.protocol.telemetry import DeviceInfo, Hello
-from ftmon.trainer.hub.analysis import Analysis
-from ftmon.trainer.hub.missing_ranks import PATIENCE_SECONDS, MissingRanks
-from ftmon.trainer.hub.rank_hosts import RankHosts
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
+from ftmon.protocol.run.rundir import RunFile
+from ftmon.trainer.hub.analyses.analysis import Analysis
+from ftmon.trainer.hub.detect.missing_ranks import PATIENCE_SECONDS, MissingRanks
+from ftmon.trainer.hub.ranks.rank_hosts import RankHosts
 
 
 def hello(rank: int, world: int) -> Hello:

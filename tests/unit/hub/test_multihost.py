@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run_options import MultiHost
+from ftmon.protocol.run.run_options import MultiHost
 from ftmon.trainer.launch.multihost import find_hosts
 
 TWO = "worker-0 slots=4\nworker-1 slots=4  # the new one\n\n# worker-2 slots=4\n"

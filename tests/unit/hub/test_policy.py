@@ -7,14 +7,14 @@ import pytest
 from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict
-from ftmon.protocol.control import Alert, Command, RankState
-from ftmon.protocol.end_request import read_end_request
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, Stacks
-from ftmon.trainer.host.kill import Outcome
-from ftmon.trainer.hub.analysis import Analysis
-from ftmon.trainer.hub.policy import STOP_SECONDS, SURE_SECONDS, Policy
+from ftmon.protocol.messages.control import Alert, Command, RankState
+from ftmon.protocol.messages.telemetry import DeviceInfo, Goodbye, Hello, Stacks
+from ftmon.protocol.run.end_request import read_end_request
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.host.end.kill import Outcome
+from ftmon.trainer.hub.analyses.analysis import Analysis
+from ftmon.trainer.hub.control.policy import STOP_SECONDS, SURE_SECONDS, Policy
 
 VIEWS = {rank: RankView(rank, 12, "backward", 9.0, 8.0) for rank in (1, 0)}
 HANG = Verdict("missing", (0,), (1,), True, 9.0, Collective("all_reduce", 5), VIEWS)

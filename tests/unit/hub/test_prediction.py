@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.prediction import Prediction
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.rundir import RunDir, RunFile
-from ftmon.protocol.telemetry import DeviceInfo, Hello
-from ftmon.trainer.hub.prediction import PredictionProcess
+from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunDir, RunFile
+from ftmon.trainer.hub.analyses.prediction import PredictionProcess
 from ftmon.trainer.predict.live import cache_file, lengths
 
 

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import sockets, wire
-from ftmon.protocol.control import Command, Result
-from ftmon.protocol.verbs import Kill
-from ftmon.trainer.hub import rank_link
-from ftmon.trainer.hub.rank_link import Answers, RankLink
+from ftmon.protocol.link import sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Command, Result
+from ftmon.protocol.messages.verbs import Kill
+from ftmon.trainer.hub.ranks import rank_link
+from ftmon.trainer.hub.ranks.rank_link import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
 

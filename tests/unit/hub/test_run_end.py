@@ -1,9 +1,9 @@
 """A hub leaves when the end was told, apps have had their time, and nothing is under way or still to come."""
 
 import pytest
-from ftmon.protocol.rundir import ExitFile
-from ftmon.trainer.hub.agents import BACK_SECONDS
-from ftmon.trainer.hub.run_end import AGENTS_END_SECONDS, LINGER_SECONDS, SETTLE_SECONDS, RunEnd
+from ftmon.protocol.run.rundir import ExitFile
+from ftmon.trainer.hub.end.run_end import AGENTS_END_SECONDS, LINGER_SECONDS, SETTLE_SECONDS, RunEnd
+from ftmon.trainer.hub.ranks.agents import BACK_SECONDS
 
 
 class Run:

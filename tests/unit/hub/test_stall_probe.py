@@ -9,8 +9,8 @@ from ftmon.protocol.analysis.stalls.activity import Activity
 from ftmon.protocol.analysis.stalls.evidence import ASLEEP_S
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict, by_rank
-from ftmon.protocol.rundir import RunDir
-from ftmon.trainer.host.rank_inspection import Inspection
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.host.inspection.rank_inspection import Inspection
 from stall_bench import STACKS, Bench
 
 RECORDED = {"source": "recorder", "recent": [["0", 9, "all_reduce", 64, False]], "counted": {"0": 9}, "ranks": {}}
@@ -67,7 +67,7 @@ def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(
 def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftmon.trainer.host.stack_dump.py_spy", lambda: "")
+    monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.py_spy", lambda: "")
     bench = Bench(run)
     views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
@@ -81,7 +81,7 @@ def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
 def observe(run: RunDir, monkeypatch: pytest.MonkeyPatch, *activities: Activity) -> Any:
     bench = Bench(run)
     for each in activities:
-        monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _, found=each: found)
+        monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _, found=each: found)
         bench.look({}, monkeypatch)
     return bench.rank.evidence
 
@@ -110,9 +110,9 @@ def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_f
     run: RunDir, monkeypatch: Any, wchan: str, naps: int, place: str, timed: bool
 ) -> None:
     bench = Bench(run)
-    monkeypatch.setattr("ftmon.trainer.hub.stall_probe._text_of", lambda _: (place, "", "probe"))
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._text_of", lambda _: (place, "", "probe"))
     found = asleep(1.0, wchan=wchan, worker_naps=naps)
-    monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _: found)
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _: found)
     bench.look({}, monkeypatch)
     assert bench.rank.evidence is not None
     assert bench.rank.evidence.timed is timed
@@ -130,7 +130,7 @@ def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, m
     sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[process])
     for at in (1.0, 5.0):
         bench.stall_probe.sample(sample)
-        monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _, at=at: asleep(at))
+        monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _, at=at: asleep(at))
         bench.look({}, monkeypatch)
     assert bench.rank.evidence is not None
     assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == ("computes", 0.0)

@@ -5,11 +5,11 @@ import socket
 
 import msgspec
 import pytest
-from ftmon.protocol import exits, run_store
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.notices import Notify
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.start_request import StartRequest, spawn_start
+from ftmon.protocol.run import exits, run_store
+from ftmon.protocol.run.notices import Notify
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.start_request import StartRequest, spawn_start
 from ftmon.trainer.host.listen import check_free, parse_listen
 from ftmon.trainer.launch import start
 

@@ -11,10 +11,10 @@ from ftmon.protocol.analysis.findings.requests import DiagnosticRequests
 from ftmon.protocol.analysis.memory import leak
 from ftmon.protocol.analysis.memory.leak import LeakDetector
 from ftmon.protocol.analysis.memory.trend import LIKELY, SURE, climbs, mann_kendall, theil_sen
-from ftmon.protocol.control import Alert
-from ftmon.protocol.memory import Cause, StackGroup
-from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
-from ftmon.protocol.verbs import Arm
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.memory import Cause, StackGroup
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
+from ftmon.protocol.messages.verbs import Arm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

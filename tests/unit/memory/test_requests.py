@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.findings.requests import DiagnosticRequests, next_step
-from ftmon.protocol.memory import Cause, StackGroup
-from ftmon.protocol.telemetry import PhaseRecord
-from ftmon.protocol.verbs import Arm
+from ftmon.protocol.messages.memory import Cause, StackGroup
+from ftmon.protocol.messages.telemetry import PhaseRecord
+from ftmon.protocol.messages.verbs import Arm
 
 MIB = 2**20
 GIB = 2**30

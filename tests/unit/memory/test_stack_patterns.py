@@ -9,8 +9,8 @@ import pytest
 from ftmon.protocol.analysis.memory.causes import Entry, Span, blocks_at_peak, grouped
 from ftmon.protocol.analysis.memory.stack_patterns import name_cause, parse_frame, pattern_of, place_of
 from ftmon.protocol.analysis.remedies import remedy_of
-from ftmon.protocol.memory import Cause, StackGroup
-from ftmon.protocol.telemetry import DeviceInfo, Hello
+from ftmon.protocol.messages.memory import Cause, StackGroup
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
 
 MIB = 2**20
 GIB = 2**30

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.control import Alert
-from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.cause import cause_of_alert, evidence_groups, group_parts, other_evidence, shown_bytes, verdict_of

@@ -1,8 +1,8 @@
 """The other hosts of a run, as the screens see them."""
 
-from ftmon.protocol.hosts import HostState
-from ftmon.protocol.telemetry import DeviceInfo, Heartbeat, Hello
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.hosts import HostState
+from ftmon.protocol.messages.telemetry import DeviceInfo, Heartbeat, Hello
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model.run import RunModel
 from ftmon.tui.model.status import status
 

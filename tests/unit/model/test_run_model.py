@@ -1,16 +1,16 @@
 import math
 
 import pytest
-from ftmon.protocol import control, telemetry
-from ftmon.protocol.hosts import HostState
-from ftmon.protocol.telemetry import PhaseRecord, Span, Step
-from ftmon.protocol.wire import Frame, Message
+from ftmon.protocol.messages import control, telemetry
+from ftmon.protocol.messages.hosts import HostState
+from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
+from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.progress import early_stop_words
 from ftmon.tui.model.status import status
 from ftmon.tui.model.timeline import EMPTY
 from ftmon.tui.source.base import Connection
-from ftmon.tui.widgets.view_models import summary_of
+from ftmon.tui.widgets.state.view_models import summary_of
 from streams import GIB, STARTED, Stream
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)

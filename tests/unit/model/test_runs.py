@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol import run_store
-from ftmon.protocol.process import ProcessId, this_process
-from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.host.process import ProcessId, this_process
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.model.runs import RunList
 from streams import Stream, write
 

@@ -1,8 +1,8 @@
 """Stacks as rows: who is at the same place, and all threads where they are wanted."""
 
-from ftmon.protocol.control import Result
-from ftmon.protocol.telemetry import Stacks
-from ftmon.tui.cli.stacks import as_json, as_lines
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.telemetry import Stacks
+from ftmon.tui.cli.investigate.stacks import as_json, as_lines
 from ftmon.tui.model.stacks import ranks_in_short, rows
 from scenes import STACKS, WAITS
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from ftmon.protocol.control import RankState
+from ftmon.protocol.messages.control import RankState
+from ftmon.protocol.messages.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.results import TrainingPoint
-from ftmon.protocol.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
-from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.progress import activity_words, epoch_words
 from ftmon.tui.model.training import CAPACITY, Training, TrainingHistory, smoothed, times_left

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ftmon.protocol.oom import OomReport
-from ftmon.protocol.telemetry import DeviceSample, Oom, ProcessMemory
+from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.telemetry import DeviceSample, Oom, ProcessMemory
 
 GIB = 2**30
 

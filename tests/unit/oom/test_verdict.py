@@ -5,8 +5,8 @@ import pytest
 from ftmon.protocol.analysis.oom.verdict import OomContext, logits_bytes, steady_growth
 from ftmon.protocol.analysis.remedies import remedies
 from ftmon.protocol.analysis.text.oom import explain
-from ftmon.protocol.oom import OomKind
-from ftmon.protocol.telemetry import DeviceInfo, Hello, Oom, ProcessMemory
+from ftmon.protocol.messages.oom import OomKind
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, Oom, ProcessMemory
 from ftmon.protocol.text import gib
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.protocol.throughput import ModelFlops
+from ftmon.protocol.messages.throughput import ModelFlops
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.phases.marks import Counts, Mark, Notes, StepRaw

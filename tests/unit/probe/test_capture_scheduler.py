@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from caching_allocator import CachingAllocator
 from ftmon.protocol.analysis.allocator.composition.step import messages_of
-from ftmon.protocol.memory import Composition
-from ftmon.protocol.run_options import RunOptions
-from ftmon.protocol.step_trace import StepTrace
-from ftmon.protocol.telemetry import AllocatorEvents
+from ftmon.protocol.messages.memory import Composition
+from ftmon.protocol.messages.step_trace import StepTrace
+from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.run.run_options import RunOptions
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.memory import capture_scheduler
 from ftmon.trainer.probe.memory.capture_context import CaptureContext

@@ -6,15 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ftmon.protocol import wire
 from ftmon.protocol.analysis.allocator.composition.step import entries_of_step, messages_of
 from ftmon.protocol.analysis.allocator.composition.timeline import Timeline
 from ftmon.protocol.analysis.allocator.snapshot.allocations import Allocations
-from ftmon.protocol.memory import PARTS, Composition
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.memory import PARTS, Composition
+from ftmon.protocol.messages.step_trace import Sightings, StepMark, StepTrace
+from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.step_trace import Sightings, StepMark, StepTrace
-from ftmon.protocol.telemetry import AllocatorEvents
-from ftmon.trainer.hub import trace_worker
+from ftmon.trainer.hub.analyses import trace_worker
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.memory.composition.step_capture import Sighting, StepCapture, Walked
 from ftmon.trainer.probe.memory.composition.step_trace import step_trace

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.hooks.transformers import install_modeling
 from ftmon.trainer.probe.loop.training import Training

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.telemetry import Oom
+from ftmon.protocol.messages.telemetry import Oom
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.device import cuda_graphs
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.annotations import PhaseMarks

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
 from ftmon.trainer.probe.phases.outbox import Outbox

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.run_options import RunOptions
+from ftmon.protocol.run.run_options import RunOptions
 from ftmon.trainer.probe.oom.allocation_failure import frames_of, frames_to
 from ftmon.trainer.probe.oom.console import OUTPUT_LIMIT, Console
 from ftmon.trainer.probe.oom.hold import Hold

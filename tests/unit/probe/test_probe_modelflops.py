@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.throughput import ModelFlops, causal_pairs
+from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.rank.context import RankContext
 from ftmon.trainer.probe.rank.hello import Introduction
 from ftmon.trainer.probe.values.model_flops import model_flops

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.telemetry import PhaseRecord, Span, Step
+from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.trainer.probe.oom import snapshot_file
 from ftmon.trainer.probe.oom.blocks import holders, parts, pieces, uses
 from ftmon.trainer.probe.oom.history import STARTS, OomHistory

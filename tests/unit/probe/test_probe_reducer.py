@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.telemetry import PHASES
+from ftmon.protocol.messages.telemetry import PHASES
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.hooks import reducer

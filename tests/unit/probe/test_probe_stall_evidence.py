@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from ftmon.trainer.hub import stall_probe
+from ftmon.trainer.hub.ranks import stall_probe
 from ftmon.trainer.probe.link import flight_recorder
 from ftmon.trainer.probe.phases.tracker import Counts
 

@@ -1,5 +1,5 @@
 import pytest
-from ftmon.protocol.telemetry import Span
+from ftmon.protocol.messages.telemetry import Span
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.phases import tracker as tracker_module

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.memory import Cause
+from ftmon.protocol.messages.memory import Cause
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.memory.capture_context import CaptureContext

@@ -7,7 +7,8 @@ from pathlib import Path
 import field_tables
 import msgspec
 import pytest
-from ftmon.protocol import control, jobs, keys, sockets, telemetry, verbs, wire
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.messages import control, jobs, telemetry, verbs, wire
 from ftmon.protocol.recording import results, schema
 from messages import EXAMPLES
 from streams import Stream, write

@@ -1,5 +1,5 @@
 from ftmon.protocol.analysis.memory.footprint import footprint
-from ftmon.protocol.telemetry import DeviceSample, ProcessMemory
+from ftmon.protocol.messages.telemetry import DeviceSample, ProcessMemory
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol import wire
-from ftmon.protocol.wire import Header, Message
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.wire import Header, Message
 from messages import EXAMPLES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden.json").read_text())

@@ -5,8 +5,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import keys, run_store
 from ftmon.protocol.errors import RunDirError, UsageError
+from ftmon.protocol.link import keys
+from ftmon.protocol.run import run_store
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol import run_store
-from ftmon.protocol.control import Alert, RunState
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.notices import (
+from ftmon.protocol.messages.control import Alert, RunState
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.notices import (
     EVENTS,
     Notice,
     Notices,
@@ -18,7 +19,6 @@ from ftmon.protocol.notices import (
     terminal_sequence,
     write_notify,
 )
-from ftmon.protocol.wire import Frame
 from ftmon.tui.cli.parser import build_parser
 from ftmon.tui.model.notices import TerminalNotices
 from ftmon.tui.model.run import RunModel

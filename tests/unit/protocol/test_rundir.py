@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from ftmon.protocol import keys, private_files, run_store, sockets
 from ftmon.protocol.errors import HubError, RunDirError, RunNotFoundError
-from ftmon.protocol.process import ProcessId, is_alive, this_process
-from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
+from ftmon.protocol.host import private_files
+from ftmon.protocol.host.process import ProcessId, is_alive, this_process
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.run import run_store
+from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """FLOPs of a model and MFU, against figures computed by hand."""
 
 import pytest
-from ftmon.protocol.throughput import (
+from ftmon.protocol.messages.throughput import (
     ModelFlops,
     causal_pairs,
     causal_pairs_of_rows,

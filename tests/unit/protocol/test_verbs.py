@@ -4,10 +4,10 @@ import signal
 from typing import Any
 
 import pytest
-from ftmon.protocol import verbs, wire
-from ftmon.protocol.control import Command
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.telemetry import PHASES, SelfDump
+from ftmon.protocol.messages import verbs, wire
+from ftmon.protocol.messages.control import Command
+from ftmon.protocol.messages.telemetry import PHASES, SelfDump
 
 DUMP = SelfDump(10, 71, 4, "/run/stacks", "0x1", 71)
 FULL: list[tuple[verbs.Verb, dict[str, Any]]] = [

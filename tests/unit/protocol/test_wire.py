@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from ftmon.protocol import wire
-from ftmon.protocol.control import RunState
 from ftmon.protocol.errors import ProtocolError, VersionError
-from ftmon.protocol.oomevent import Oom
-from ftmon.protocol.wire import RESTART_LEAP, LossCounter
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import RunState
+from ftmon.protocol.messages.oomevent import Oom
+from ftmon.protocol.messages.wire import RESTART_LEAP, LossCounter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import EXAMPLES

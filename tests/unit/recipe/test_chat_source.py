@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import run_store
 from ftmon.protocol.errors import SeveralRunsError, UsageError
+from ftmon.protocol.run import run_store
 from ftmon.trainer.recipe.chat import source
 
 

@@ -6,11 +6,11 @@ from random import Random
 
 import msgspec
 import pytest
+from ftmon.protocol.messages.telemetry import Checkpoint, Evaluation, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.curves import figures_of, point_of, pool_figures, pool_points
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import Checkpoint, Evaluation, Hello, PhaseRecord, Span, Step
-from ftmon.protocol.wire import Frame
 from streams import STARTED, Stream, write
 
 NO_MEMORY = Span(0, 0, 0)

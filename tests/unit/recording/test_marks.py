@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.memory import Cause, Composition
+from ftmon.protocol.messages.memory import Cause, Composition
+from ftmon.protocol.messages.telemetry import AllocatorEvents, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import answer_query, decode_answer
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.telemetry import AllocatorEvents, Step
-from ftmon.protocol.wire import Frame
 from ftmon.tui.model.memory import highest_bytes
 from peaks import Explained, explained
 from streams import write

@@ -1,10 +1,10 @@
 import random
 from pathlib import Path
 
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.peaks import peak_seq
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Step
-from ftmon.protocol.wire import Frame
 from streams import Stream, write
 
 

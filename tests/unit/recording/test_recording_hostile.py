@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol import wire
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.telemetry import Failure, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording import guard, opening
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Failure, Step
-from ftmon.protocol.wire import Frame
 from ftmon.tui.cli.main import main
 from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write

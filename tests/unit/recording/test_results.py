@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from ftmon.protocol.control import RunState
 from ftmon.protocol.errors import ProtocolError
+from ftmon.protocol.messages.control import RunState
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import RESULTS, answer_query, decode_answer
-from ftmon.protocol.wire import Frame
 
 
 class Source:

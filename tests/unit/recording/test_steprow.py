@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Span, Step, Update
 from ftmon.protocol.recording.steprow import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
-from ftmon.protocol.telemetry import PHASES, PhaseRecord, Span, Step, Update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Stream

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from ftmon.protocol.sweep.rows import Ended, Entry
-from ftmon.tui.cli import compare
+from ftmon.tui.cli.investigate import compare
 from ftmon.tui.cli.main import main
 from scenes import recorded
 from sweep_results import done, out_of_memory, planned, write_results

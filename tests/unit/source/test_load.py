@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.status import status
 from ftmon.tui.source.load import Superseded, describe, load

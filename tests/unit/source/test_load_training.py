@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.training import HistoryPoint
 from ftmon.tui.source.load import TAIL_FRAMES, adopt, describe, load

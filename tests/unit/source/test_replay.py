@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import verbs
-from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import RecordingError
-from ftmon.protocol.telemetry import Hello
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Hello
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.source import playback
 from ftmon.tui.source.base import Source

@@ -3,8 +3,8 @@ from typing import Any
 import msgspec
 import pytest
 from ftmon.protocol.analysis.stalls.rank_tracker import STOPPED_S, ProcessFact, RankTracker
-from ftmon.protocol.control import Command
-from ftmon.protocol.telemetry import Failure, Goodbye
+from ftmon.protocol.messages.control import Command
+from ftmon.protocol.messages.telemetry import Failure, Goodbye
 
 
 def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:

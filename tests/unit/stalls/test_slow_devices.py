@@ -2,15 +2,15 @@ import random
 from typing import Any
 
 import pytest
-from ftmon.protocol import verbs
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.stalls.slow_devices import SlowDevices
 from ftmon.protocol.analysis.stalls.straggler_detector import SlowRankFacts
 from ftmon.protocol.analysis.stalls.stragglers import StragglerFacts
-from ftmon.protocol.control import Result
-from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, ProcessMemory
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, ProcessMemory
+from ftmon.protocol.messages.wire import Frame
 
 
 def cpu_step(sim: Any, works: dict[int, float], noise: random.Random, slow_at: str = "forward") -> Any:

@@ -8,8 +8,8 @@ from ftmon.protocol.analysis.report.compare import Measure, Side, compare
 from ftmon.protocol.analysis.report.sides import side_of_ranks, side_of_rows
 from ftmon.protocol.analysis.report.text import comparison_lines
 from ftmon.protocol.analysis.sweep.figures import figures
+from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.sweep.rows import PhaseFigures, RankRow, Row
-from ftmon.protocol.telemetry import PhaseRecord, Span, Step
 
 GIB = 1 << 30
 GATE = 0.03

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.process import ProcessId
+from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.sweep.rows import FORMAT, Ended, Header, Plan, Row, Started, key_of
 from ftmon.protocol.sweep.store import ResultsError, Writer, read
 

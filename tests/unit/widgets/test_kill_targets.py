@@ -1,11 +1,11 @@
 """Which ranks a kill is offered for."""
 
 import pytest
-from ftmon.protocol.control import Alert, RankState, RankStateName
-from ftmon.protocol.wire import Frame
+from ftmon.protocol.messages.control import Alert, RankState, RankStateName
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.screens.kill_targets import Targets, suggested
-from ftmon.tui.widgets.view_models import stalled_seconds
+from ftmon.tui.widgets.state.view_models import stalled_seconds
 from streams import Stream
 
 NOW = 1_780_000_200.0

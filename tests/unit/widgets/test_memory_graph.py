@@ -1,9 +1,9 @@
 """The memory graph: scaled to what it is told, boundaries to an eighth of a row, spikes never lost."""
 
-from ftmon.tui.widgets.glyphs import ASCII, UNICODE
-from ftmon.tui.widgets.memory_graph import Column, Scale, eighths, memory_graph
-from ftmon.tui.widgets.palette import DARK
-from ftmon.tui.widgets.theme import Theme
+from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE
+from ftmon.tui.widgets.drawing.palette import DARK
+from ftmon.tui.widgets.drawing.theme import Theme
+from ftmon.tui.widgets.plots.memory_graph import Column, Scale, eighths, memory_graph
 
 GIB = 2**30
 THEME = Theme()

@@ -3,27 +3,27 @@
 from collections.abc import Iterator
 
 import pytest
-from ftmon.protocol.control import Alert
-from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.telemetry import AllocatorEvents, AllocatorPhase
-from ftmon.protocol.wire import Frame
-from ftmon.tui.cli.events import event_lines
-from ftmon.tui.cli.memory import rank_lines as text_lines
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.messages.telemetry import AllocatorEvents, AllocatorPhase
+from ftmon.protocol.messages.wire import Frame
+from ftmon.tui.cli.investigate.events import event_lines
+from ftmon.tui.cli.investigate.memory import rank_lines as text_lines
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.cause import SpikeVerdict
 from ftmon.tui.model.waterfall import rank_bars
 from ftmon.tui.source.base import Connection
-from ftmon.tui.widgets import events_view
-from ftmon.tui.widgets.alert_lines import alert_detail
-from ftmon.tui.widgets.glyphs import ASCII, UNICODE
-from ftmon.tui.widgets.line import Line
-from ftmon.tui.widgets.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
-from ftmon.tui.widgets.palette import DARK, LIGHT
-from ftmon.tui.widgets.peak_bars import grouped, peak_bars
-from ftmon.tui.widgets.summary import second_line
-from ftmon.tui.widgets.theme import Theme
-from ftmon.tui.widgets.view_models import summary_of
-from ftmon.tui.widgets.waterfall import bar
+from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE
+from ftmon.tui.widgets.drawing.line import Line
+from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
+from ftmon.tui.widgets.drawing.theme import Theme
+from ftmon.tui.widgets.lines.alert_lines import alert_detail
+from ftmon.tui.widgets.lines.summary import second_line
+from ftmon.tui.widgets.memory import events_view
+from ftmon.tui.widgets.memory.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
+from ftmon.tui.widgets.memory.peak_bars import grouped, peak_bars
+from ftmon.tui.widgets.plots.waterfall import bar
+from ftmon.tui.widgets.state.view_models import summary_of
 from peaks import Explained
 
 MIB = 2**20

@@ -1,25 +1,25 @@
 """Renderers on plain values: what they say, and that they keep their width."""
 
 import pytest
-from ftmon.protocol.control import Alert
+from ftmon.protocol.messages.control import Alert
 from ftmon.tui.model.logs import LogEntry
-from ftmon.tui.widgets import heat
-from ftmon.tui.widgets.alert_lines import alert_detail, alert_line, figure
-from ftmon.tui.widgets.card import card
-from ftmon.tui.widgets.figures import count, gib, gib_signed, milliseconds, step_time
-from ftmon.tui.widgets.glyphs import ASCII, UNICODE, choose
-from ftmon.tui.widgets.line import Line, cut, spread
-from ftmon.tui.widgets.log_lines import log_line
-from ftmon.tui.widgets.memory_graph import Scale
-from ftmon.tui.widgets.palette import DARK, LIGHT
-from ftmon.tui.widgets.phase_bar import cells_of, phase_bar
-from ftmon.tui.widgets.rank_grid import plan
-from ftmon.tui.widgets.rank_view import RankView
-from ftmon.tui.widgets.scrubber import Playback, scrubber, time_of_day
-from ftmon.tui.widgets.spark import spark
-from ftmon.tui.widgets.summary import Summary, summary_lines
-from ftmon.tui.widgets.theme import Theme
-from ftmon.tui.widgets.view_models import nice_top
+from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, milliseconds, step_time
+from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose
+from ftmon.tui.widgets.drawing.line import Line, cut, spread
+from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
+from ftmon.tui.widgets.drawing.theme import Theme
+from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, figure
+from ftmon.tui.widgets.lines.log_lines import log_line
+from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
+from ftmon.tui.widgets.lines.summary import Summary, summary_lines
+from ftmon.tui.widgets.plots.memory_graph import Scale
+from ftmon.tui.widgets.plots.phase_bar import cells_of, phase_bar
+from ftmon.tui.widgets.plots.spark import spark
+from ftmon.tui.widgets.ranks import heat
+from ftmon.tui.widgets.ranks.card import card
+from ftmon.tui.widgets.ranks.rank_grid import plan
+from ftmon.tui.widgets.state.rank_view import RankView
+from ftmon.tui.widgets.state.view_models import nice_top
 
 GIB = 2**30
 THEME = Theme()

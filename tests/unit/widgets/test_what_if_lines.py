@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 from ftmon.tui.model.what_if import Answer, Change, CurrentPoint, WhatIf, capacity_of, length_of
-from ftmon.tui.widgets.theme import Theme
-from ftmon.tui.widgets.what_if_lines import what_if_lines
+from ftmon.tui.widgets.drawing.theme import Theme
+from ftmon.tui.widgets.oom.what_if_lines import what_if_lines
 from oomscenes import oom_of
 
 GIB = 2**30

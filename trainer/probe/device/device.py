@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ....protocol.host_memory import cpu_model, memory_limit
-from ....protocol.telemetry import DeviceInfo
+from ....protocol.host.host_memory import cpu_model, memory_limit
+from ....protocol.messages.telemetry import DeviceInfo
 from .cpu import CpuMemory
 from .reading import MemoryBackend
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import zmq
 
-from ....protocol import verbs, wire
-from ....protocol.control import Accepted, Command, Result
 from ....protocol.errors import ProtocolError, UsageError
-from ....protocol.telemetry import Stacks
-from ...host import activity, processes
+from ....protocol.messages import verbs, wire
+from ....protocol.messages.control import Accepted, Command, Result
+from ....protocol.messages.telemetry import Stacks
+from ...host import processes
+from ...host.inspection import activity
 from .. import guard
 from ..memory.capture_context import Answer
 from ..memory.capture_scheduler import CaptureScheduler
@@ -30,7 +31,7 @@ from .stack_dump import Dumper
 
 
 class Commands:
-    """Answers each command twice, as in ``protocol.control``: accepted (or the refusal), then its result.
+    """Answers each command twice, as in ``protocol.messages.control``: accepted (or the refusal), then its result.
 
     Args:
         rank: this rank.

@@ -4,10 +4,10 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from ....protocol.environment import JOIN_ENV, RUN_ENV
+from ....protocol.run.environment import JOIN_ENV, RUN_ENV
 
 if TYPE_CHECKING:
-    from ....protocol.run_options import RunOptions
+    from ....protocol.run.run_options import RunOptions
 
 
 def read_raw() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_options() -> "RunOptions":
     """Return the run's options; the defaults without a run, or where they cannot be read."""
     import msgspec
 
-    from ....protocol.run_options import RunOptions
+    from ....protocol.run.run_options import RunOptions
 
     try:
         return msgspec.convert(read_raw(), RunOptions)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....protocol.telemetry import Update
+from ....protocol.messages.telemetry import Update
 from ..device import device_values
 from ..phases.marks import Notes, PartNotes
 from ..values.losses import LossNote, combine, read_losses

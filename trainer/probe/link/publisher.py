@@ -12,8 +12,9 @@ from typing import Any
 
 import zmq
 
-from ....protocol import sockets, wire
-from ....protocol.telemetry import Goodbye, Heartbeat
+from ....protocol.link import sockets
+from ....protocol.messages import wire
+from ....protocol.messages.telemetry import Goodbye, Heartbeat
 from ..device import cuda_graphs
 from ..device.events import has_passed
 from ..memory.annotations import PhaseMarks

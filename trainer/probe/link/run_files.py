@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ....protocol.environment import JOIN_ENV, PLACE_ENV, RUN_ENV
+from ....protocol.run.environment import JOIN_ENV, PLACE_ENV, RUN_ENV
 
 _agent: "subprocess.Popen[bytes] | None" = None
 
@@ -59,7 +59,7 @@ def start_agent() -> None:
     place = os.environ.get(PLACE_ENV)
     if not place:
         return
-    from ....protocol.rundir import RunDir
+    from ....protocol.run.rundir import RunDir
 
     lock = RunDir(place).socket_dir / "agent.lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -74,7 +74,7 @@ def start_agent() -> None:
 
 def _spawn(place: str, descriptor: int) -> "subprocess.Popen[bytes]":
     """Start the agent; it inherits the lock, so that no other rank starts a second one meanwhile."""
-    from ....protocol.spawn import spawn_module
+    from ....protocol.run.spawn import spawn_module
 
     words = [place, os.environ.get(JOIN_ENV, ""), str(descriptor)]
     with open(os.path.join(place, "logs", "agent.log"), "ab") as log:
@@ -94,8 +94,8 @@ def _is_here(join: dict[str, Any]) -> bool:
 
 def _make(run: str, identifier: str) -> Path:
     """Make this host's directory: within the run's where that is at hand or can be made, else in this user's own."""
-    from ....protocol.run_store import home
-    from ....protocol.rundir import RunDir
+    from ....protocol.run.run_store import home
+    from ....protocol.run.rundir import RunDir
 
     problem: OSError | None = None
     for base in (Path(run), home() / "runs" / re.sub(r"[^A-Za-z0-9._-]+", "-", identifier)):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ....protocol.health import Compilation, Compiles, DataLoaderInfo
+from ....protocol.messages.health import Compilation, Compiles, DataLoaderInfo
 from ..phases.outbox import Outbox
 from ..phases.tracker import Tracker
 from ..rank.hello import Introduction

@@ -12,7 +12,7 @@ import signal
 import threading
 from pathlib import Path
 
-from ....protocol.telemetry import SelfDump
+from ....protocol.messages.telemetry import SelfDump
 from .. import guard
 
 _FIRST, _LAST = 9, 24

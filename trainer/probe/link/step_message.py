@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ....protocol.telemetry import Closing, PhaseRecord, Span, Step
-from ....protocol.throughput import ModelFlops, causal_pairs_of_rows
+from ....protocol.messages.telemetry import Closing, PhaseRecord, Span, Step
+from ....protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
 from ..device import device_values, pinned
 from ..device.events import elapsed_us
 from ..device.reading import Reading

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ....protocol.telemetry import LogLine
+from ....protocol.messages.telemetry import LogLine
 
 _LINE_LIMIT = 8192
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ....protocol import wire
+from ....protocol.messages import wire
 from ..phases.pace import Pace
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext

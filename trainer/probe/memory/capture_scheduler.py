@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from ....protocol.analysis.allocator.composition.step import entries_of_step
-from ....protocol.memory import Composition
-from ....protocol.step_trace import StepTrace
+from ....protocol.messages.memory import Composition
+from ....protocol.messages.step_trace import StepTrace
 from .. import guard
 from .capture_context import Answer, CaptureContext
 from .composition.resident import composition_on_cpu

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....protocol.telemetry import SnapshotTaken
+from ....protocol.messages.telemetry import SnapshotTaken
 from .annotations import PhaseMarks
 from .capture_context import Answer, CaptureContext
 

@@ -11,8 +11,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from ....protocol.analysis.memory.causes import blocks_at_peak, blocks_left, grouped, reaches_back
-from ....protocol.memory import Cause
-from ....protocol.telemetry import Step
+from ....protocol.messages.memory import Cause
+from ....protocol.messages.telemetry import Step
 from .. import guard
 from ..values.sizes import model_sizes
 from .capture_context import Answer, CaptureContext

@@ -3,7 +3,7 @@
 import time
 
 from ....protocol.analysis.memory.causes import Span
-from ....protocol.telemetry import Step
+from ....protocol.messages.telemetry import Step
 from .. import guard
 from ..phases.tracker import Tracker
 from .history import Recording

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....protocol.blocks import SegmentUse, StackGroup
+from ....protocol.messages.blocks import SegmentUse, StackGroup
 from ..phases.marks import Mark
 
 SEGMENTS = 256
@@ -94,7 +94,7 @@ def parts(
     offset_ns: int,
     phase: str,
 ) -> tuple[dict[str, int], str]:
-    """Divide the allocated bytes into the parts of ``protocol.memory.PARTS``; they add up to it exactly.
+    """Divide the allocated bytes into the parts of ``protocol.messages.memory.PARTS``; they add up to it exactly.
 
     A block with a known storage belongs to that storage's part. The others go by the phase in which they were
     allocated: in a forward, activations; in the phase that failed, its temporaries.

@@ -141,7 +141,7 @@ class Console:
         import torch
 
         if self._device.type != "cuda":
-            from ....protocol.host_memory import available_memory, memory_limit
+            from ....protocol.host.host_memory import available_memory, memory_limit
 
             print(f"host: {gib(available_memory())} of {gib(memory_limit())} available; {gib(self._requested)} failed")
             return

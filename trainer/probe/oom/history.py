@@ -2,7 +2,7 @@
 
 import math
 
-from ....protocol.telemetry import Step
+from ....protocol.messages.telemetry import Step
 
 STARTS = 64
 """Beginnings of steps that are kept; thinned out evenly as they become more, so that they reach back to the first."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ....protocol.run_options import RunOptions
+from ....protocol.run.run_options import RunOptions
 from ....protocol.text import duration
 from .. import guard
 from .console import Console

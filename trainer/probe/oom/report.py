@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ....protocol.host_memory import available_memory, memory_limit
-from ....protocol.oomevent import Oom, OptimizerImplementation
-from ....protocol.telemetry import SnapshotTaken
+from ....protocol.host.host_memory import available_memory, memory_limit
+from ....protocol.messages.oomevent import Oom, OptimizerImplementation
+from ....protocol.messages.telemetry import SnapshotTaken
 from ....protocol.text import gib
 from .. import guard
 from ..memory.annotations import PhaseMarks

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import perf_counter_ns, thread_time_ns, time
 from typing import Any
 
-from ....protocol.telemetry import STEP_PHASES
+from ....protocol.messages.telemetry import STEP_PHASES
 from ..device.reading import MemoryBackend
 from .marks import Mark, Notes, StepRaw
 

@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....protocol.process import ProcessId, this_process
-from ....protocol.run_options import RunOptions
-from ....protocol.rundir import RunDir
+from ....protocol.host.process import ProcessId, this_process
+from ....protocol.run.run_options import RunOptions
+from ....protocol.run.rundir import RunDir
 from ..device.device import Device
 from ..guard import Guard
 from .launch import launch_of_this_process

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ....protocol.telemetry import Hello, Plan, SelfDump
+from ....protocol.messages.telemetry import Hello, Plan, SelfDump
 from ..device.backend import backend_of
 from .context import RankContext
 

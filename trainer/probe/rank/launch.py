@@ -2,7 +2,7 @@
 
 import os
 
-from ....protocol.process import start_ticks
+from ....protocol.host.process import start_ticks
 
 _RANK_VARIABLES = (b"LOCAL_RANK=", b"RANK=")
 _MOST_ANCESTORS = 16

@@ -2,8 +2,8 @@
 
 import os
 
-from ....protocol.environment import RANK_PID_ENV
-from ....protocol.rundir import RunDir
+from ....protocol.run.environment import RANK_PID_ENV
+from ....protocol.run.rundir import RunDir
 from .. import active, guard
 from ..link import run_files
 from ..link.options import read_options

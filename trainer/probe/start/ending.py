@@ -8,7 +8,7 @@ import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ....protocol.telemetry import Failure, Goodbye
+from ....protocol.messages.telemetry import Failure, Goodbye
 from .. import guard
 from ..link.publisher import Publisher
 from ..loop.training import Training

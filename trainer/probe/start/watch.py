@@ -8,11 +8,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ....protocol import private_files, run_store
-from ....protocol.environment import RUN_ENV
-from ....protocol.process import start_ticks
-from ....protocol.rundir import RunDir
-from ....protocol.spawn import spawn_hub
+from ....protocol.host import private_files
+from ....protocol.host.process import start_ticks
+from ....protocol.run import run_store
+from ....protocol.run.environment import RUN_ENV
+from ....protocol.run.rundir import RunDir
+from ....protocol.run.spawn import spawn_hub
 from .. import guard
 from ..active import switched_on
 from ..api import Probe, current

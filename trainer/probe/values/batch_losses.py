@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from ....protocol.health import BatchLoss
+from ....protocol.messages.health import BatchLoss
 from .. import guard
 from ..device import cuda_graphs, device_values, pinned
 from ..device.device import Device

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....protocol.health import Checksum, ParameterSum
+from ....protocol.messages.health import Checksum, ParameterSum
 from .. import guard
 from ..device import cuda_graphs, pinned
 from ..device.events import has_passed

@@ -6,8 +6,8 @@ import os
 import sys
 import warnings
 
-from ....protocol import exits
 from ....protocol.errors import FtmonError, UsageError
+from ....protocol.run import exits
 from ..config.fields import MOST_SEED
 from ..model.adapters import quiet_bitsandbytes
 from . import source

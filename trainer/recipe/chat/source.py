@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ....protocol import run_store
 from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, UsageError
-from ....protocol.rundir import RunDir
+from ....protocol.run import run_store
+from ....protocol.run.rundir import RunDir
 from ..checkpoint import folder as folders
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

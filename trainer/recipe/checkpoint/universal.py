@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ....protocol.environment import RUN_ENV
 from ....protocol.errors import ConfigError
+from ....protocol.run.environment import RUN_ENV
 from ..engine.distributed import World
 
 _MODULE = "deepspeed.checkpoint.ds_to_universal"

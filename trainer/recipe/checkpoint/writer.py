@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ....protocol.host_memory import available_memory
+from ....protocol.host.host_memory import available_memory
 from .manifest import File
 
 _MARGIN = 1.25

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ....protocol.throughput import causal_pairs
+from ....protocol.messages.throughput import causal_pairs
 from ..engine.sequence_group import SequenceGroup
 from ..model.loss import IGNORED, label_positions, next_labels
 from .collate import Batch, Collate
@@ -31,7 +31,7 @@ class WithCounts(Collate):
     """Collates as another does, and adds ``counts``, a tensor that stays on the host.
 
     It holds the tokens without padding, the labels that carry loss, the pairs of query and key in all documents
-    (``protocol.throughput.causal_pairs``), the tokens of the longest document, and the rows. Ranks that share sequences
+    (``causal_pairs``), the tokens of the longest document, and the rows. Ranks that share sequences
     count shares that add up to the rows'.
     """
 

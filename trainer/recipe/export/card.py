@@ -5,8 +5,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....protocol.environment import RUN_ENV
-from ....protocol.rundir import RunDir
+from ....protocol.run.environment import RUN_ENV
+from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration
 from ..config import write
 from ..config.schema import Config

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..argument_types import device, positive, price, rank, share
+from .argument_types import device, positive, price, rank, share
 from .parts import add_ascii, add_command, add_run, add_warm_up
 
 if TYPE_CHECKING:
@@ -23,14 +23,18 @@ def add(commands: "Commands") -> None:
 
 
 def _memory(commands: "Commands") -> None:
-    memory = add_command(commands, "memory", "memory:show_memory", "show what the memory peak of a step consists of")
+    memory = add_command(
+        commands, "memory", "investigate.memory:show_memory", "show what the memory peak of a step consists of"
+    )
     memory.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     memory.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
     memory.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
 
 def _events(commands: "Commands") -> None:
-    events = add_command(commands, "events", "events:show_events", "print the allocator events of a run's ranks")
+    events = add_command(
+        commands, "events", "investigate.events:show_events", "print the allocator events of a run's ranks"
+    )
     events.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     events.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
     events.add_argument("--follow", "-f", action="store_true", help="print new events until the run ends")
@@ -38,14 +42,16 @@ def _events(commands: "Commands") -> None:
 
 
 def _oom(commands: "Commands") -> None:
-    oom = add_command(commands, "oom", "oom:show_oom", "explain an out-of-memory error, with remedies")
+    oom = add_command(commands, "oom", "investigate.oom:show_oom", "explain an out-of-memory error, with remedies")
     oom.add_argument("target", metavar="RUN|FILE", help="a run, a recording, or a PyTorch memory snapshot")
     oom.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
     oom.add_argument("--json", action="store_true", help="one JSON object for scripts (docs/protocol.md, oom_report)")
 
 
 def _snapshot(commands: "Commands") -> None:
-    snapshot = add_command(commands, "snapshot", "snapshot:explore", "open a PyTorch memory snapshot, or compare two")
+    snapshot = add_command(
+        commands, "snapshot", "investigate.snapshot:explore", "open a PyTorch memory snapshot, or compare two"
+    )
     snapshot.add_argument("file", metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote, gzip or not")
     snapshot.add_argument("second", nargs="?", metavar="FILE2", help="a later snapshot: show the difference")
     printed = snapshot.add_mutually_exclusive_group()
@@ -60,7 +66,7 @@ def _snapshot(commands: "Commands") -> None:
 
 def _capture(commands: "Commands") -> None:
     capture = add_command(
-        commands, "capture", "capture:capture", "capture memory snapshots of ranks and print their paths"
+        commands, "capture", "investigate.capture:capture", "capture memory snapshots of ranks and print their paths"
     )
     add_run(capture)
     capture.add_argument(
@@ -69,7 +75,9 @@ def _capture(commands: "Commands") -> None:
 
 
 def _stacks(commands: "Commands") -> None:
-    stacks = add_command(commands, "stacks", "stacks:show_stacks", "show the Python stacks of a run's ranks")
+    stacks = add_command(
+        commands, "stacks", "investigate.stacks:show_stacks", "show the Python stacks of a run's ranks"
+    )
     stacks.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     stacks.add_argument("--rank", type=rank, action="append", default=[], metavar="R", help="this rank; repeatable")
     stacks.add_argument("--all-threads", action="store_true", help="all threads, not only the training thread")
@@ -80,7 +88,9 @@ def _stacks(commands: "Commands") -> None:
 
 
 def _console(commands: "Commands") -> None:
-    console = add_command(commands, "console", "console:console", "run Python in the failing frame of a held rank")
+    console = add_command(
+        commands, "console", "investigate.console:console", "run Python in the failing frame of a held rank"
+    )
     add_run(console)
     console.add_argument("--rank", type=rank, required=True, metavar="R", help="a rank held at an out-of-memory error")
     console.add_argument(
@@ -90,7 +100,7 @@ def _console(commands: "Commands") -> None:
 
 def _report(commands: "Commands") -> None:
     report = add_command(
-        commands, "report", "report:show_report", "show runs, sweeps and CSV files as charts and tables"
+        commands, "report", "investigate.report:show_report", "show runs, sweeps and CSV files as charts and tables"
     )
     report.epilog = (
         "Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the format of "
@@ -118,7 +128,10 @@ def _report(commands: "Commands") -> None:
 
 def _compare(commands: "Commands") -> None:
     compare = add_command(
-        commands, "compare", "compare:show_comparison", "compare two runs or sweeps, relative to their noise"
+        commands,
+        "compare",
+        "investigate.compare:show_comparison",
+        "compare two runs or sweeps, relative to their noise",
     )
     compare.epilog = (
         "The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 if a regression "

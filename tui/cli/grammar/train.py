@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ..argument_types import byte_size, lengths, positive, price
+from .argument_types import byte_size, lengths, positive, price
 from .parts import add_ascii, add_command, add_overrides, add_start_options
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _predict(commands: "Commands") -> None:
     predict = add_command(
         commands,
         "predict",
-        "predict:predict",
+        "train.predict:predict",
         "predict the memory of a training step, without a GPU",
         usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
     )
@@ -94,7 +94,7 @@ def _predict(commands: "Commands") -> None:
 
 
 def _demo(commands: "Commands") -> None:
-    demo = add_command(commands, "demo", "start:demo", "fine-tune a small model and watch it")
+    demo = add_command(commands, "demo", "train.start:demo", "fine-tune a small model and watch it")
     demo.add_argument(
         "--fault",
         metavar="KIND[:rank=R,step=S]",
@@ -110,7 +110,7 @@ def _demo(commands: "Commands") -> None:
 
 
 def _train(commands: "Commands") -> None:
-    train = add_command(commands, "train", "start:train", "train with a configuration of your own, and watch it")
+    train = add_command(commands, "train", "train.start:train", "train with a configuration of your own, and watch it")
     train.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration")
     train.add_argument("--print-config", action="store_true", help="print a commented default configuration and exit")
     train.add_argument("--push", metavar="REPOSITORY", help="upload the final model to the Hugging Face Hub")
@@ -126,7 +126,7 @@ def _no_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(commands: "Commands") -> None:
-    sweep = add_command(commands, "sweep", "sweep:sweep", "measure many configurations, each in a run of its own")
+    sweep = add_command(commands, "sweep", "train.sweep:sweep", "measure many configurations, each in a run of its own")
     sweep.epilog = (
         "Rows are kept in SWEEP.results.jsonl; the same command resumes an interrupted sweep. Exit status: 0 every run "
         "has a row, also failed ones; 1 the sweep ended early; 2 wrong usage or an invalid sweep file; 130 "
@@ -144,9 +144,9 @@ def _sweep(commands: "Commands") -> None:
 
 
 def _data(commands: "Commands") -> None:
-    data = add_command(commands, "data", "data:check", "check what the model will see of the training data")
+    data = add_command(commands, "data", "train.data:check", "check what the model will see of the training data")
     parts = data.add_subparsers(metavar="ACTION", required=True)
-    check = add_command(parts, "check", "data:check", "show tokens, labels, lengths and problems of the data")
+    check = add_command(parts, "check", "train.data:check", "show tokens, labels, lengths and problems of the data")
     check.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
     check.add_argument("--json", action="store_true", help="one JSON object for scripts")
     check.add_argument("--samples", type=positive, default=3, metavar="N", help="records to show (default: 3)")
@@ -159,7 +159,9 @@ def _data(commands: "Commands") -> None:
 
 
 def _chat(commands: "Commands") -> None:
-    chat = add_command(commands, "chat", "chat:chat", "chat with a trained model, or with a checkpoint of a live run")
+    chat = add_command(
+        commands, "chat", "train.chat:chat", "chat with a trained model, or with a checkpoint of a live run"
+    )
     chat.epilog = (
         "With piped standard input, each line is a separate message and each answer one line (line ends in it are "
         "written as \\n); --whole makes the entire input one message."

@@ -3,8 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ....protocol import exits
-from ..argument_types import positive, rank
+from ....protocol.run import exits
+from .argument_types import positive, rank
 from .parts import add_ascii, add_command, add_run, add_start_options, add_view_options
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _run(commands: "Commands") -> None:
     run = add_command(
         commands,
         "run",
-        "start:run",
+        "train.start:run",
         "run an unmodified training script and watch it",
         usage="ftmon run [options] -- COMMAND ...",
     )
@@ -49,7 +49,7 @@ def _run(commands: "Commands") -> None:
 
 
 def _attach(commands: "Commands") -> None:
-    attach = add_command(commands, "attach", "attach:attach", "watch a live run, with its whole history")
+    attach = add_command(commands, "attach", "watch.attach:attach", "watch a live run, with its whole history")
     add_run(attach, optional=True, more=", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)")
     attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file with it")
     add_view_options(attach)
@@ -59,33 +59,33 @@ def _relay(commands: "Commands") -> None:
     relay = add_command(
         commands,
         "relay",
-        "relay:relay",
+        "watch.relay:relay",
         "report a run's sockets and wait for its end (started by 'attach ssh://')",
     )
     add_run(relay, optional=True)
 
 
 def _replay(commands: "Commands") -> None:
-    replay = add_command(commands, "replay", "attach:replay", "replay a recording")
+    replay = add_command(commands, "replay", "watch.attach:replay", "replay a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
     add_ascii(replay)
 
 
 def _ls(commands: "Commands") -> None:
-    listing = add_command(commands, "ls", "runs:list_runs", "list live and recorded runs")
+    listing = add_command(commands, "ls", "watch.runs:list_runs", "list live and recorded runs")
     listing.add_argument("runs", nargs="*", metavar="FILE|RUN", help="these runs only (default: all of this user)")
     listing.add_argument("--json", action="store_true", help="one JSON array for scripts")
 
 
 def _status(commands: "Commands") -> None:
-    status = add_command(commands, "status", "status:show_status", "print the state of a run in a few lines")
+    status = add_command(commands, "status", "watch.status:show_status", "print the state of a run in a few lines")
     status.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     status.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
 
 def _logs(commands: "Commands") -> None:
-    logs = add_command(commands, "logs", "logs:show_logs", "print the output of a run's ranks")
+    logs = add_command(commands, "logs", "watch.logs:show_logs", "print the output of a run's ranks")
     logs.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     logs.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
     logs.add_argument("--text", default="", help="only lines that contain this text")

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from ....protocol.telemetry import Oom
+from ....protocol.messages.telemetry import Oom
 from ....protocol.text import sanitize
 from ...model.run import RunModel
 from ...model.snapshot_explorer import Explorer
 from ...source.snapshot import open_replays
-from ...widgets.app_state import AppState
+from ...widgets.state.app_state import AppState
 from ..base import key
 from ..snapshot.screen import SnapshotScreen
 

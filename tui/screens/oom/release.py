@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ....protocol.verbs import Release
+from ....protocol.messages.verbs import Release
 from ...model.held import held_cases
 from ...model.oom import OomCase
-from ...widgets.alert_lines import wrap
-from ...widgets.app_state import AppState
-from ...widgets.line import Line
+from ...widgets.drawing.line import Line
+from ...widgets.lines.alert_lines import wrap
+from ...widgets.state.app_state import AppState
 from ..command_answers import answer_lines, button_line
 from ..command_dialog import CommandDialog
 

@@ -9,15 +9,15 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ....protocol.errors import FtmonError
+from ....protocol.messages.verbs import Console
 from ....protocol.text import sanitize
-from ....protocol.verbs import Console
 from ...model.console import ConsoleSession
 from ...model.held import first_to_show, held_since
 from ...model.oom import CaseKey, OomCase
 from ...model.snapshot_explorer import Explorer
-from ...widgets.app_state import AppState
-from ...widgets.console_input import ConsoleInput
-from ...widgets.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
+from ...widgets.oom.console_input import ConsoleInput
+from ...widgets.oom.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
+from ...widgets.state.app_state import AppState
 from ..base import MonitorScreen, key
 from .captured import CapturedScreen, file_of, open_explorer, place_words
 from .release import ReleaseDialog

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....protocol.errors import FtmonError
-from ....protocol.rundir import RunDir
+from ....protocol.run.rundir import RunDir
 from ....protocol.text import sanitize
 from ....protocol.training_packages import TRAINING_PACKAGES
 from ...model.oom import OomCase
 from ...model.what_if import capacity_of, length_of
 from ...source.dry_runs import DryRuns
-from ...widgets.app_state import AppState
+from ...widgets.state.app_state import AppState
 
 _MOST_BYTES = 1 << 20
 _OWN = ("train", "demo")

@@ -2,7 +2,7 @@
 
 from textual.binding import Binding
 
-from ...widgets.line import Line
+from ...widgets.drawing.line import Line
 from ..help import HelpScreen
 
 _FIGURES = (

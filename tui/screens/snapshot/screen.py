@@ -6,11 +6,11 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from ...model.snapshot_explorer import Explorer
-from ...widgets.app_state import AppState
-from ...widgets.panes import KeyBar
-from ...widgets.prompt import Prompt
-from ...widgets.snapshot_list import SnapshotList
-from ...widgets.snapshot_timeline import SnapshotTimeline
+from ...widgets.base.panes import KeyBar
+from ...widgets.base.prompt import Prompt
+from ...widgets.snapshot.snapshot_list import SnapshotList
+from ...widgets.snapshot.snapshot_timeline import SnapshotTimeline
+from ...widgets.state.app_state import AppState
 from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
 
 

@@ -10,8 +10,8 @@ from textual.binding import BindingType
 
 from ....protocol.errors import FtmonError
 from ...model.sweep import SweepModel
-from ...widgets.app_state import AppState
-from ...widgets.panes import KeyBar
+from ...widgets.base.panes import KeyBar
+from ...widgets.state.app_state import AppState
 from ...widgets.sweep_view import SweepChart, SweepHead, SweepTable
 from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
 

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ....memory import PhaseComposition
+from ....messages.memory import PhaseComposition
 from ..snapshot.allocations import BEFORE, Allocations
 from .timeline import Span, Timeline
 

@@ -1,7 +1,7 @@
 """The allocator's events of one step, counted by phase from its trace. Numbers, no stacks."""
 
+from ....messages.telemetry import AllocatorPhase
 from ....snapshot.model import ALLOC, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
-from ....telemetry import AllocatorPhase
 from ..snapshot.allocations import columns
 from .timeline import Occurrence, Span, Timeline
 

@@ -3,10 +3,10 @@
 from array import array
 from bisect import bisect_left, bisect_right
 
-from ....memory import PARTS, Composition
+from ....messages.memory import PARTS, Composition
+from ....messages.step_trace import StepTrace
+from ....messages.telemetry import AllocatorEvents
 from ....snapshot.model import ALLOC, FREE_COMPLETED
-from ....step_trace import StepTrace
-from ....telemetry import AllocatorEvents
 from ..snapshot.allocations import Allocations, columns
 from . import events
 from .attribution import Attribution, Seen, parts_of

@@ -10,8 +10,8 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
+from ....messages.step_trace import StepMark
 from ....snapshot.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
-from ....step_trace import StepMark
 from ..snapshot.allocations import BEFORE, Allocations, columns
 
 SLACK_US = 300

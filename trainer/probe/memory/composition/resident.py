@@ -12,8 +12,8 @@ from typing import Any
 
 from .....protocol.analysis.allocator.composition.attribution import UNCOMPOSED
 from .....protocol.analysis.allocator.composition.timeline import occurrences
-from .....protocol.memory import Composition, PhaseComposition
-from .....protocol.step_trace import StepMark
+from .....protocol.messages.memory import Composition, PhaseComposition
+from .....protocol.messages.step_trace import StepMark
 from ...device.reading import Reading
 from ...phases.readings import first_of_step, readings
 from .step_capture import StepCapture, Walked

@@ -12,7 +12,7 @@ from contextlib import suppress
 from time import perf_counter_ns, time_ns
 from typing import Any, NamedTuple
 
-from .....protocol.memory import Reason
+from .....protocol.messages.memory import Reason
 from ... import guard
 from ...phases.marks import Mark
 from ...phases.tracker import Tracker
@@ -55,7 +55,7 @@ class StepCapture:
         roots: returns the objects to walk; called for each walk, on the training thread, as an optimizer may be made or
             freed in the step.
         cuda_index: the device; None: the host's memory.
-        reason: why (``protocol.memory.Reason``).
+        reason: why (``protocol.messages.memory.Reason``).
     """
 
     def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .....protocol.memory import PARTS
+from .....protocol.messages.memory import PARTS
+from .....protocol.messages.step_trace import Sightings, StepMark, StepTrace
 from .....protocol.snapshot.columns import Compactor
 from .....protocol.snapshot.model import Snapshot
-from .....protocol.step_trace import Sightings, StepMark, StepTrace
 from ...device.reading import Reading
 from ...phases.readings import first_of_step, readings
 from .step_capture import StepCapture

@@ -7,7 +7,7 @@ _DEEPEST = 5
 
 
 class Held(NamedTuple):
-    """A storage: bytes, and the part of ``protocol.memory.PARTS`` it belongs to."""
+    """A storage: bytes, and the part of ``protocol.messages.memory.PARTS`` it belongs to."""
 
     bytes: int
     part: str

@@ -1,0 +1,1 @@
+"""Sockets and keys between a hub and its clients."""

@@ -1,0 +1,1 @@
+"""The messages of a run and their parts; ``wire`` is the envelope."""

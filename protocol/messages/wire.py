@@ -1,0 +1,235 @@
+"""The envelope: two frames, a header and a body, and the arithmetic of what was lost.
+
+Frame 0 is a msgpack map ``{"v": [major, minor], "src": sender, "seq": number, "t": seconds}``; frame 1 is one message.
+The hub republishes a body's bytes untouched under a header of its own. Sequence numbers count from 1 for each sender.
+"""
+
+import msgspec
+
+from ..errors import ProtocolError, VersionError
+from . import control, health, hosts, jobs, memory, oom, prediction, step_trace, telemetry
+from .bounds import Name, Sequence, Time
+
+VERSION = (1, 0)
+"""Major and minor version of the protocol; another major is refused, a newer minor is understood as far as known."""
+
+RESTART_LEAP = 1 << 20
+"""A hub that replaces an earlier one skips this many numbers; a gap that large is no loss."""
+
+MESSAGE_TYPES = (
+    telemetry.Hello,
+    telemetry.Plan,
+    telemetry.Step,
+    telemetry.Heartbeat,
+    telemetry.AllocatorEvents,
+    telemetry.SnapshotTaken,
+    telemetry.LogLine,
+    telemetry.Oom,
+    telemetry.Failure,
+    telemetry.Stacks,
+    telemetry.Goodbye,
+    telemetry.DeviceSample,
+    memory.Composition,
+    memory.Cause,
+    oom.OomReport,
+    control.RankState,
+    control.RunState,
+    control.Alert,
+    control.HubStats,
+    control.Command,
+    control.Accepted,
+    control.Result,
+    control.Query,
+    control.Answer,
+    hosts.AgentBeat,
+    hosts.AgentAck,
+    hosts.HostState,
+    telemetry.Closing,
+    health.Compiles,
+    health.Checksum,
+    health.BatchLoss,
+    health.DiskSpace,
+    health.DeviceHealth,
+    health.Xid,
+    jobs.Job,
+    telemetry.Evaluation,
+    telemetry.Checkpoint,
+    telemetry.Activity,
+    telemetry.CheckpointFailed,
+    prediction.Prediction,
+    step_trace.StepTrace,
+    telemetry.EarlyStop,
+)
+
+Message = (
+    telemetry.Hello
+    | telemetry.Plan
+    | telemetry.Step
+    | telemetry.Heartbeat
+    | telemetry.AllocatorEvents
+    | telemetry.SnapshotTaken
+    | telemetry.LogLine
+    | telemetry.Oom
+    | telemetry.Failure
+    | telemetry.Stacks
+    | telemetry.Goodbye
+    | telemetry.DeviceSample
+    | memory.Composition
+    | memory.Cause
+    | oom.OomReport
+    | control.RankState
+    | control.RunState
+    | control.Alert
+    | control.HubStats
+    | control.Command
+    | control.Accepted
+    | control.Result
+    | control.Query
+    | control.Answer
+    | hosts.AgentBeat
+    | hosts.AgentAck
+    | hosts.HostState
+    | telemetry.Closing
+    | health.Compiles
+    | health.Checksum
+    | health.BatchLoss
+    | health.DiskSpace
+    | health.DeviceHealth
+    | health.Xid
+    | jobs.Job
+    | telemetry.Evaluation
+    | telemetry.Checkpoint
+    | telemetry.Activity
+    | telemetry.CheckpointFailed
+    | prediction.Prediction
+    | step_trace.StepTrace
+    | telemetry.EarlyStop
+)
+"""Any message; its tag is in the map's ``type`` field."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """Frame 0 of an envelope."""
+
+    v: tuple[int, int]
+    src: Name
+    seq: Sequence
+    t: Time
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A message of the hub's one stream: its place in the stream, when the hub had it, and the message."""
+
+    seq: int
+    t: float
+    message: Message
+
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""Errors of msgspec for untrusted bytes; a string that is no UTF-8 is a ValueError of Python's own."""
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_message_decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
+
+
+class _TagOnly(msgspec.Struct):
+    type: str
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_TagOnly)
+KNOWN_TAGS = frozenset(str(struct.__struct_config__.tag) for struct in MESSAGE_TYPES)
+
+
+def encode_header(src: str, seq: int, t: float) -> bytes:
+    """Encode frame 0."""
+    return _encoder.encode(Header(VERSION, src, seq, t))
+
+
+def encode_body(message: Message) -> bytes:
+    """Encode frame 1."""
+    return _encoder.encode(message)
+
+
+def encode(src: str, seq: int, t: float, message: Message) -> list[bytes]:
+    """Encode both frames of an envelope."""
+    return [encode_header(src, seq, t), encode_body(message)]
+
+
+def decode_header(frame: bytes) -> Header:
+    """Decode frame 0.
+
+    Raises:
+        VersionError: the sender speaks another major version.
+        ProtocolError: the frame is not a header.
+    """
+    try:
+        header = _header_decoder.decode(frame)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not an ftmon header: {error}") from None
+    if header.v[0] != VERSION[0]:
+        sender = header.src or "a peer"
+        raise VersionError(
+            sender,
+            f"{sender} speaks ftmon protocol {header.v[0]}.{header.v[1]}, this side speaks "
+            f"{VERSION[0]}.{VERSION[1]}: install the same ftmon version on both sides",
+        )
+    return header
+
+
+def decode_body(frame: bytes) -> Message | None:
+    """Decode frame 1; None for a message of a type this version does not know.
+
+    Raises:
+        ProtocolError: the frame is no message, or one of a known type with fields of a wrong kind.
+    """
+    try:
+        return _message_decoder.decode(frame)
+    except UNREADABLE as error:
+        reason = str(error)
+    try:
+        tag = _tag_decoder.decode(frame).type
+    except UNREADABLE:
+        raise ProtocolError(f"not an ftmon message: {reason}") from None
+    if tag in KNOWN_TAGS:
+        raise ProtocolError(f"a damaged ftmon message of type {tag!r}: {reason}")
+    return None
+
+
+def is_leap(gap: int) -> bool:
+    """Whether so many numbers are missing because a new hub took over the numbering, not because they were lost.
+
+    The new hub counts from the last number recorded plus ``RESTART_LEAP``. The numbers given after that one, those of
+    heartbeats and of messages not yet written, make the gap smaller.
+    """
+    return gap >= RESTART_LEAP // 2
+
+
+class LossCounter:
+    """Counts, for each sender, the messages that its numbering shows were lost on the way."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+        self.lost: dict[str, int] = {}
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Highest sequence number seen, by sender."""
+        return {src: following - 1 for src, following in self._next.items()}
+
+    def see(self, src: str, seq: int) -> int:
+        """Note that message ``seq`` of ``src`` arrived; return how many were lost just before it.
+
+        The first message seen from a sender sets where counting begins. A number below the expected one is a
+        duplicate or a sender that began anew, and a leap of ``RESTART_LEAP`` is a hub that took over from an
+        earlier one: neither is a loss.
+        """
+        expected = self._next.get(src)
+        self._next[src] = seq + 1
+        if expected is None or seq <= expected:
+            return 0
+        gap = seq - expected
+        if is_leap(gap):
+            return 0
+        self.lost[src] = self.lost.get(src, 0) + gap
+        return gap

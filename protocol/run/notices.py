@@ -1,0 +1,164 @@
+"""Notifications to a person who is away: five events of a run, and the file of targets.
+
+The targets are kept beside the run and not in ``run.json``, which is copied into the recording: a webhook's address is
+a secret.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..errors import UsageError
+from ..host.private_files import write_private
+from ..messages.control import Alert, AlertKind, RunState
+from ..messages.wire import Message
+from ..text import sanitize
+from .failure import first_failure
+from .rundir import RunDir
+
+Event = Literal["finish", "failure", "hang", "oom", "nan"]
+EVENTS: tuple[Event, ...] = get_args(Event)
+
+TERMINAL = "terminal"
+"""The target served by the app or command that shows the run: a terminal escape sequence (OSC 9) and the bell."""
+
+DESKTOP = "desktop"
+"""The target that shows a notification on this host's desktop."""
+
+_FILE = "notify.json"
+_OF_ALERTS: Mapping[AlertKind, Event] = {"hang": "hang", "oom": "oom"}
+_OF_FINDINGS: Mapping[str, Event] = {"nan_loss": "nan", "nan_gradient": "nan"}
+"""By the finding that an alert of kind ``health`` carries in its evidence."""
+_OF_STATES: Mapping[str, Event] = {"finished": "finish", "stopped": "finish", "failed": "failure"}
+
+
+class Notify(msgspec.Struct, frozen=True):
+    """Targets and events of notifications."""
+
+    targets: list[str]
+    """``terminal``, ``desktop``, an http(s) address, or a shell command."""
+    events: list[Event]
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """One event, as a command gets it on its standard input and a webhook as its body, in JSON."""
+
+    event: Event
+    run: str
+    """The run's identifier."""
+    host: str
+    """Where its hub runs."""
+    time: float
+    """Seconds since the epoch."""
+    title: str
+    """One line."""
+    text: str = ""
+
+
+def make_notify(targets: Sequence[str], events: str) -> Notify | None:
+    """Return the targets and events of notifications; None: there are no targets.
+
+    Args:
+        targets: as ``Notify`` has them.
+        events: some of ``EVENTS``, separated by commas; empty: all.
+
+    Raises:
+        UsageError: an event is none, or there are events and no target.
+    """
+    names = [name.strip() for name in events.split(",") if name.strip()]
+    if not targets:
+        if names:
+            raise UsageError("--notify-on needs --notify TARGET")
+        return None
+    unknown = [name for name in names if name not in EVENTS]
+    if unknown:
+        raise UsageError(f"--notify-on {unknown[0]}: must be of {', '.join(EVENTS)}")
+    return Notify(list(dict.fromkeys(targets)), [event for event in EVENTS if not names or event in names])
+
+
+def check_target(target: str) -> None:
+    """Refuse a target that cannot work here.
+
+    Raises:
+        UsageError: it is empty, an address without a host, or ``desktop`` without ``notify-send``.
+    """
+    if not target.strip():
+        raise UsageError("--notify needs a command, a webhook's address, 'desktop' or 'terminal'")
+    if is_webhook(target) and not urlsplit(target).hostname:
+        raise UsageError(f"--notify {target}: the address names no host")
+    if target == DESKTOP and shutil.which("notify-send") is None:
+        raise UsageError("--notify desktop: notify-send is not installed here; over SSH use 'terminal' or a webhook")
+
+
+def shown(target: str) -> str:
+    """Name a target without what may be secret in it: a webhook's path and query."""
+    return f"{urlsplit(target).scheme}://{urlsplit(target).hostname}" if is_webhook(target) else target
+
+
+def is_webhook(target: str) -> bool:
+    """Return whether a target is the address of a web server."""
+    return target.startswith(("http://", "https://"))
+
+
+def read_notify(run: RunDir) -> Notify | None:
+    """Read the targets of notifications; None: there are none, or the file cannot be read."""
+    try:
+        return msgspec.json.decode((run.path / _FILE).read_bytes(), type=Notify)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_notify(run: RunDir, notify: Notify) -> None:
+    """Keep who is to be notified, for the run's hubs and for what shows it; mode 0600."""
+    write_private(run.path / _FILE, msgspec.json.encode(notify))
+
+
+class Notices:
+    """Makes notices of a run's messages, each once.
+
+    Args:
+        run: the run's identifier.
+        host: where its hub runs.
+        events: the events that are wanted.
+        since: alerts raised before this are not notified again (seconds since the epoch).
+    """
+
+    def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
+        self._run, self._host, self._events, self._since = run, host, frozenset(events), since
+        self._notified: set[int | str] = set()
+        self._alerts: dict[int, Alert] = {}
+        """The run's errors, by which a failure is explained."""
+
+    def of(self, message: Message) -> Notice | None:
+        """Return the notice that a message asks for, or None."""
+        if isinstance(message, Alert):
+            if message.severity == "error":
+                self._alerts[message.id] = message
+            event = _OF_ALERTS.get(message.kind) or _OF_FINDINGS.get(str(message.evidence.get("finding", "")))
+            key: int | str = message.id
+            if message.resolved is not None or message.severity == "info" or message.time < self._since:
+                return None
+            title, text = message.title, message.text
+        elif isinstance(message, RunState):
+            event, key = _OF_STATES.get(message.state), "end"
+            title, text = f"{self._run} {message.state}", message.text
+            first = first_failure(self._alerts.values()) if message.state == "failed" else None
+            if first is not None:
+                title, text = f"{title}: {first.title}", "; ".join(part for part in (text, first.text) if part)
+        else:
+            return None
+        if event not in self._events or key in self._notified:
+            return None
+        self._notified.add(key)
+        return Notice(event, self._run, self._host, message.time, sanitize(title, 300), sanitize(text, 2000))
+
+
+def terminal_sequence(notice: Notice) -> str:
+    """Write a notice as a terminal's notification: OSC 9 (iTerm2, kitty, WezTerm, Windows Terminal, ghostty) and BEL.
+
+    BEL is what tmux and screen pass on from a window that is not in view.
+    """
+    return f"\x1b]9;{notice.run}: {sanitize(notice.title, 120)}\x1b\\\a"

@@ -1,0 +1,313 @@
+"""The run directory: all files of one run.
+
+``runs/RUN-ID/`` in the user's directory (``run_store.home``), mode 0700, holds::
+
+    run.json        the run's command and options: written once, by the process that created the run
+    hub.json        the connection file: the living hub's process and addresses, 0600, written after binding
+    hub.lock        held by the hub while it lives
+    exit.json       the job's exit status: written once, by the launcher
+    left.json       processes still alive when the job's command had ended: written before the launcher ends them
+    recording.sqlite
+    config.yaml     the trainer's configuration, where the trainer is ftmon's own
+    prediction.json predicted time of its steps, by a dry run beside it
+    logs/           rank-0.out, rank-0.err ... one pair a rank, launcher.log, hub.log
+    snapshots/      memory snapshots
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import HubError, RunDirError
+from ..host.private_files import write_private
+from ..host.process import ProcessId, is_alive
+from .run_options import RunOptions
+
+HOSTS = "hosts"
+"""The directory within a run directory that holds a directory of each other host's, in that host's own use."""
+
+_ROOM_BYTES = 4096
+_ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
+"""Files with disk space reserved, so that the run's command, its hub's address and its exit status can be written
+even if the disk has filled up meanwhile."""
+
+_IPC_PATH_LIMIT = 100
+"""sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
+
+T = TypeVar("T")
+
+
+class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``run.json``."""
+
+    id: str
+    name: str
+    created: float
+    command: list[str]
+    cwd: str
+    host: str
+    kind: str
+    """``demo``, ``train``, ``run`` or ``watch``."""
+    launcher: ProcessId | None = None
+    options: RunOptions = RunOptions()
+
+
+class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``hub.json``, the connection file. ``addresses`` has every channel of ``sockets.CHANNELS``."""
+
+    process: ProcessId
+    addresses: dict[str, str]
+    version: str
+    host: str
+    started: float
+    listen: dict[str, str] = {}
+    """The same channels over TCP with CURVE, when the run was started with --listen."""
+    server_key: str = ""
+    """The public CURVE key of the TCP side."""
+    read_only: bool = False
+
+
+class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``exit.json``: the job's end. ``exit_code`` is the job's, negative for a signal as in subprocess."""
+
+    exit_code: int
+    time: float
+    state: str
+    """``finished``, ``failed`` or ``stopped``."""
+    text: str = ""
+    cause: str = ""
+    """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request``
+    where a person did, ``not-started``, ``lost`` where that is unknown; empty: the job ended by itself, or of a signal.
+    """
+    left: list[int] = []
+    """Processes that could not be ended."""
+
+
+class LeftoversFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``left.json``: processes still alive when the job's command had ended; the launcher ends them."""
+
+    time: float
+    exit_code: int | None
+    """The command's, negative for a signal; None: it never began."""
+    count: int
+    processes: list[str]
+    """The first of them: pid and name."""
+
+
+class RunDir:
+    """One run directory. Making the object touches nothing on disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @property
+    def id(self) -> str:
+        """The run's identifier: the directory's name."""
+        return self.path.name
+
+    @property
+    def recording(self) -> Path:
+        """Path of the recording."""
+        return self.path / "recording.sqlite"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the log files."""
+        return self.path / "logs"
+
+    @property
+    def snapshots(self) -> Path:
+        """Folder of memory snapshots."""
+        return self.path / "snapshots"
+
+    @property
+    def config(self) -> Path:
+        """Path of the trainer's own configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def prediction(self) -> Path:
+        """Path of the prediction for the trainer's own configuration: the message ``prediction`` as JSON."""
+        return self.path / "prediction.json"
+
+    def rank_log(self, rank: int, stream: str) -> Path:
+        """Name the file that a rank's ``out`` or ``err`` goes to."""
+        return self.logs / f"rank-{rank}.{stream}"
+
+    def check(self) -> None:
+        """Refuse a directory that others could have planted or can read.
+
+        Raises:
+            RunDirError: it is a symbolic link, not ours, or open to others.
+        """
+        try:
+            info = self.path.lstat()
+        except FileNotFoundError:
+            raise RunDirError(f"{self.path}: no such run directory") from None
+        if stat.S_ISLNK(info.st_mode) or not stat.S_ISDIR(info.st_mode):
+            raise RunDirError(f"{self.path}: is not a directory of its own; remove it")
+        if hasattr(os, "getuid") and info.st_uid != os.getuid():
+            raise RunDirError(f"{self.path}: belongs to another user; set FTMON_HOME to a directory of yours")
+        if info.st_mode & 0o077:
+            raise RunDirError(f"{self.path}: is open to other users; run: chmod 700 {self.path}")
+
+    def read_run(self) -> RunFile:
+        """Read ``run.json``.
+
+        Raises:
+            RunDirError: it is missing or damaged.
+        """
+        found = self._read("run.json", RunFile)
+        if found is None:
+            raise RunDirError(f"{self.path}: is not an ftmon run (no run.json)")
+        return found
+
+    def read_hub(self) -> HubFile | None:
+        """Read the connection file; None when no hub has ever bound."""
+        return self._read("hub.json", HubFile)
+
+    def read_exit(self) -> ExitFile | None:
+        """Read ``exit.json``; None while the job runs."""
+        return self._read("exit.json", ExitFile)
+
+    def read_leftovers(self) -> LeftoversFile | None:
+        """Read ``left.json``; None if the job's command left no process."""
+        return self._read("left.json", LeftoversFile)
+
+    def living_hub(self) -> HubFile | None:
+        """Return the connection file of a hub whose process lives on this host, else None."""
+        hub = self.read_hub()
+        return hub if hub is not None and is_alive(hub.process) else None
+
+    def write_run(self, content: RunFile) -> None:
+        """Write ``run.json`` atomically."""
+        self.write_certain("run.json", _encode(content))
+
+    def write_hub(self, content: HubFile) -> None:
+        """Write the connection file atomically, mode 0600."""
+        self.write_certain("hub.json", _encode(content))
+
+    def write_leftovers(self, content: LeftoversFile) -> None:
+        """Write ``left.json`` atomically."""
+        self.write_certain("left.json", _encode(content))
+
+    def write_exit(self, content: ExitFile) -> None:
+        """Write ``exit.json`` atomically, and release the disk space reserved for later files."""
+        self.write_certain("exit.json", _encode(content))
+        for name in _ROOMS:
+            with contextlib.suppress(OSError):
+                self._room(name).unlink()
+
+    def write_certain(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all, mode 0600; on a full disk into the room that was kept for it.
+
+        Where that was used up by an earlier version of the file, that version is overwritten in its place.
+        """
+        path = self.path / name
+        try:
+            write_private(path, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            room = self._room(name)
+            if room.exists():
+                _overwrite(room, data, error)
+                room.replace(path)
+            else:
+                _overwrite(path, data, error)
+
+    def _room(self, name: str) -> Path:
+        return self.path / f".{name}.room"
+
+    def keep_rooms(self) -> None:
+        """Reserve disk space for the run's small files, while there is some."""
+        for name in _ROOMS:
+            write_private(self._room(name), b" " * _ROOM_BYTES)
+
+    def ipc_address(self, channel: str) -> str:
+        """Return a channel's ``ipc://`` address."""
+        return f"ipc://{self.socket_dir / f'{channel}.sock'}"
+
+    @property
+    def socket_dir(self) -> Path:
+        """Folder of the sockets: this one, or a short 0700 twin where the path is too long.
+
+        Also for another host's directory: the file system it lies on may be shared, and a socket must not be.
+        """
+        path = self.path.absolute()
+        longest = len(os.fsencode(path)) + len("/telemetry.sock")
+        return self._short_socket_dir() if longest > _IPC_PATH_LIMIT or path.parent.name == HOSTS else path
+
+    def of_host(self, host: str) -> "RunDir":
+        """Name another host's own directory within this one: it has ``logs/`` and ``snapshots/`` of its own."""
+        return RunDir(self.path / HOSTS / (re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-.") or "host"))
+
+    def remove_sockets(self, channels: Iterable[str]) -> None:
+        """Remove the channels' socket files, the short twin directory included, after the hub ended."""
+        for channel in channels:
+            path = Path(self.ipc_address(channel).removeprefix("ipc://"))
+            path.unlink(missing_ok=True)
+            if path.parent != self.path.absolute():
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
+
+    def lock_hub(self) -> int:
+        """Acquire the hub's lock; the returned descriptor holds it until it is closed or the process ends.
+
+        Raises:
+            HubError: another hub of this run lives.
+        """
+        import fcntl  # absent on Windows, where no hub runs
+
+        descriptor = os.open(self.path / "hub.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise HubError(f"{self.id}: another hub of this run is alive") from None
+            raise
+        return descriptor
+
+    def _short_socket_dir(self) -> Path:
+        # Not $TMPDIR: the hub and the ranks must come to the same path, and a job may set its own.
+        base = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
+        digest = hashlib.sha256(os.fsencode(os.path.realpath(self.path))).hexdigest()[:12]
+        path = base / f"ftmon-{getattr(os, 'getuid', int)()}-{digest}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        RunDir(path).check()
+        return path
+
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        path = self.path / name
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            raise RunDirError(f"{path}: cannot be read: {error}") from None
+
+
+def _encode(content: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
+
+
+def _overwrite(path: Path, data: bytes, error: OSError) -> None:
+    """Write into the blocks that a file has; blanks end a JSON text. Raises ``error`` where they are too few."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if len(data) > size:
+            raise error
+        file.seek(0)
+        file.write(data.ljust(size))
+        file.flush()
+        os.fsync(file.fileno())

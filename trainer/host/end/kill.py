@@ -1,0 +1,284 @@
+"""Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time.
+
+Runs in a separate thread. It reads the process table again before each step, because a dying rank may leave new
+workers, and ends only when no process is left or its time limit is reached.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ....protocol.text import duration, kernel_sleep, sanitize
+from .. import processes
+from ..escaped import Origin, escaped, origin
+from ..flow import Post, Reply
+from ..hardware.gpu_memory import GpuUse, gpu_use, verdict, wait_until_free
+from ..inspection import activity
+from ..processes import RANK_PID_ENV, Process
+from .terminate import sweep
+
+INT_SECONDS = 2.0
+TERM_SECONDS = 3.0
+KILL_SECONDS = 8.0
+"""Time limits of the steps of an escalation; the last one is for the whole kill."""
+ONE_SIGNAL_SECONDS = 8.0
+"""Time to wait after a single signal that the user chose."""
+_GPU_SECONDS = 5.0
+_RANK_PID = f"{RANK_PID_ENV}=".encode()
+_LAUNCHER = "ftmon.trainer.launch"
+_POLL_SECONDS = 0.05
+
+
+class Target(NamedTuple):
+    """A rank's process."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+
+
+class Outcome(NamedTuple):
+    """Outcome of a kill, or another command."""
+
+    ok: bool
+    text: str
+    data: dict[str, Any]
+
+
+class Kill(threading.Thread):
+    """One kill.
+
+    Args:
+        run: the run directory's path, found in its processes' environment.
+        targets: the ranks to end; for the whole run, all ranks known on this host.
+        whole_run: also end the job's launchers and all processes with the run in their environment.
+        roots: for the whole run, pids whose descendants all belong to it (the launcher).
+        spared: pids never to signal: hub and launcher.
+        number: the signal to send, or None to escalate INT, TERM, KILL.
+        on_gpu: whether to query NVML afterwards.
+        done: called once, in this thread, with the outcome.
+        others: the ranks of this host to spare, with their children, even if a target started them.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        targets: list[Target],
+        whole_run: bool,
+        roots: Collection[int],
+        spared: Collection[int],
+        number: signal.Signals | None,
+        on_gpu: bool,
+        done: Callable[[Outcome], None],
+        others: Collection[Target] = (),
+    ) -> None:
+        super().__init__(name="kill", daemon=True)
+        self._run_path = run
+        self._targets = targets
+        self._others = list(others)
+        self._whole_run = whole_run
+        self._roots = roots
+        self._spared = spared
+        self._number = number
+        self._on_gpu = on_gpu
+        self._done = done
+        self._known: dict[tuple[int, int], Process] = {}
+        self._origins: list[Origin] = []
+        """What identifies processes started by the ranks, read before the first signal."""
+        self._last_signal: signal.Signals | None = None
+        self._refused: set[int] = set()
+        self._gpus_before: GpuUse | None = None
+
+    def run(self) -> None:
+        """Kill, verify, report."""
+        try:
+            outcome = self._kill()
+        except Exception as error:  # the person must get an answer after any error
+            outcome = Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
+        self._done(outcome)
+
+    def _kill(self) -> Outcome:
+        begun = time.monotonic()
+        table = processes.table()
+        origins = [origin(target.rank, target.pid, table) for target in self._targets]
+        self._origins = [one for one in origins if one is not None]
+        first = self._find()
+        if self._on_gpu:
+            self._gpus_before = gpu_use([process.pid for process in first])
+        left = self._escalate(first) if self._number is None else self._one_signal(first, self._number)
+        return self._report(left, time.monotonic() - begun)
+
+    def _find(self) -> list[Process]:
+        """List and remember the targets' living processes: a worker whose rank is gone has no ancestor here."""
+        table = processes.table()
+        mains = {target.pid for target in self._alive(self._targets, table)}
+        if self._whole_run:
+            roots = {p.pid for p in processes.descendants(self._roots, _without(table, self._spared, self._roots))}
+            found = processes.of_run(self._run_path, mains | roots, self._spared)
+        else:
+            found = self._of_ranks(mains, table)
+        for process in found:
+            self._known[process.pid, process.start_ticks] = process
+        living = {}
+        for key in self._known:
+            now = table.get(key[0])
+            if now is not None and now.start_ticks == key[1] and now.alive and now.pid not in self._spared:
+                living[key] = now
+        return list(living.values())
+
+    def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
+        """List the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
+        others = {process.pid for process in self._alive(self._others, table)}
+        others.update(process.pid for process in processes.descendants(others, table, apart=mains))
+        found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
+        for target in self._targets:
+            found += processes.marked(self._run_path, table.values(), target.pid)
+        away = [daemon for daemons in escaped(self._origins, table).values() for daemon in daemons]
+        found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
+        return [process for process in found if process.pid not in others]
+
+    @staticmethod
+    def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
+        """List the ranks' own processes that are alive."""
+        found = [table.get(target.pid) for target in targets]
+        return [
+            process
+            for process, target in zip(found, targets, strict=True)
+            if process is not None and process.start_ticks == target.start_ticks and process.alive
+        ]
+
+    def _escalate(self, first: list[Process]) -> list[Process]:
+        # INT goes to the ranks only: they can clean up, and their launcher sees them end.
+        mains = self._alive(self._targets, {process.pid: process for process in first})
+        self._signal(mains or first, signal.SIGINT)
+        left = self._wait(first, INT_SECONDS, stop_early=not self._whole_run)
+        if left:
+            self._signal(left, signal.SIGTERM)
+            left = self._wait(left, TERM_SECONDS)
+        if left:
+            self._last_signal = signal.SIGKILL
+            left = sweep(self._find, term_seconds=0.0, kill_seconds=KILL_SECONDS)
+        return left
+
+    def _one_signal(self, first: list[Process], number: signal.Signals) -> list[Process]:
+        mains = self._alive(self._targets, {process.pid: process for process in first})
+        everything = number is signal.SIGKILL or self._whole_run or not mains
+        self._signal(first if everything else mains, number)
+        left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
+        if left and (
+            number is signal.SIGKILL or not self._alive(self._targets, {process.pid: process for process in left})
+        ):
+            left = sweep(self._find)  # the ranks are gone, and with them the parents that would end their children
+        return left
+
+    def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
+        """Wait until no process, or with ``stop_early`` no rank, is left; return those left."""
+        deadline = time.monotonic() + seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            left = self._find()
+            if stop_early and not self._alive(self._targets, {process.pid: process for process in left}):
+                break
+        return left
+
+    def _signal(self, to: list[Process], number: signal.Signals) -> None:
+        self._last_signal = number
+        for process in to:
+            try:
+                processes.send_signal(process, number)
+                if number is not signal.SIGKILL:  # a stopped process acts on it only once it runs again
+                    processes.send_signal(process, signal.SIGCONT)
+            except PermissionError:
+                self._refused.add(process.pid)
+
+    def _report(self, left: list[Process], seconds: float) -> Outcome:
+        alive = {(process.pid, process.start_ticks) for process in left}
+        ended = [process for key, process in self._known.items() if key not in alive]
+        ranks = [target.rank for target in self._targets if (target.pid, target.start_ticks) not in alive]
+        data: dict[str, Any] = {
+            "ended": [process.pid for process in ended],
+            "left": [process.pid for process in left],
+            "ranks": ranks,
+            "seconds": round(seconds, 3),
+            "signal": self._last_signal.name if self._last_signal and self._known else "",
+        }
+        if not self._known:
+            return Outcome(True, "no process of the run was left", data)
+        sentences = [f"{_count(ended)} ended in {duration(seconds)} ({data['signal']})"]
+        sentences += [self._why_left(process) for process in left]
+        held = False
+        if self._on_gpu:
+            held, words = verdict(self._gpus_before, wait_until_free([process.pid for process in ended], _GPU_SECONDS))
+            sentences.append(words)
+        strays = [] if self._whole_run else self._unattributed()
+        if strays:
+            names = ", ".join(f"pid {stray.pid} ({sanitize(stray.name, 40)})" for stray in strays[:8])
+            sentences.append(
+                f"not ended, because it is unknown which rank started them: {names}; killing the run ends them"
+            )
+            data["strays"] = [stray.pid for stray in strays]
+        elif not left:
+            sentences.append("nothing is left of the run" if self._whole_run else "no process of theirs is left")
+        return Outcome(not left and not held, "; ".join(sentences), data)
+
+    def _unattributed(self) -> list[Process]:
+        """List daemons with another environment that an unknown rank of this run left behind.
+
+        They are children of the run's launcher, which did not start them, because it is a subreaper.
+        """
+        table = processes.table()
+        launchers = [pid for pid in self._spared if pid in table and processes.runs_module(pid, _LAUNCHER)]
+        oldest = min((one.start_ticks for one in self._origins), default=0)
+        ranks = {f"RANK={target.rank}".encode() for target in self._targets}
+        found: list[Process] = []
+        for process in table.values():
+            started = process.parent in launchers and process.start_ticks > oldest
+            if not started or not process.alive or process.pid in self._spared:
+                continue
+            variables = [one for one in processes.environment_of(process.pid) if one.startswith((b"RANK=", _RANK_PID))]
+            if not variables or any(one in ranks for one in variables):
+                found.append(process)
+        return found
+
+    def _why_left(self, process: Process) -> str:
+        now = processes.same(process) or process
+        if now.state == "D":
+            sleeps = kernel_sleep(activity.wchan(now.pid, now.pid))
+            return f"pid {now.pid} ({now.name}) is {sleeps}: it ends when the kernel returns"
+        if now.pid in self._refused:
+            return f"pid {now.pid} ({now.name}) belongs to another user"
+        again = "" if self._number is None else "; kill without a signal goes on to KILL"
+        return f"pid {now.pid} ({now.name}) is still alive in state {now.state}{again}"
+
+
+def kill(
+    run: Path,
+    targets: list[Target],
+    whole_run: bool,
+    roots: Collection[int],
+    spared: Collection[int],
+    number: signal.Signals | None,
+    on_gpu: bool,
+    post: Post,
+    others: Collection[Target] = (),
+) -> Reply[Outcome]:
+    """Start a ``Kill``; return the reply for its outcome, which is set in the main loop through ``post``."""
+    reply: Reply[Outcome] = Reply()
+
+    def done(outcome: Outcome) -> None:
+        post(lambda: reply.arrive(outcome))
+
+    Kill(run, targets, whole_run, roots, spared, number, on_gpu, done, others).start()
+    return reply
+
+
+def _count(ended: list[Process]) -> str:
+    return "1 process" if len(ended) == 1 else f"{len(ended)} processes"
+
+
+def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
+    """Return the table without the spared processes (except the roots), so that their descendants are not found."""
+    return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}

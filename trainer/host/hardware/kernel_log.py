@@ -1,0 +1,193 @@
+"""Determines whether the kernel's OOM killer killed a process, from its cgroup's counter and the kernel log.
+
+A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
+out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup
+version 2's ``memory.events`` and version 1's ``memory.oom_control`` (Documentation/admin-guide/cgroup-v1/memory.rst).
+"""
+
+import os
+import re
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from ....protocol.host.control_groups import hierarchies
+from ....protocol.host.host_memory import group_limit
+from ....protocol.messages.hosts import KernelKill
+from ....protocol.text import sanitize
+
+RECENT_SECONDS = 30.0
+"""Maximum seconds between the kill and the death of a process; large processes die slowly."""
+_COUNTS_KEPT = 16
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
+
+_KILLED = re.compile(
+    r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "
+    r"\((?P<name>[^)]*)\).*?anon-rss:(?P<anon>\d+)kB"
+)
+
+
+class LogKill(NamedTuple):
+    """A kill in the kernel's log."""
+
+    pid: int
+    name: str
+    resident_bytes: int
+    """Anonymous resident memory."""
+    of_group: bool
+    """Whether a cgroup's limit was reached; otherwise the host's memory was exhausted."""
+    at: float
+    """Seconds since boot."""
+
+
+def read_kill(record: str) -> LogKill | None:
+    """Parse one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None if it is not a kill."""
+    head, _, text = record.partition(";")
+    found = _KILLED.search(text)
+    if found is None:
+        return None
+    fields = head.split(",")
+    at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
+    group = found["scope"].startswith("Memory cgroup")
+    return LogKill(int(found["pid"]), sanitize(found["name"], 64), int(found["anon"]) * 1024, group, at)
+
+
+def kill_count(group: Path) -> int | None:
+    """Return the number of a cgroup's processes killed by the OOM killer; None: unknown."""
+    for name in ("memory.events", "memory.oom_control"):
+        try:
+            lines = (group / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.strip().isdigit():
+                return int(value)
+    return None
+
+
+def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
+    """List the cgroups that account for the memory of a process, of version 2 and 1."""
+    found: list[Path] = []
+    for own, mount in hierarchies("memory", pid, root):
+        found += [group for group in (own, mount) if kill_count(group) is not None][:1]
+    return found
+
+
+class KernelKills:
+    """Records kill counters while processes live, and finds evidence once one has died. Use it from one thread.
+
+    Args:
+        root: directory of the kernel's files; differs only in tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._groups: dict[int, list[Path]] = {}
+        self._counts: dict[Path, deque[tuple[float, int]]] = {}
+        self._resident: dict[int, int] = {}
+
+    def record(self, pid: int, now: float) -> None:
+        """Record a living process's cgroup, its counters and the process's size; about once a second.
+
+        Args:
+            pid: the process.
+            now: ``time.monotonic``.
+        """
+        groups = memory_groups(pid, self._root)
+        if groups:
+            self._groups[pid] = groups
+        for group in groups:
+            self._note(group, now)
+        size = _resident(pid, self._root)
+        if size:
+            self._resident[pid] = size
+
+    def find(self, pid: int, now: float) -> KernelKill | None:
+        """Return evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
+
+        A readable kernel log that does not name the process is evidence against a kill.
+        """
+        groups = memory_groups(pid, self._root) or self._groups.pop(pid, [])
+        resident = self._resident.pop(pid, 0)
+        limits = {group: limit for group in groups if (limit := group_limit(group))}
+        readable, log = self._from_log(pid)
+        if log is not None:
+            exhausted = "group" if log.of_group else "host"
+            known = list(limits.values())[:16]
+            return KernelKill(True, exhausted, log.name, log.resident_bytes, known, resident_bytes=resident)
+        for group in groups:
+            before, after = self._note(group, now)
+            if after > before:
+                return KernelKill(
+                    False,
+                    "group",
+                    limits_bytes=[limits[group]] if group in limits else [],
+                    kills=after,
+                    recent_kills=after - before,
+                    resident_bytes=resident,
+                )
+        return KernelKill(False) if readable else None
+
+    def forget(self, pid: int) -> None:
+        """Stop recording a process."""
+        self._groups.pop(pid, None)
+        self._resident.pop(pid, None)
+
+    def _note(self, group: Path, now: float) -> tuple[int, int]:
+        """Return a group's count ``RECENT_SECONDS`` ago (or at the first read) and now."""
+        count = kill_count(group) or 0
+        known = self._counts.setdefault(group, deque(maxlen=_COUNTS_KEPT))
+        if not known or known[-1][1] != count:
+            known.append((now, count))
+        while len(known) > 1 and known[1][0] < now - RECENT_SECONDS:
+            known.popleft()
+        return known[0][1], count
+
+    def _from_log(self, pid: int) -> tuple[bool, LogKill | None]:
+        """Return whether the kernel log could be read with this host's pids, and the kill of that pid in it."""
+        records = _log_records(self._root) if _pids_are_the_kernels(self._root) else []
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        kills = [kill for record in records if (kill := read_kill(record)) is not None]
+        # The log's clock stops during suspend and may drift; a pid is not reused that soon.
+        near = [kill for kill in kills if kill.pid == pid and (not kill.at or abs(now - kill.at) < 600)]
+        return bool(records), near[-1] if near else None
+
+
+def _pids_are_the_kernels(root: Path) -> bool:
+    try:
+        return os.readlink(root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _log_records(root: Path) -> list[str]:
+    """Return the kernel log from its beginning; empty without permission."""
+    try:
+        descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    records: list[str] = []
+    try:
+        while True:
+            try:
+                data = os.read(descriptor, 8192)  # one record a read; a plain file (in tests) comes in blocks
+            except BrokenPipeError:
+                continue  # records were overwritten meanwhile; the next read is of the oldest that is left
+            except OSError:  # EAGAIN: that was the last one
+                break
+            if not data:
+                break
+            records += data.decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(descriptor)
+    return records
+
+
+def _resident(pid: int, root: Path) -> int:
+    try:
+        return int((root / f"proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0

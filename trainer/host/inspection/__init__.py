@@ -1,0 +1,1 @@
+"""What a rank does, without its help: activity, stacks, locks, traffic."""

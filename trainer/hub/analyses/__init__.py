@@ -1,0 +1,1 @@
+"""Runs the analysis on the stream, and traces and predictions in processes of their own."""

@@ -1,0 +1,1 @@
+"""Commands, kills, actions on hangs, and notifications."""

@@ -1,0 +1,323 @@
+"""Commands of apps: each is accepted or refused at once, and answered again when it is done."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from ....protocol.errors import FtmonError, ProtocolError, UsageError
+from ....protocol.messages import verbs, wire
+from ....protocol.messages.control import Accepted, Command, Result
+from ....protocol.messages.telemetry import Hello
+from ....protocol.messages.wire import UNREADABLE, Message
+from ....protocol.run.end_request import write_end_request
+from ....protocol.run.rundir import RunDir
+from ....protocol.text import all_ranks
+from ...host import flow
+from ...host.end.interrupt import interrupt_job, interrupt_ranks
+from ...host.end.kill import Outcome
+from ...host.flow import Flow
+from ..ranks.rank_hosts import RankHosts
+from ..ranks.rank_link import Answers, RankLink
+from ..ranks.stack_requests import StackRequests
+from .kill import Kills, interrupted_on
+
+STACKS_BEFORE_KILL_SECONDS = 1.0
+_STACKS_SECONDS = 2.0
+_SNAPSHOT_SECONDS = 60.0
+_STOP_SECONDS = 3.0
+_RELEASE_SECONDS = 3.0
+_CONSOLE_SECONDS = 60.0
+
+
+class Host(Protocol):
+    """Interface of the hub that the commands use."""
+
+    def emit(self, message: Message) -> None:
+        """Append a message of the hub's own to the stream."""
+        ...
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Schedule a call in the main loop; any thread."""
+        ...
+
+    def shut_down(self) -> None:
+        """End the hub, and the hub alone, soon."""
+        ...
+
+    def last_step(self) -> int:
+        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
+        ...
+
+
+class _Caller:
+    """Sender of a command, and the route of the answers."""
+
+    def __init__(self, socket: "zmq.Socket[Any]", identity: bytes, source: str, command: Command) -> None:
+        self._socket = socket
+        self._identity = identity
+        self.source = source
+        self.command = command
+        self.away = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+        """It came over TCP."""
+
+    def answer(self, message: Accepted | Result) -> None:
+        """Send an answer; a caller that has gone is passed over."""
+        frames = [self._identity, *wire.encode("hub", 0, time.time(), message)]
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+class Commands:
+    """Receives commands from ROUTER sockets. Main loop only."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        host: Host,
+        rank_hosts: RankHosts,
+        link: RankLink,
+        stack_requests: StackRequests,
+        kills: Kills,
+        read_only: bool,
+    ) -> None:
+        self._run = run
+        self._host = host
+        self._rank_hosts = rank_hosts
+        self._link = link
+        self._stack_requests = stack_requests
+        self._kills = kills
+        self._read_only = read_only
+        self._under_way = 0
+        self._interrupted: set[int] | None = None
+        """Pids of the ranks that a stop interrupted; None before."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a command has not had its result."""
+        return self._under_way > 0
+
+    def receive(self, socket: "zmq.Socket[Any]") -> None:
+        """Receive every waiting command of one socket."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 3:
+                    self._receive_one(socket, *frames)
+
+    def _receive_one(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
+        nobody = _Caller(socket, identity, "", Command("", ""))
+        try:
+            source = wire.decode_header(header).src
+            command = wire.decode_body(body)
+        except ProtocolError as error:
+            nobody.answer(Accepted(_id_of(body), False, str(error)))
+            return
+        if not isinstance(command, Command):
+            nobody.answer(Accepted(_id_of(body), False, "the control channel takes commands only"))
+            return
+        caller = _Caller(socket, identity, source, command)
+        try:
+            verb = verbs.decode(command, verbs.HUB)
+            if self._read_only and command.verb not in verbs.READ_ONLY:
+                raise UsageError(
+                    f"{command.verb}: this run was started with --read-only; its hub refuses commands that "
+                    "act on the run"
+                )
+            accepted, done = self._prepare(caller, verb)
+        except FtmonError as error:
+            caller.answer(Accepted(command.id, False, str(error)))
+            return
+        caller.answer(Accepted(command.id, True, accepted))
+        if command.verb not in verbs.READ_ONLY:
+            self._host.emit(command)
+        flow.start(self._carry_out(caller, done))
+
+    async def _carry_out(self, caller: _Caller, done: Flow[Outcome]) -> None:
+        """Execute an accepted command, and answer with its result."""
+        command = caller.command
+        self._under_way += 1
+        try:
+            ok, text, data = await done
+        except Exception as error:  # the person must get an answer, whatever happened
+            traceback.print_exc(file=sys.stderr)
+            ok, text, data = False, f"{command.verb}: the hub failed: {type(error).__name__}: {error}", {}
+        self._under_way -= 1
+        result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
+        caller.answer(result)
+        if command.verb not in verbs.READ_ONLY:
+            self._host.emit(result)
+        if command.verb == "shutdown":
+            self._host.shut_down()
+
+    def _prepare(self, caller: _Caller, verb: verbs.Verb) -> tuple[str, Flow[Outcome]]:
+        """Check a command's ranks; return the acceptance text and the coroutine that executes it.
+
+        Raises:
+            UsageError: invalid arguments.
+        """
+        match verb:
+            case verbs.Kill():
+                return self._prepare_kill(caller, verb)
+            case verbs.Stop():
+                return "asking the ranks to stop", self._stop(caller)
+            case verbs.Stacks():
+                ranks = self._ranks(verb) or self._rank_hosts.ranks
+                return f"asking {len(ranks)} ranks", self._stacks(verb, ranks)
+            case verbs.Snapshot() | verbs.Arm() | verbs.Compose():
+                ranks = self._ranks(verb) or self._rank_hosts.ranks
+                return f"asking {len(ranks)} ranks", self._pass_on(verb, ranks)
+            case verbs.Release():
+                return "letting go", self._release(self._ranks(verb))
+            case verbs.Console():
+                return self._prepare_console(caller, verb)
+            case verbs.Shutdown():
+                return "the hub ends; the ranks go on", _at_once("the hub ends; the ranks go on unwatched", {})
+            case _:
+                return "alive", _at_once("alive", {"pid": os.getpid()})
+
+    def _ranks(self, verb: verbs.OnRanks) -> list[int]:
+        """Return a command's ranks, which the run must have, sorted; empty means all."""
+        unknown = [rank for rank in verb.ranks if rank not in self._rank_hosts.ranks]
+        if unknown:
+            raise UsageError(f"{verb.name}: no rank {unknown[0]}; the run has {all_ranks(self._rank_hosts.ranks)}")
+        return sorted(set(verb.ranks))
+
+    # kill
+
+    def _prepare_kill(self, caller: _Caller, verb: verbs.Kill) -> tuple[str, Flow[Outcome]]:
+        ranks, number = self._ranks(verb), verb.number
+        self._kills.check(ranks)
+        what = all_ranks(ranks) if ranks else "the run"
+        how = f"with {number.name}" if number else "with INT, then TERM, then KILL"
+        return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, number)
+
+    async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
+        with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
+            write_end_request(self._run, "kill", caller.source, ranks)
+        verb = verbs.Stacks(reason=f"kill asked by {caller.source}")
+        stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, verb)
+        outcome = await self._kills.kill(ranks, number)
+        saved = sorted(rank for rank, answer in stacks.items() if answer.ok)
+        return Outcome(outcome.ok, outcome.text, {**outcome.data, "stacks_saved": saved})
+
+    # stop
+
+    async def _stop(self, caller: _Caller) -> Outcome:
+        with contextlib.suppress(OSError):
+            write_end_request(self._run, "stop", caller.source)
+        # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
+        verb = verbs.Stop(self._host.last_step() if self._rank_hosts.any_elsewhere else 0)
+        answers = await self._link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)
+        agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
+        if not agreed:
+            return await self._interrupt()
+        silent = [rank for rank in self._rank_hosts.ranks if rank not in agreed]
+        text = f"{all_ranks(agreed)} will save a checkpoint and end after this step"
+        if silent:
+            text += f"; no answer from {all_ranks(silent)}: if the run does not end, kill it"
+        return Outcome(True, text, {"agreed": agreed, "silent": silent})
+
+    async def _interrupt(self) -> Outcome:
+        """Interrupt a foreign script, as ctrl-c does.
+
+        The ranks alone first, so that they can clean up: DeepSpeed's launcher, signalled directly, sends them TERM at
+        once.
+        """
+        told = interrupt_ranks(self._rank_hosts.targets())
+        self._interrupted = {target.pid for target in told}
+        agents = self._kills.agents.reachable()
+        peers = {agent.identity: place for place, agent in enumerate(agents)}
+        away = await self._link.ask_agents(verbs.Stop(), peers, _STOP_SECONDS)
+        there = interrupted_on(agents, away)
+        if told or there:
+            here = [f"sent SIGINT to {all_ranks([t.rank for t in told])}"] if told else []
+            text = f"{'; '.join(here + there)}: the script is not ftmon's own trainer"
+            signalled = len(told) + sum(int(answer.data.get("signalled", 0)) for answer in away.values())
+            return Outcome(True, text + ", whether it saves anything is up to it", {"signalled": signalled})
+        groups = self._interrupt_job()
+        text = "sent SIGINT to the job" if groups else "no process of the run was left"
+        return Outcome(True, text, {"signalled": len(groups)})
+
+    def met(self, hello: Hello) -> None:
+        """Note that a rank introduced itself: one begun after a stop was started again by an elastic launcher."""
+        if self._interrupted and hello.pid not in self._interrupted:
+            self._interrupted.add(hello.pid)
+            self._interrupt_job()
+
+    def _interrupt_job(self) -> list[int]:
+        """Send INT to all process groups of the run on this host; return them."""
+        return interrupt_job(self._run.path, *self._kills.launcher_and_spared())
+
+    # ranks held at an out-of-memory error
+
+    async def _release(self, asked: list[int]) -> Outcome:
+        answers = await self._link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
+        released = sorted(rank for rank, answer in answers.items() if answer.ok)
+        missing = [rank for rank in asked if rank not in released]
+        none = f"{all_ranks(asked)} {'is' if len(asked) == 1 else 'are'} not held" if asked else "no rank is held"
+        text = f"{all_ranks(released)} released" if released else none
+        if released and missing:
+            text += f"; {all_ranks(missing)} not held, or without an answer"
+        return Outcome(bool(released) and not missing, text, {"released": released})
+
+    def _prepare_console(self, caller: _Caller, verb: verbs.Console) -> tuple[str, Flow[Outcome]]:
+        if caller.away:
+            raise UsageError("console: not over TCP; attach on the run's host, or by ssh://")
+        if not self._run.read_run().options.allow_console:
+            raise UsageError("console: this run was not started with --allow-console")
+        if verb.rank not in self._rank_hosts.ranks:
+            raise UsageError(f"console: rank must be one of {all_ranks(self._rank_hosts.ranks)}")
+        return "running", self._run_code(verb.rank, verb.code)
+
+    async def _run_code(self, rank: int, code: str) -> Outcome:
+        answers = await self._link.ask(verbs.Console(code), [rank], _CONSOLE_SECONDS)
+        answer = answers.get(rank)
+        if answer is None:
+            text = (
+                f"no answer from rank {rank} in {_CONSOLE_SECONDS:.0f} s: it still runs; 'ftmon release' interrupts it"
+            )
+            return Outcome(False, text, {"busy": True})
+        return Outcome(answer.ok, answer.text, {"busy": False, **answer.data})
+
+    # the rest
+
+    async def _stacks(self, verb: verbs.Stacks, ranks: list[int]) -> Outcome:
+        return _of_answers(verb.name, ranks, await self._stack_requests.collect(ranks, _STACKS_SECONDS, verb))
+
+    async def _pass_on(self, verb: verbs.OnRanks, ranks: list[int]) -> Outcome:
+        to_rank = msgspec.structs.replace(verb, ranks=[])
+        return _of_answers(verb.name, ranks, await self._link.ask(to_rank, ranks, _SNAPSHOT_SECONDS))
+
+
+async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
+    return Outcome(True, text, data)
+
+
+def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
+    """Put the answers of several ranks together."""
+    good = sorted(rank for rank, answer in answers.items() if answer.ok)
+    sentences = [f"{verb} of {all_ranks(good)}"] if good else []
+    sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
+    absent = [rank for rank in ranks if rank not in answers]
+    if absent:
+        sentences.append(f"no answer from {all_ranks(absent)}: stuck in native code, stopped or gone")
+    silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
+    data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
+    return Outcome(len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
+
+
+def _id_of(body: bytes) -> str:
+    """Return the id in a body that could not be decoded, so that its sender can match the refusal."""
+    try:
+        found = msgspec.msgpack.decode(body)
+    except UNREADABLE:
+        return ""
+    return str(found.get("id", "")) if isinstance(found, dict) else ""

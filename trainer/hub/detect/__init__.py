@@ -1,0 +1,1 @@
+"""Detectors that observe processes and ports."""

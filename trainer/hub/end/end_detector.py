@@ -1,0 +1,204 @@
+"""Detects the end of a run and its cause.
+
+The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
+never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ....protocol.analysis.deaths.detector import is_lost_peer
+from ....protocol.analysis.deaths.tracebacks import RaisedException, last_exception
+from ....protocol.analysis.findings import Finding
+from ....protocol.analysis.hub_facts import NoStepFacts, UnhookedFacts
+from ....protocol.host.process import is_alive
+from ....protocol.messages.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
+from ....protocol.messages.wire import Message
+from ....protocol.run.end_request import read_end_request
+from ....protocol.run.job_log import last_lines
+from ....protocol.run.rundir import ExitFile, RunDir, RunFile
+from ...host import processes
+
+_ORPHAN_POLL_SECONDS = 2.0
+_ORPHAN_POLLS = 2
+"""Consecutive polls without any process before the hub itself records that the run is over."""
+_LAUNCHER_START_SECONDS = 15.0
+_WATCH_START_SECONDS = 60.0
+"""Time that a run without a launcher may go without any rank."""
+_SILENCE_SECONDS = 30.0
+"""Ranks on other hosts without an agent count as ended after this many seconds of silence."""
+_LOG_TAIL_LINES = 20
+_LINE_LENGTH = 300
+_TRACEBACK_LINES = 400
+
+
+class EndDetector:
+    """Detects the end of a run. ``note`` gets every message of the stream."""
+
+    def __init__(self, run: RunDir, run_file: RunFile) -> None:
+        self._run = run
+        self._kind = run_file.kind
+        self._begun = time.monotonic()
+        self._next_poll = 0.0
+        self._empty_polls = 0
+        self._received = 0
+        self._last_message_at = self._begun
+        self._hellos: set[int] = set()
+        self._goodbyes: dict[int, str] = {}
+        self._failure: Failure | None = None
+        """The first failure that a rank reported; one that is no lost peer takes precedence."""
+        self.stepped = False
+        """Whether some rank has finished a step."""
+        self._resumed = False
+        """Whether some rank resumed after steps of an earlier run."""
+
+    @property
+    def _all_said_goodbye(self) -> bool:
+        return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
+
+    def note(self, message: Message) -> None:
+        """Record a message of the stream (for speed, the caller records steps itself)."""
+        if isinstance(message, Hello):
+            self._hellos.add(message.rank)
+            self._goodbyes.pop(message.rank, None)
+        elif isinstance(message, Goodbye):
+            self._goodbyes[message.rank] = message.reason
+        elif isinstance(message, Failure):
+            known = self._failure
+            if known is None or (is_lost_peer(known.error) and not is_lost_peer(message.error)):
+                self._failure = message
+        elif isinstance(message, Step):
+            self.stepped = True
+        elif isinstance(message, Heartbeat):
+            self._resumed |= message.step > 1
+
+    def begin_job(self) -> None:
+        """Forget the ranks of the job before."""
+        self._hellos.clear()
+        self._goodbyes.clear()
+        self._failure = None
+
+    def poll(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
+        """Return the run's end, or None while it is running.
+
+        Args:
+            ranks_alive: ranks with a living process on this host.
+            ranks_elsewhere: whether some ranks have no visible process; they count as alive while they send messages.
+            received: number of messages received so far.
+        """
+        found = self._run.read_exit()
+        if found is not None:
+            return found
+        now = time.monotonic()
+        if received != self._received:
+            self._received, self._last_message_at = received, now
+        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not self._all_said_goodbye
+        if ranks_alive or heard:
+            self._empty_polls = 0
+            return None
+        if now < self._next_poll:
+            return None
+        self._next_poll = now + _ORPHAN_POLL_SECONDS
+        launcher = self._run.read_run().launcher
+        if launcher is not None and is_alive(launcher):
+            return None
+        if not self._hellos and now - self._begun < (
+            _WATCH_START_SECONDS if self._kind == "watch" else _LAUNCHER_START_SECONDS
+        ):
+            return None
+        marked = processes.marked(self._run.path, processes.table().values()) if self._kind != "watch" else []
+        self._empty_polls = 0 if marked else self._empty_polls + 1
+        return self._write() if self._empty_polls >= _ORPHAN_POLLS else None
+
+    def _write(self) -> ExitFile:
+        now = time.time()
+        reasons = set(self._goodbyes.values())
+        clean = bool(reasons) and "failed" not in reasons
+        end_request = read_end_request(self._run)
+        cause = ""
+        if end_request is not None and end_request.explains(int(not clean), now):
+            state, text, cause = end_request.state, end_request.text(), end_request.exit_cause
+        elif clean:
+            state = "finished" if reasons == {"finished"} else "stopped"
+            text = "every rank ended in order"
+        else:
+            state, text, cause = "failed", "its processes are gone", "lost"
+        if self._kind != "watch":
+            text += "; the launcher died before it wrote the exit status"
+        # Only a goodbye proves that a rank's script ended; killed ranks send none.
+        killed = end_request is not None and (end_request.verb == "kill" or bool(end_request.cause))
+        found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
+        with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
+            self._run.write_exit(found)
+        return found
+
+    def no_step(self, end: ExitFile, unhooked: UnhookedFacts | None = None) -> Finding | None:
+        """Return the finding that a run ended without a step.
+
+        None if there were steps, if an earlier run had completed them all, or if the run was stopped. ``unhooked``: a
+        process that was not monitored.
+        """
+        if end.state == "stopped" or self.stepped or (self._resumed and end.state == "finished"):
+            return None
+        last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
+        facts = NoStepFacts(end.text, end.exit_code, len(self._hellos), last_lines=last)
+        raised, failed = self._errors()
+        if raised is not None:
+            facts = replace(facts, error=raised.words, error_rank=raised.rank, error_place=raised.place)
+        elif failed is not None:
+            facts = replace(facts, error=failed.error, error_rank=failed.rank)
+        elif unhooked is not None and not self._hellos:
+            facts = replace(facts, unhooked=unhooked)
+        elif end.state == "failed" and not self._hellos:
+            rank, line = self._last_line()
+            facts = replace(facts, last_line=line, last_line_rank=rank)
+        return Finding("no_step", facts, severity="error" if end.state == "failed" else "warning")
+
+    def _last_line(self) -> tuple[int | None, str]:
+        """Return the last line of the rank whose output ended first, or of the command if no rank wrote any."""
+        ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
+        for path in (*ranks, self._run.logs / "launcher.log"):
+            others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # as DeepSpeed's launcher marks its lines
+            lines = last_lines(path, _LOG_TAIL_LINES)
+            written = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
+            if written:
+                return _rank_of(path), written[-1][:_LINE_LENGTH]
+        return None, ""
+
+    def _errors(self) -> tuple[RaisedException | None, Failure | None]:
+        """Return the exception in the output that ended the job, and the failure that a rank reported."""
+        raised, failed = self.raised(), self._failure
+        if raised is not None and raised.is_of_launcher:
+            raised = None
+        if raised is not None and failed is not None and is_lost_peer(raised.words) and not is_lost_peer(failed.error):
+            raised = None  # a configuration error is reported in one line, without a traceback
+        return raised, failed
+
+    def raised(self) -> RaisedException | None:
+        """Return the exception that ended the job, from the output of ranks and launcher; None if there is none.
+
+        If several ranks raised one, the rank whose output ended first counts: the others fail because it is gone.
+        """
+        logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
+        for path in (*logs, self._run.logs / "launcher.log"):
+            found = last_exception([line[:1000] for line in last_lines(path, _TRACEBACK_LINES)])
+            if found is not None:
+                rank = _rank_of(path)
+                return found if rank is None else replace(found, rank=rank)
+        return None
+
+
+def _rank_of(log: Path) -> int | None:
+    """Return the rank that wrote a log file; None for the launcher's."""
+    rank = log.stem.removeprefix("rank-")
+    return int(rank) if rank.isdigit() else None
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

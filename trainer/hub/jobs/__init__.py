@@ -1,0 +1,1 @@
+"""The jobs of a run and their figures."""

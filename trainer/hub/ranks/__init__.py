@@ -1,0 +1,1 @@
+"""Ranks, their hosts, and the evidence about them: control link, agents, stacks, inspections."""

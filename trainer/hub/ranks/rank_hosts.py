@@ -1,0 +1,70 @@
+"""Tracks the run's ranks and which of them run on this host: those whose messages no agent forwards."""
+
+import socket
+
+from ....protocol.messages.telemetry import Hello
+from ...host.end.kill import Target
+from .rank_link import identity_of
+
+
+class RankHosts:
+    """The latest Hello of every rank."""
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self._hellos: dict[int, Hello] = {}
+        self._away: set[int] = set()
+        """Ranks whose messages an agent forwards."""
+        self.senders: set[str] = set()
+        """Sender names of the processes that have sent ``Hello``."""
+
+    def register(self, hello: Hello, away: bool = False) -> None:
+        """Record a rank's ``Hello``, replacing an earlier one, and whether an agent forwarded it."""
+        self._hellos[hello.rank] = hello
+        (self._away.add if away else self._away.discard)(hello.rank)
+        self.senders.add(identity_of(hello))
+
+    def begin_job(self) -> None:
+        """Forget the ranks of the job before; known senders stay known."""
+        self._hellos.clear()
+        self._away.clear()
+
+    @property
+    def ranks(self) -> list[int]:
+        """All known ranks, ascending."""
+        return sorted(self._hellos)
+
+    @property
+    def world_size(self) -> int:
+        """World size as reported by the known ranks; 0 before the first."""
+        return max((hello.world_size for hello in self._hellos.values()), default=0)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any rank computes on a GPU."""
+        return any(hello.device.kind == "cuda" for hello in self._hellos.values())
+
+    @property
+    def any_elsewhere(self) -> bool:
+        """Whether any rank runs on another host, out of the supervisor's sight."""
+        return any(not self._is_here(hello) for hello in self._hellos.values())
+
+    def target(self, rank: int) -> Target | None:
+        """Return a rank's process if it runs on this host, else None."""
+        hello = self._hellos.get(rank)
+        if hello is None or not self._is_here(hello):
+            return None
+        return Target(rank, hello.pid, hello.start_ticks)
+
+    def targets(self) -> list[Target]:
+        """List the processes of all ranks on this host."""
+        found = [self.target(rank) for rank in self.ranks]
+        return [target for target in found if target is not None]
+
+    def host_of(self, rank: int) -> str:
+        """Name the host of a known rank."""
+        return self._hellos[rank].host
+
+    def _is_here(self, hello: Hello) -> bool:
+        # After a restart of the hub, ranks of its history have sent nothing yet: then their host's name decides.
+        return hello.rank not in self._away and hello.host == self._host

@@ -1,0 +1,81 @@
+"""Collects stacks on request, also of ranks that cannot answer, or the reason why there are none."""
+
+import time
+from collections.abc import Callable
+
+from ....protocol.analysis.stalls.rank_tracker import RankTracker
+from ....protocol.messages import verbs
+from ....protocol.messages.control import Result
+from ....protocol.messages.telemetry import Stacks
+from ....protocol.messages.wire import Message
+from ...host.inspection.rank_inspection import Inspection
+from .host_inspection import HostInspection
+from .rank_link import Answers, RankLink
+from .stall_probe import StallProbe
+
+
+class StackRequests:
+    """Collects stacks of ranks. Main loop only.
+
+    Args:
+        tracker: knows each rank's signal for writing its stacks.
+        link: sends commands to the ranks.
+        inspection: inspects ranks that do not answer.
+        stall_probe: reads native frames.
+        emit: appends a message to the stream.
+    """
+
+    def __init__(
+        self,
+        tracker: RankTracker,
+        link: RankLink,
+        inspection: HostInspection,
+        stall_probe: StallProbe,
+        emit: Callable[[Message], object],
+    ) -> None:
+        self._tracker = tracker
+        self._link = link
+        self._inspection = inspection
+        self._stall_probe = stall_probe
+        self._emit = emit
+
+    async def collect(self, ranks: list[int], seconds: float, verb: verbs.Stacks) -> Answers:
+        """Return the stacks of ``ranks``, as results by rank.
+
+        A result that is not ok has the reason; ranks of other hosts may be missing.
+
+        Args:
+            ranks: the ranks.
+            seconds: time limit for their answers before they are signalled.
+            verb: ``reason``, and ``native`` to read native frames with py-spy too.
+        """
+        reason = verb.reason
+        answers = await self._link.ask(verbs.Stacks(reason=reason), ranks, seconds)
+        silent = [rank for rank in ranks if rank not in answers]
+        if silent:
+            seen = await self._inspection.inspect(silent)
+            for rank in silent:
+                if rank in seen.stacks or rank in seen.why:
+                    answers[rank] = self._result(rank, seen)
+                    self._record(rank, answers[rank], reason)
+        if verb.native:
+            native = await self._stall_probe.read_native(ranks, reason or "asked")
+            for rank, (text, why) in native.items():
+                if rank in answers:
+                    answers[rank].data["native" if text else "no_native"] = text or why
+        return answers
+
+    def _record(self, rank: int, answer: Result, reason: str) -> None:
+        """Append to the stream the stacks that a rank wrote after a signal."""
+        if answer.ok:
+            text, thread = str(answer.data["text"]), str(answer.data["thread"])
+            self._emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
+
+    def _result(self, rank: int, seen: Inspection) -> Result:
+        tracked = self._tracker.ranks.get(rank)
+        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        if rank in seen.stacks and dump is not None:
+            words = "native code holds Python's lock; written on a signal"
+            data = {"text": seen.stacks[rank], "thread": dump.thread, "taken_by": "signal"}
+            return Result("", True, "stacks", words, data)
+        return Result("", False, "stacks", seen.why.get(rank, "no answer"), {"silent": True})

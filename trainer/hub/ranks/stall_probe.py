@@ -1,0 +1,385 @@
+"""Captures evidence about the ranks repeatedly while a stall is suspected: stacks, collectives, processes.
+
+Ranks are asked for their stacks; a rank that does not answer is signalled to write them. Nothing is recorded unless a
+verdict follows: then the stacks it is based on are saved first.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ....protocol.analysis.stalls import python_stacks
+from ....protocol.analysis.stalls.activity import Work
+from ....protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Evidence, LockWait, read_calls
+from ....protocol.analysis.stalls.python_stacks import Frame, Place
+from ....protocol.analysis.stalls.rank_tracker import RankTracker
+from ....protocol.analysis.stalls.verdicts import Verdict
+from ....protocol.analysis.text.stalls import of_verdict
+from ....protocol.host.process import is_alive
+from ....protocol.messages import verbs
+from ....protocol.messages.control import Result
+from ....protocol.messages.telemetry import DeviceSample, Stacks
+from ....protocol.messages.wire import Message
+from ....protocol.run.rundir import RunDir
+from ....protocol.text import ranks_in_words
+from ...host import flow, processes
+from ...host.end.kill import Target
+from ...host.inspection import activity, stack_dump
+from ...host.inspection.activity import Activity
+from ...host.inspection.rank_inspection import Inspection
+from .host_inspection import HostInspection
+from .rank_hosts import RankHosts
+from .rank_link import Answers, RankLink
+
+ANSWER_SECONDS = 1.0
+AGAIN_SECONDS = 0.5
+"""Time limits for ranks' answers: at first, and after a rank has not answered."""
+PROBE_SECONDS = 0.75
+QUICK_PROBES = 8
+LONGEST_SECONDS = 4.0
+LONGEST_MANY_SECONDS = 15.0
+MANY_RANKS = 64
+"""Pauses between probes double up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
+WORK_KEPT_SECONDS = 8.0
+"""Seconds for which a rank counts as working after it was found at work."""
+DEVICE_BUSY_PERCENT = 5.0
+DEVICE_FRESH_SECONDS = 3.0
+"""A device counts as computing for its rank above this utilization, in a sample at most this many seconds old."""
+SAVED_RANKS = 64
+"""Maximum number of ranks whose stacks are saved with a verdict, those it names first."""
+SETTLE_SECONDS = 0.05
+"""Time for a paused thread to fall asleep again."""
+NATIVE_RANKS = 2
+"""Number of named ranks that py-spy reads too; it pauses them for a moment."""
+
+
+class _Seen(NamedTuple):
+    frames: tuple[Frame, ...]
+    first: Activity
+    """When it was first found asleep in these frames."""
+    last: Activity
+    quiet: Activity
+    """Start of the idle time of its process tree."""
+    worked: float
+    """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
+    work: Work
+    """The work that it was found doing."""
+    slept: bool
+    """Whether it has been found asleep since its last progress."""
+    restless: bool
+    """Whether it has woken up since."""
+    moved: float
+    """Time of its last progress at that point."""
+
+
+class StallProbe:
+    """Probes the ranks and passes the evidence to the tracker. Main loop only.
+
+    Args:
+        run: the run.
+        tracker: suspects stalls, and receives the evidence.
+        rank_hosts: which ranks run on this host.
+        link: sends commands to the ranks.
+        inspection: inspects ranks that do not answer.
+        emit: appends a message to the stream.
+        post: schedules a call in the main loop; any thread.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        tracker: RankTracker,
+        rank_hosts: RankHosts,
+        link: RankLink,
+        inspection: HostInspection,
+        emit: Callable[[Message], object],
+        post: flow.Post,
+    ) -> None:
+        self._run = run
+        self._tracker = tracker
+        self._rank_hosts = rank_hosts
+        self._link = link
+        self._inspection = inspection
+        self._emit = emit
+        self._post = post
+        self._under_way = False
+        self._unanswered = False
+        """Whether a rank did not answer the last probe."""
+        self._probes = 0
+        self._next = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._stacks: dict[int, Stacks] = {}
+        self._saved_for: object = None
+        self._saved: set[int] = set()
+        """Signature of the verdict whose stacks are saved, and the ranks whose stacks are."""
+        self._native_reads = 0
+        """Number of reads by py-spy so far, and whether one is under way."""
+        self._is_reading = False
+        self._paused: dict[int, int] = {}
+        """Context switches of ranks' training threads that those reads have caused."""
+        self._utilization: dict[int, tuple[float, float]] = {}
+        """Percent of time that the rank's device computed, and when that was received."""
+        self.worked_at: dict[int, float] = {}
+        """When ranks were last found at work, seconds since the epoch; only ranks probed in this stall."""
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Record the use of the ranks' devices."""
+        if sample.kind == "gpu" and sample.utilization_percent is not None:
+            for process in sample.processes:
+                if process.rank is not None:
+                    self._utilization[process.rank] = sample.utilization_percent, time.monotonic()
+
+    def tick(self) -> None:
+        """Start a probe if one is due; save the stacks that a new verdict is based on."""
+        if not self._tracker.suspected:
+            self._probes, self._saved_for = 0, None
+            self._seen.clear()
+            self._stacks.clear()
+            self.worked_at.clear()
+            return
+        verdict = self._tracker.verdict
+        if verdict is not None and self._probes and not self._under_way:
+            self._save(verdict)
+        if not self._under_way and not self._is_reading and time.monotonic() >= self._next:
+            flow.start(self._probe())
+
+    async def _probe(self) -> None:
+        """Request stacks of all ranks, inspect those that do not answer, and assemble the evidence."""
+        ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
+        elsewhere = self._rank_hosts.any_elsewhere
+        verb = verbs.Stacks(reason="a stall is suspected", calls=True, activity=elsewhere, quiet=True)
+        seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
+        self._under_way, reads = True, self._native_reads
+        try:
+            answers = await self._link.ask(verb, ranks, seconds)
+            silent = {rank for rank in ranks if rank not in answers}
+            self._unanswered = bool(silent)
+            local = await self._inspection.inspect(silent)
+            if reads == self._native_reads:  # otherwise ranks may have been paused between two of these figures
+                self._found(answers, local)
+        finally:
+            self._under_way = False
+
+    def _found(self, answers: Answers, local: Inspection) -> None:
+        self._probes += 1
+        longer = min(10, max(0, self._probes - QUICK_PROBES))
+        longest = LONGEST_SECONDS if len(self._tracker.ranks) <= MANY_RANKS else LONGEST_MANY_SECONDS
+        self._next = time.monotonic() + min(longest, PROBE_SECONDS * 2**longer)
+        now = time.time()
+        self._tracker.launcher = self.launcher()
+        for rank, tracked in self._tracker.ranks.items():
+            answer = answers.get(rank)
+            action = local.activities.get(rank) or _activity_of(answer)
+            text, thread, by = _text_of(answer)
+            if not text and rank in local.stacks:
+                dump = tracked.hello.self_dump if tracked.hello is not None else None
+                text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
+            if action is not None and rank in self._paused:
+                action = action._replace(switches=action.switches - self._paused[rank])
+            if text:
+                self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
+            elif rank in self._stacks and self._has_slept_since(rank, action, tracked.progress.moved_at):
+                text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, "signal"
+            elif action is None:
+                continue
+            found = python_stacks.training_thread(python_stacks.parse(text), thread)
+            frames = python_stacks.visible(found.frames) if found is not None else ()
+            calls = read_calls(answer.data.get("calls") if answer is not None else None)
+            before = tracked.evidence
+            same = before is not None and before.taken >= tracked.progress.moved_at
+            if before is not None and same and before.calls.source == "recorder" != calls.source:
+                calls = before.calls  # it reports less than before, and has made no progress since
+            place = python_stacks.where(frames) if frames else NOWHERE
+            seen = self._compare(rank, frames, place, action, tracked.progress.moved_at)
+            lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
+            tracked.evidence = Evidence(
+                taken=now,
+                by="probe" if by == "probe" else "signal" if by else "",
+                frames=frames,
+                place=place,
+                asleep=seen.last.time - seen.first.time if seen is not None else 0.0,
+                restless=seen is not None and seen.restless,
+                work=seen.work if seen is not None and lingers else "",
+                quiet=seen.last.time - seen.quiet.time if seen is not None else None,
+                # Native code that holds the GIL is asked by a signal: no data set retries there.
+                timed=by == "probe" and action is not None and _sleeps_for_a_time(action, frames),
+                lock=_lock_of(answer) or local.locks.get(rank),
+                process=action.state if action is not None else "",
+                wchan=action.wchan if action is not None else "",
+                utilization=self._utilization[rank][0] if rank in self._utilization else None,
+                calls=calls,
+                steps=tracked.progress.steps_seen,
+            )
+
+    def _has_slept_since(self, rank: int, action: Activity | None, moved: float) -> bool:
+        """Return whether a rank's stacks were written on a signal, and its training thread has not run since."""
+        before = self._seen.get(rank)
+        return (
+            action is not None
+            and before is not None
+            and before.moved == moved
+            and bool(before.frames)
+            and self._stacks[rank].taken_by == "signal"
+            and action.state == before.last.state == "S"
+            and action.switches == before.last.switches
+        )
+
+    def _compare(
+        self, rank: int, frames: tuple[Frame, ...], place: Place, action: Activity | None, moved: float
+    ) -> _Seen | None:
+        """Compare an observation with the earlier ones of this stall; None if there are none."""
+        before = self._seen.get(rank)
+        if action is None:
+            self._seen.pop(rank, None)
+            return None
+        if before is None or before.moved != moved:
+            found = _Seen(frames, action, action, action, float("-inf"), "", False, False, moved)
+            self._seen[rank] = found
+            return found
+        polls = python_stacks.waits_for_loader_worker(frames)
+        work = action.work_since(before.last, polls=polls) or action.work_since(before.quiet, polls=polls)
+        percent, heard = self._utilization.get(rank, (0.0, 0.0))
+        now = time.monotonic()  # not action.time: that is of the rank's host
+        if not work and percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS:
+            work = "computes"
+        waits = place.doing in ("collective", "device")
+        if work == "computes" and waits:
+            work = ""  # it polls for the device or for its peers
+        asleep = not work and action.state == before.last.state == "S" and frames == before.frames
+        slept = before.slept or (asleep and action.time - before.first.time >= ASLEEP_S)
+        # Observations are too far apart to see each sleep of a retry in full: one that ends at the same line is enough.
+        has_woken = before.last is not before.first and action.switches > before.last.switches
+        retries = has_woken and frames == before.frames and not polls
+        if work:
+            self.worked_at[rank] = time.time()
+        found = _Seen(
+            frames,
+            before.first if asleep else action,
+            action,
+            action if work else before.quiet,
+            now if work else before.worked,
+            work or before.work,
+            slept,
+            before.restless or (before.slept and not asleep) or retries,
+            moved,
+        )
+        self._seen[rank] = found
+        return found
+
+    # Saving.
+
+    def _save(self, verdict: Verdict) -> None:
+        """Append the stacks to the stream once per verdict, those of its ranks first; request native stacks of these.
+
+        Stacks that a rank of the verdict writes later, on a signal, are added.
+        """
+        is_new = self._saved_for != verdict.signature
+        if is_new:
+            self._saved_for, self._saved = verdict.signature, set()
+        named = [*verdict.hung, *verdict.waiting]
+        order = list(dict.fromkeys([*named, *sorted(self._stacks)] if is_new else named))[:SAVED_RANKS]
+        ranks = [rank for rank in order if rank in self._stacks and rank not in self._saved]
+        if not is_new and not ranks:
+            return
+        why = of_verdict(verdict).title
+        for rank in ranks:
+            stacks = self._stacks[rank]
+            self._emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
+        self._saved.update(ranks)
+        if is_new and verdict.hung and stack_dump.py_spy():
+            flow.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
+
+    async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
+        """Read native frames of ranks on this host with py-spy.
+
+        Args:
+            ranks: the ranks.
+            reason: why they are read.
+
+        Returns:
+            For each rank its stacks, or an empty string and the reason.
+        """
+        targets = [target for target in self._rank_hosts.targets() if target.rank in ranks]
+        training = {target.rank: self._training_thread(target) for target in targets}
+        paused: dict[int, int] = {}
+
+        def read() -> dict[int, tuple[str, str]]:
+            found: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "not on this host"))
+            for target in targets:
+                process = processes.read(target.pid)
+                if process is None or process.start_ticks != target.start_ticks:
+                    found[target.rank] = "", "gone"
+                else:
+                    before = activity.switches(target.pid, training[target.rank])
+                    found[target.rank] = stack_dump.native(process)
+                    time.sleep(SETTLE_SECONDS)
+                    paused[target.rank] = activity.switches(target.pid, training[target.rank]) - before
+            return found
+
+        failed: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "could not be read"))
+        self._native_reads += 1
+        self._is_reading = True
+        try:
+            found = await flow.in_thread(read, self._post, "py-spy", failed)
+        finally:
+            self._is_reading = False
+            self._native_reads += 1
+        for rank, switches in paused.items():
+            self._paused[rank] = self._paused.get(rank, 0) + switches
+        for rank, (text, _) in found.items():
+            if text:
+                self._emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
+        return found
+
+    def _training_thread(self, target: Target) -> int:
+        tracked = self._tracker.ranks.get(target.rank)
+        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        return dump.training if dump is not None else target.pid
+
+    def latest(self) -> dict[int, Stacks]:
+        """Return the stacks of the last probes, by rank; empty while no stall is suspected."""
+        return dict(self._stacks)
+
+    def grouped(self) -> list[str]:
+        """Return the ranks' positions, one line per distinct stack."""
+        groups = python_stacks.group({rank: (one.text, one.thread) for rank, one in self._stacks.items()})
+        return [f"{ranks_in_words(one.ranks)}: {one.place.text or 'no stack'}" for one in groups]
+
+    def launcher(self) -> str:
+        """Return the state of the run's launcher: ``alive``, ``stopped``, ``gone``; empty: there is none."""
+        with contextlib.suppress(Exception):
+            launcher = self._run.read_run().launcher
+            if launcher is None:
+                return ""
+            process = processes.read(launcher.pid)
+            if not is_alive(launcher) or process is None:
+                return "gone"
+            return "stopped" if process.state in ("T", "t") else "alive"
+        return ""
+
+
+def _sleeps_for_a_time(action: Activity, frames: tuple[Frame, ...]) -> bool:
+    return action.naps or (action.worker_naps > 0 and python_stacks.waits_for_loader_worker(frames))
+
+
+def _text_of(answer: Result | None) -> tuple[str, str, str]:
+    if answer is None or not answer.ok:
+        return "", "", ""
+    data: dict[str, Any] = answer.data
+    return str(data.get("text", "")), str(data.get("thread", "")), "probe"
+
+
+def _activity_of(answer: Result | None) -> Activity | None:
+    with contextlib.suppress(TypeError, AttributeError):
+        return Activity(*answer.data["activity"]) if answer is not None and "activity" in answer.data else None
+    return None
+
+
+def _lock_of(answer: Result | None) -> LockWait | None:
+    with contextlib.suppress(msgspec.ValidationError):
+        found = answer.data.get("lock") if answer is not None else None
+        return msgspec.convert(found, LockWait) if found else None
+    return None

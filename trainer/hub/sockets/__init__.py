@@ -1,0 +1,1 @@
+"""The hub's bound sockets, on this host and on TCP."""

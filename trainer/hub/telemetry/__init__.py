@@ -1,0 +1,1 @@
+"""From a received message to the recording and the apps."""

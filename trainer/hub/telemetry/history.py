@@ -1,0 +1,129 @@
+"""Answers the apps' history queries in a separate thread with its own reader.
+
+The main loop commits before a query is answered, so that the answer contains everything published before the query. An
+app that subscribes first and then queries misses nothing.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ....protocol.errors import FtmonError, ProtocolError
+from ....protocol.messages import wire
+from ....protocol.messages.control import Answer, Query
+from ....protocol.recording.reader import Reader
+from ....protocol.recording.results import answer_query
+
+MOST = 5_000
+"""Maximum frames, points or columns in one answer; the app requests the rest with another query."""
+
+_COMMIT_SECONDS = 1.0
+_POLL_MS = 500
+
+
+class HistoryServer(threading.Thread):
+    """Serves the query channel from bound ROUTER ``sockets``, which it owns from ``start`` on.
+
+    Args:
+        sockets: bound ROUTERs; closed by this thread when it ends.
+        recording: the recording's path.
+        request_commit: called with an event to set once everything published so far is committed; any thread.
+    """
+
+    def __init__(
+        self,
+        sockets: "Sequence[zmq.Socket[Any]]",
+        recording: Path,
+        request_commit: Callable[[threading.Event], None],
+    ) -> None:
+        super().__init__(name="history", daemon=True)
+        self._sockets = list(sockets)
+        self._recording = recording
+        self._request_commit = request_commit
+        self._reader: Reader | None = None
+        self._opened: tuple[int, int] | None = None
+        self._ending = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread and close its sockets."""
+        self._ending.set()
+        if self.is_alive():
+            self.join(timeout=5)
+
+    def run(self) -> None:
+        """Answer queries until stopped."""
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        while not self._ending.is_set():
+            for socket, _ in poller.poll(_POLL_MS):
+                self._serve(socket)
+        for socket in self._sockets:
+            socket.close()
+        self._close_reader()
+
+    def _there(self) -> tuple[int, int] | None:
+        try:
+            info = os.stat(self._recording)
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino
+
+    def _close_reader(self) -> None:
+        """Close the reader; the next query opens the recording again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def _serve(self, socket: "zmq.Socket[Any]") -> None:
+        """Answer the waiting queries of one socket, after one commit for all of them."""
+        waiting: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(waiting) < 64:
+                waiting.append(socket.recv_multipart(zmq.NOBLOCK))
+        committed = threading.Event()
+        self._request_commit(committed)
+        committed.wait(_COMMIT_SECONDS)
+        for frames in waiting:
+            answer = self._answer(frames)
+            # The app may have gone (EHOSTUNREACH), or not have read for long (EAGAIN).
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart([frames[0], *wire.encode("hub", 0, time.time(), answer)], zmq.NOBLOCK)
+
+    def _answer(self, frames: list[bytes]) -> Answer:
+        if len(frames) != 3:
+            return Answer("", False, error=f"a query has 3 frames, not {len(frames)}")
+        try:
+            wire.decode_header(frames[1])
+            query = wire.decode_body(frames[2])
+        except ProtocolError as error:
+            return Answer("", False, error=str(error))
+        if not isinstance(query, Query):
+            return Answer("", False, error=f"the query channel takes queries, not {type(query).__name__}")
+        try:
+            if self._reader is not None and self._opened != self._there():
+                self._close_reader()  # it was removed, and another one is in its place
+            if self._reader is None:
+                self._opened = self._there()
+                self._reader = Reader(self._recording)
+            return Answer(query.id, True, data=answer_query(self._reader, query.name, _bounded(query.args)))
+        except ProtocolError as error:
+            return Answer(query.id, False, error=str(error))
+        except FtmonError as error:
+            self._close_reader()
+            return Answer(query.id, False, error=str(error))
+        except Exception as error:  # a query must not end the thread that serves all apps
+            self._close_reader()
+            return Answer(query.id, False, error=f"{query.name}: {type(error).__name__}: {error}")
+
+
+def _bounded(args: dict[str, Any]) -> dict[str, Any]:
+    """Limit a query's arguments to the size of one answer."""
+    asked = {name: args[name] for name in ("limit", "columns") if isinstance(args.get(name), int)}
+    return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}

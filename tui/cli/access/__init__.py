@@ -1,0 +1,1 @@
+"""Access to runs and recordings for all commands: control, ends, processes of the trainer."""

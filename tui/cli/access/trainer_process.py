@@ -1,0 +1,168 @@
+"""Starting processes of the training side: a run, and a new hub for a run whose hub is gone.
+
+The command line imports nothing of the trainer; it starts ``python -m ftmon.trainer...`` and reads one line of JSON.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ....protocol.errors import FtmonError, HubError, UsageError
+from ....protocol.host.process import is_alive
+from ....protocol.run.rundir import HubFile, RunDir
+from ....protocol.run.spawn import module_command, spawn_hub
+from ....protocol.run.start_request import StartRequest, spawn_start, started_run
+from ....protocol.run.starter import CommandEnd
+from ....protocol.text import sanitize
+from ..set_up.doctor import INSTALL, missing_training_packages
+from .ending import end_at_once
+
+_RECIPE = "ftmon.trainer.recipe.start"
+SCRIPT = "ftmon.trainer.launch.start"
+_FOREGROUND = "ftmon.trainer.foreground"
+_HUB_SECONDS = 15.0
+_LAUNCHER_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_PREFIX_COLUMNS = 10
+"""``launcher| `` before each line of output."""
+_MOST_LINES = 100
+"""The last lines of what a process wrote that could not start a run."""
+
+
+class StartFailedError(FtmonError):
+    """The process that was to start a run ended without one."""
+
+    def __init__(self, text: str, status: int) -> None:
+        """Keep the process's own words, and its exit status as the command's."""
+        super().__init__(text)
+        self.exit_status = status
+
+    def __str__(self) -> str:
+        """Return the process's own words, of as many lines as they have."""
+        return "\n".join(sanitize(line) for line in str(self.args[0]).splitlines()[-_MOST_LINES:])
+
+
+def require_training() -> None:
+    """Refuse to train where the training packages are missing.
+
+    Raises:
+        UsageError: they are; the message says how to install them.
+    """
+    if missing := missing_training_packages():
+        raise UsageError(f"training needs {', '.join(missing)}, not installed here: {INSTALL}")
+
+
+def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: bool = False) -> RunDir:
+    """Have a process start a run, and return the run.
+
+    The process is out of reach of the terminal's Ctrl-C, so that an interrupt never leaves a forgotten run: the process
+    is waited for, and its run is ended.
+
+    Args:
+        request: the run to start.
+        line: this command's end of the line to the run's launcher; None: no process waits for the run.
+        stdin: the job reads this command's standard input.
+
+    Raises:
+        StartFailedError: it refused; the text is its own.
+    """
+    environment = _with_own_programs() | (_window() if line is not None else {})
+    process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
+    try:
+        output, errors = process.communicate(written)
+    except KeyboardInterrupt:
+        _give_up(process)
+    if process.returncode:
+        words_of_it = errors.decode(errors="replace").strip()
+        raise StartFailedError(words_of_it or "the run was not started", max(process.returncode, 1))
+    return _started(output)
+
+
+def _window() -> dict[str, str]:
+    """Return the terminal's size less the room that a line's source takes, for progress bars; nothing without one."""
+    try:
+        columns, lines = os.get_terminal_size(1)
+    except OSError:
+        return {}
+    found = {"COLUMNS": str(max(20, columns - _PREFIX_COLUMNS)), "LINES": str(lines)}
+    return {name: value for name, value in found.items() if columns and name not in os.environ}
+
+
+def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> NoReturn:
+    """Become ``python -m module words``: its exit status, its signals and its terminal are this command's.
+
+    Args:
+        module: one of ftmon's modules.
+        words: its arguments.
+        ends_at_once: ctrl-c ends it without a word; otherwise the module handles it.
+    """
+    sys.stdout.flush()
+    command = module_command(_FOREGROUND, [module, *words]) if ends_at_once else module_command(module, words)
+    os.execve(command[0], command, _with_own_programs())
+
+
+def _with_own_programs() -> dict[str, str]:
+    """Return the environment with the programs beside this Python (``deepspeed``, ``ninja``) findable, last.
+
+    ``.venv/bin/ftmon run -- deepspeed ...`` works then without activating the environment.
+    """
+    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), os.path.dirname(sys.executable))))
+    return {**os.environ, "PATH": path}
+
+
+def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
+    """End a start that was interrupted, and what it has started already."""
+    process.terminate()
+    output, _ = process.communicate()
+    if process.returncode == 0:
+        end_at_once(_started(output))
+    raise KeyboardInterrupt
+
+
+def _started(output: bytes) -> RunDir:
+    run = started_run(output)
+    if run is None:
+        raise StartFailedError("the trainer did not report which run it started", 1)
+    return run
+
+
+def print_config() -> int:
+    """Let the trainer print its commented default configuration; return its exit status."""
+    return subprocess.run(module_command(_RECIPE, ["print-config"]), stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def living_hub(run: RunDir) -> HubFile:
+    """Return the run's living hub, starting a new one first when it is gone.
+
+    Raises:
+        HubError: no hub came up in time; its log says why.
+        RunDirError: others could have made the run's directory, or can read it.
+    """
+    run.check()
+    content = run.read_run()
+    if content.host != socket.gethostname():
+        raise HubError(f"{run.id} runs on {content.host}: give this command there, or attach to its --listen address")
+    launcher = content.launcher
+    if launcher is not None and is_alive(launcher):  # it keeps a hub alive: let it do so
+        found = _wait_for_hub(run, _LAUNCHER_SECONDS)
+        if found is not None:
+            return found
+    found = run.living_hub()
+    if found is None:
+        with (run.logs / "hub.log").open("ab") as log:
+            spawn_hub(run, log)
+        found = _wait_for_hub(run, _HUB_SECONDS)
+    if found is None:
+        raise HubError(f"{run.id}: its hub is gone and a new one did not start: see {run.logs / 'hub.log'}")
+    return found
+
+
+def _wait_for_hub(run: RunDir, seconds: float) -> HubFile | None:
+    deadline = time.monotonic() + seconds
+    while (found := run.living_hub()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found

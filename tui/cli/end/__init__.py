@@ -1,0 +1,1 @@
+"""Commands that end a run: kill, stop, cleanup."""

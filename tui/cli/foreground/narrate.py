@@ -1,0 +1,229 @@
+"""Prints the events of a run as plain lines: the same for a live run and its replay."""
+
+import time
+from collections.abc import Iterator
+
+from ....protocol.messages.control import Alert
+from ....protocol.messages.telemetry import Evaluation
+from ....protocol.text import duration, gib, sanitize
+from ...model.jobs import job_rows
+from ...model.progress import early_stop_words
+from ...model.run import RunModel
+from ...model.training import perplexity_of
+from .jobs_text import job_line
+
+PROGRESS_SECONDS = 2.0
+"""A progress line at most this often, by the run's own clock, so that a replay prints what the live run did."""
+
+_MARKS = {"info": ("·", "-"), "warning": ("▲", "!"), "error": ("✖", "X")}
+
+
+class Narrator:
+    """Makes the lines of a run: ask it for new ones after frames were applied to the model."""
+
+    def __init__(self, *, ascii_only: bool = False, with_output: bool = False) -> None:
+        """Begin at the beginning of a run.
+
+        Args:
+            ascii_only: use ASCII characters only.
+            with_output: include the ranks' output.
+        """
+        self._ascii = ascii_only
+        self.with_output = with_output
+        self._step = 0
+        self._step_at = float("-inf")
+        self._introduced = False
+        self._state = "starting"
+        self._alerts: dict[int, bool] = {}
+        self._alerts_version = 0
+        self._logs_version = 0
+        self._log_seq = 0
+        self._job = 0
+        self._results_version = 0
+        self._printed_results: set[tuple[str, int, str]] = set()
+        """Printed evaluations, checkpoints and early stops: kind, step, name."""
+        self._activities = 0
+        """How many activities of the job were printed, or skipped."""
+        self._printed_jobs: set[int] = set()
+        """Jobs whose end was printed."""
+
+    def new_lines(self, model: RunModel) -> Iterator[str]:
+        """Yield the lines, mostly none, about what is new in ``model`` since the last call."""
+        for text in self._news(model):
+            yield text.encode("ascii", "replace").decode() if self._ascii else text
+
+    def _news(self, model: RunModel) -> Iterator[str]:
+        yield from self._jobs(model)
+        if not self._introduced and _all_are_known(model):
+            self._introduced = True
+            yield _at(model.now, _introduction(model))
+        if self.with_output:
+            yield from self._output(model)
+        step = model.reported_step
+        if not self._step:
+            yield from self._results(
+                model
+            )  # what comes before the first step, such as the rehearsal, is printed before it
+        self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
+        if step > self._step and (self._is_due(model) or model.ended):
+            self._step, self._step_at = step, model.now
+            yield _at(model.now, _progress(model))
+        yield from self._results(model)
+        if model.alerts.version != self._alerts_version:
+            self._alerts_version = model.alerts.version
+            for alert in model.alerts:
+                yield from self._alert(alert, model.now)
+        if model.state != self._state:
+            self._state = model.state
+            if model.ended or model.state == "stopping":
+                why = f": {sanitize(model.state_text)}" if model.state_text else ""
+                yield _at(model.state_time or model.now, f"{model.state}{why}")
+
+    def _results(self, model: RunModel) -> Iterator[str]:
+        """Return lines about evaluations, checkpoints, and other activities that have begun."""
+        training = model.training
+        if training.version == self._results_version:
+            return
+        self._results_version = training.version
+        for evaluation in training.evaluations:
+            if self._is_new("evaluation", evaluation.step, evaluation.name):
+                yield _at(evaluation.time, evaluation_words(evaluation, training.best))
+        for checkpoint in training.checkpoints:
+            if self._is_new("checkpoint", checkpoint.step, checkpoint.path):
+                size = f", {gib(checkpoint.bytes)}" if checkpoint.bytes else ""
+                spent = f" in {duration(checkpoint.seconds)}" if checkpoint.seconds else ""
+                best = ", the best so far" if checkpoint.best else ""
+                step = f"checkpoint of step {checkpoint.step:,}: "
+                yield _at(checkpoint.time, f"{step}{sanitize(checkpoint.path, 300)}{size}{spent}{best}")
+        stop = training.early_stop
+        if stop is not None and self._is_new("early stop", stop.step, ""):
+            yield _at(stop.time, early_stop_words(stop))
+        begun, self._activities = training.begun[self._activities :], len(training.begun)
+        for activity in begun:
+            if activity.name not in ("evaluation", "checkpoint"):
+                text = f": {sanitize(activity.text, 500)}" if activity.text else ""
+                yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
+
+    def _is_new(self, kind: str, step: int, name: str) -> bool:
+        """Return whether a result is to be printed: not earlier ones, which a late join reads afterwards."""
+        if (kind, step, name) in self._printed_results:
+            return False
+        latest = max((number for of, number, _ in self._printed_results if of == kind), default=0)
+        self._printed_results.add((kind, step, name))
+        return step >= latest
+
+    def _jobs(self, model: RunModel) -> Iterator[str]:
+        """Return lines about a job's end and the next one's begin, once there are several."""
+        if model.job == self._job and not model.has_jobs:
+            return
+        for number, job in model.jobs.items() if model.has_jobs else ():
+            if job.is_over and number not in self._printed_jobs:
+                self._printed_jobs.add(number)
+                if number == model.job == self._job and model.reported_step > self._step:
+                    self._step, self._step_at = model.reported_step, model.now
+                    yield _at(model.now, _progress(model))
+                yield _at(job.ended or model.now, job_line(model.jobs, number, model.now))
+        if model.job != self._job:
+            if self._job:
+                self._step, self._step_at, self._introduced = 0, float("-inf"), False
+                self._printed_results.clear()
+                self._activities = 0
+                row = next(row for row in job_rows(model.jobs, model.now) if row.number == model.job)
+                yield _at(model.jobs[model.job].started, f"job {model.job} begins  {row.words}")
+            self._job = model.job
+
+    def _is_due(self, model: RunModel) -> bool:
+        late = model.now - self._step_at >= PROGRESS_SECONDS
+        return late or model.reported_step == model.total_steps or model.training.early_stop is not None
+
+    def _output(self, model: RunModel) -> Iterator[str]:
+        if model.logs.version == self._logs_version:
+            return
+        # A model that was made anew after a late join counts its lines anew; numbers of the stream go on.
+        news = model.logs.version - (self._logs_version if model.logs.version > self._logs_version else 0)
+        self._logs_version = model.logs.version
+        for line in model.logs.select(limit=news):
+            if line.seq <= self._log_seq:
+                continue
+            self._log_seq = line.seq
+            source = "launcher" if line.rank < 0 else f"rank {line.rank}"
+            yield f"{source}| {sanitize(line.text)}"
+
+    def _alert(self, alert: Alert, now: float) -> Iterator[str]:
+        resolved = alert.resolved is not None
+        known = self._alerts.get(alert.id)
+        self._alerts[alert.id] = resolved
+        if known is None or (known and not resolved):  # new, or raised again
+            mark = _MARKS[alert.severity][self._ascii]
+            yield _at(now if known else alert.time, f"{mark} {alert.kind}: {sanitize(alert.title)}")
+        if resolved and not known:
+            yield _at(alert.resolved or alert.time, f"  over: {sanitize(alert.title)}")
+
+
+def _all_are_known(model: RunModel) -> bool:
+    hellos = [rank.hello for rank in model.ranks.values() if rank.hello]
+    if not 0 < model.info.world_size <= len(hellos):
+        return False
+    # A rank says hello before it has made its model or begun to use its GPU, and again when it has. Until its first
+    # step a CPU may be no more than what it has not left yet.
+    return model.reported_step > 0 or (bool(model.info.model) and all(hello.device.kind == "cuda" for hello in hellos))
+
+
+def _introduction(model: RunModel) -> str:
+    info = model.info
+    hellos = [rank.hello for rank in model.ranks.values() if rank.hello]
+    devices = ", ".join(sorted({sanitize(hello.device.name) for hello in hellos}))
+    ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''} on {devices}"
+    zero = f"ZeRO-{info.zero_stage}" if info.zero_stage is not None else ""
+    return ", ".join(filter(None, (ranks, sanitize(info.model), zero, info.precision, info.backend)))
+
+
+def _progress(model: RunModel) -> str:
+    total = f"/{model.total_steps}" if model.total_steps else ""
+    job = f"job {model.job} " if model.has_jobs else ""
+    parts = [f"{job}step {model.reported_step}{total}"]
+    parts += loss_words(model)
+    rates = model.rates
+    if rates.tokens_per_second:
+        parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
+    if share := mfu_words(model):
+        parts.append(share)
+    if rates.seconds_per_step:
+        parts.append(f"{rates.seconds_per_step:.3f} s/step")
+    if model.peak is not None:
+        parts.append(f"peak {gib(model.peak.bytes)}")
+    if model.seconds_left:
+        parts.append(f"{duration(model.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def mfu_words(model: RunModel) -> str:
+    """Write the MFU; empty where it is not known."""
+    return f"MFU {model.mfu * 100:.1f} %" if model.mfu is not None else ""
+
+
+def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
+    """Write an evaluation's result in a line; ``best`` is the one with the lowest loss so far."""
+    words = f"{sanitize(evaluation.name, 40)} at step {evaluation.step:,}:"
+    if evaluation.loss is not None:
+        words += f" loss {evaluation.loss:.4f}"
+    if (perplexity := perplexity_of(evaluation)) is not None:
+        words += f"  perplexity {perplexity:.4g}"
+    words += "".join(f"  {sanitize(name, 30)} {value:.4g}" for name, value in list(evaluation.metrics.items())[:4])
+    if evaluation.seconds:
+        words += f"  in {duration(evaluation.seconds)}"
+    if best is not None and best.loss is not None and best.step < evaluation.step:
+        words += f"  (best {best.loss:.4f} at step {best.step:,})"
+    return words
+
+
+def loss_words(model: RunModel) -> list[str]:
+    """Return the loss, or that of each engine or optimizer where several train; empty where none is known."""
+    several = model.losses_by_name
+    if len(several) > 1:
+        return ["loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items())]
+    return [f"loss {model.loss:.4f}"] if model.loss is not None else []
+
+
+def _at(t: float, text: str) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(t))} {text}"

@@ -1,0 +1,1 @@
+"""Commands that investigate: memory, events, oom, snapshot, stacks, console, report, compare."""

@@ -1,0 +1,64 @@
+"""``ftmon compare``: the differences between two runs or two sweeps that exceed their noise."""
+
+from argparse import Namespace
+
+from ....protocol.analysis.report.compare import Comparison, compare, noisy
+from ....protocol.analysis.report.text import comparison_lines, summary_line
+from ....protocol.errors import UsageError
+from ....protocol.text import sanitize
+from ...report.sides import Loaded, load
+from ..output.printable import print_json
+
+_MOST = 10
+"""Up to this many configurations are all shown; of more, those that differ."""
+
+
+def show_comparison(arguments: Namespace) -> int:
+    """Print a comparison; status 1 when the gate is passed.
+
+    Raises:
+        UsageError: a run beside a sweep, nothing in common, or no figure that the gate checks.
+    """
+    before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
+    found = compare_loaded(before, after, arguments.gate)
+    if arguments.gate is not None and not any(_is_gated(one) for one in found):
+        raise UsageError(
+            f"nothing to compare: {before.name} and {after.name} have no measured steps in common; --warm-up excludes "
+            f"the first {arguments.warm_up} steps of a run"
+        )
+    if arguments.json:
+        print_json({"gate": arguments.gate, "comparisons": found})
+    else:
+        shown = found if len(found) <= _MOST else [one for one in found if _is_changed(one)]
+        for one in shown:
+            for line in comparison_lines(one, arguments.gate):
+                print(sanitize(line, 400))
+        if len(shown) < len(found):
+            print(f"not shown, equal within their noise: {len(found) - len(shown)} of {len(found)}; --json has them")
+        if len(found) > 1:
+            print(summary_line(found, arguments.gate))
+    return int(any(one.regressions for one in found))
+
+
+def _is_changed(one: Comparison) -> bool:
+    return bool(one.regressions or one.alerts) or any(figure.judgement != "same" for figure in one.differences)
+
+
+def _is_gated(one: Comparison) -> bool:
+    return bool(one.regressions) or any(figure.gated for figure in one.differences)
+
+
+def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:
+    """Compare two runs, or the configurations that two sweeps have in common.
+
+    Raises:
+        UsageError: a run beside a sweep, or nothing in common.
+    """
+    if before.of_sweep != after.of_sweep:
+        sweep, run = (before, after) if before.of_sweep else (after, before)
+        raise UsageError(f"{sweep.name} is a sweep and {run.name} is a run: compare two runs or two sweeps")
+    keys = [key for key in before.sides if key in after.sides]
+    if not keys:
+        raise UsageError(f"{before.name} and {after.name} have no configuration in common: their axes or values differ")
+    tests = sum(noisy(before.sides[key], after.sides[key]) for key in keys)
+    return [compare(before.sides[key], after.sides[key], gate, tests) for key in keys]

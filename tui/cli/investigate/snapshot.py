@@ -1,0 +1,94 @@
+"""``ftmon snapshot``: a PyTorch memory snapshot explored in the terminal, or printed as JSON or text."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib import import_module
+
+from ....protocol.analysis.allocator.snapshot.replay import Replay
+from ....protocol.analysis.allocator.snapshot.report import difference_report, report
+from ....protocol.errors import UsageError
+from ...source.snapshot import open_replays
+from ..output import terminal
+from ..output.printable import print_json
+
+_LARGE = 4 * 2**20
+"""Files from this size on, bytes, need a message while they are read."""
+
+
+def explore(arguments: Namespace) -> int:
+    """Open a snapshot, or two to compare: in the app where a terminal can show it, else as text.
+
+    Raises:
+        SnapshotError: a file cannot be opened as one.
+        UsageError: the device asked for is not in it.
+    """
+    as_text = arguments.text
+    if not arguments.json and not as_text and (reason := terminal.why_no_app()):
+        as_text = True
+        if sys.stderr.isatty():
+            print(f"ftmon: {reason}; text instead", file=sys.stderr)
+    files = [arguments.file, *([arguments.second] if arguments.second else [])]
+    in_app = not arguments.json and not as_text
+    opened = [_replays(file, arguments.device, _load_app if in_app else None) for file in files]
+    if in_app:
+        from ...screens.snapshot.app import run_explorer
+
+        run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=_ascii(arguments))
+        return 0
+    reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
+    if arguments.json:
+        # Of two files the second is described, as how things are now, and what is different about it.
+        result = reports[-1] if len(reports) == 1 else reports[-1] | {"difference": _difference(opened, arguments.top)}
+        print_json(result)
+        return 0
+    from .snapshot_text import difference_lines, lines
+
+    text = lines(opened[-1], arguments.top)
+    if len(opened) == 2:
+        text = [*difference_lines(opened[0], opened[1], arguments.top), "", *text]
+    for line in text:
+        print(line.encode("ascii", "replace").decode() if _ascii(arguments) else line)
+    return 0
+
+
+def _load_app() -> None:
+    """Import the app, which takes as long as reading a small file."""
+    import_module("..screens.snapshot.app", __package__)
+
+
+def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None) -> list[Replay]:
+    def choose(devices: list[int]) -> list[int]:
+        if device is not None and device not in devices:
+            raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
+        return [one for one in devices if device in (None, one)]
+
+    with _patience(file):
+        return open_replays(file, choose, meanwhile)
+
+
+@contextmanager
+def _patience(file: str) -> Generator[None, None, None]:
+    """Show on a terminal that a large file is being read, and erase that afterwards."""
+    text = f"ftmon: reading {file} ..."
+    try:
+        says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE
+    except OSError:
+        says = False
+    if says:
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if says:
+            print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
+
+
+def _difference(opened: list[list[Replay]], top: int) -> dict[str, object]:
+    return {"before": opened[0][0].snapshot.path, **difference_report(opened[0], opened[1], top)}
+
+
+def _ascii(arguments: Namespace) -> bool:
+    return arguments.ascii or terminal.wants_ascii()

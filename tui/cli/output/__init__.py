@@ -1,0 +1,1 @@
+"""Standard output and error: sanitised text, and what the terminal can show."""

@@ -1,0 +1,69 @@
+"""Sanitises standard output and error: control sequences from a recording, a log line or a path are removed."""
+
+import io
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from ....protocol.text import escape_json, sanitize
+
+
+def print_json(value: Any, *, indent: bool = True) -> None:
+    """Print a value as JSON, on one line or indented.
+
+    Characters that a terminal obeys or does not show are escaped, so that a reader gets the value as it is, and a
+    terminal nothing but text. NaN and infinity become null.
+    """
+    import msgspec
+
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a path of bytes that are no UTF-8
+        text = json.dumps(msgspec.to_builtins(value))
+    print(escape_json(msgspec.json.format(text) if indent else text))
+
+
+class Printable(io.TextIOWrapper):
+    """Text output that passes on printable characters, line ends, tabs, and blanks that wipe a line."""
+
+    def write(self, text: str, /) -> int:
+        """Write text, made harmless line by line; return its length."""
+        if not text.isprintable() and text.strip("\r "):
+            super().write("\n".join(sanitize(line, len(line) + 1) for line in text.split("\n")))
+        else:
+            super().write(text)
+        return len(text)
+
+
+def guard_output() -> None:
+    """Replace standard output and error with sanitising ones, for terminals, files and pipes alike.
+
+    Every command sanitises what it prints by itself; this is the safety net. Piped output ends in a terminal too, of
+    ``less -R`` or of a CI log. The app draws through streams of its own. A stream that the caller has closed (``>&-``)
+    is ``/dev/null`` from here on, for this process and those that it starts.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _nothing(descriptor))
+    sys.stdout = _guarded(sys.stdout)
+    sys.stderr = _guarded(sys.stderr)
+
+
+def _nothing(descriptor: int) -> TextIO:
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened == descriptor:
+        os.set_inheritable(descriptor, True)
+    else:
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    return open(descriptor, "w" if descriptor else "r", closefd=False)
+
+
+def _guarded(stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper:
+        return stream
+    stream.flush()
+    raw = io.FileIO(stream.fileno(), "wb", closefd=False)
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+    return Printable(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=stream.line_buffering)

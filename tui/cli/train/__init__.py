@@ -1,0 +1,1 @@
+"""Commands that start something: demo, train, run, predict, sweep, data, chat."""

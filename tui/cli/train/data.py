@@ -1,0 +1,15 @@
+"""``ftmon data check``: what the model will see of the training data."""
+
+from argparse import Namespace
+
+from ..access.trainer_process import become, require_training
+
+CHECK = "ftmon.trainer.recipe.data.check"
+
+
+def check(arguments: Namespace) -> int:
+    """Check the data of a configuration: status 0: clean data, 1: findings, 2: no training would start."""
+    require_training()
+    words: list[str] = [f"--samples={arguments.samples}"]
+    words += [f"--{name}" for name in ("json", "color", "ascii") if getattr(arguments, name)]
+    become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)

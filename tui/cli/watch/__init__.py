@@ -1,0 +1,1 @@
+"""Commands that watch a run: attach, ls, status, logs, relay."""

@@ -1,0 +1,26 @@
+"""``ftmon logs``: what the ranks of a run printed, from its recording."""
+
+from argparse import Namespace
+
+from ....protocol.messages.telemetry import LogLine
+from ....protocol.text import sanitize
+from ...source.find import find_recording
+from ..access.recordings import check_rank, opened
+
+
+def show_logs(arguments: Namespace) -> int:
+    """Print the last lines of all ranks, or of one, that contain a text.
+
+    Raises:
+        UsageError: the run has no such rank.
+        RecordingError: the recording cannot be read.
+    """
+    with opened(find_recording(arguments.run)) as reader:
+        check_rank(reader.info().ranks, arguments.rank)
+        frames = reader.logs(rank=arguments.rank, text=arguments.text, limit=arguments.lines)
+    for frame in sorted(frames, key=lambda frame: frame.seq):
+        line = frame.message
+        if isinstance(line, LogLine):
+            source = "launcher" if line.rank < 0 else f"rank {line.rank}"
+            print(f"{source}| {sanitize(line.text)}")
+    return 0

@@ -1,0 +1,161 @@
+"""``ftmon attach tcp://HOST:PORT --key KEY``: a run of another host, over TCP with CURVE; and ``ftmon keys``."""
+
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from ....protocol.errors import UsageError
+from ....protocol.link import keys
+from ....protocol.link.sockets import CHANNELS
+from ....protocol.run import exits
+from ....protocol.run.rundir import RunDir
+from ....protocol.text import sanitize
+from ...source.live import LiveSource
+from ..foreground.follow import POLL_SECONDS, counted_interrupts
+from ..foreground.narrate import Narrator
+from ..foreground.outcome import attach_line
+from ..output import terminal
+
+CONNECT_SECONDS = 15.0
+"""A hub that allows this user answers at once; another never answers at all."""
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
+_KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
+
+
+class RemoteSource(LiveSource):
+    """Follows a run whose hub listens on TCP: the same as a local one, and every socket speaks CURVE."""
+
+    def __init__(self, addresses: dict[str, str], server_key: str) -> None:
+        """Args are the hub's channels and its public key; the client's own pair is this user's."""
+        super().__init__(addresses=addresses)
+        pair = keys.client_pair()
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, server_key),
+            (zmq.CURVE_PUBLICKEY, pair.public),
+            (zmq.CURVE_SECRETKEY, pair.secret),
+        ):
+            self._context.setsockopt(option, value.encode())
+
+
+def parse_address(text: str) -> dict[str, str]:
+    """Read ``tcp://HOST:PORT``: the first of as many consecutive ports as a hub has channels.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    found = _ADDRESS.fullmatch(text)
+    first = int(found[2]) if found else 0
+    if found is None or not 0 < first <= 65535 - len(CHANNELS) + 1:
+        raise UsageError(f"{text}: must be tcp://HOST:PORT, as given to --listen")
+    return {channel: f"tcp://{found[1]}:{first + offset}" for offset, channel in enumerate(CHANNELS)}
+
+
+def read_server_key(text: str | None) -> str:
+    """Return the hub's public key: given as such, or as a file that holds it, such as a copy of the run's ``hub.json``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if text is None:
+        raise UsageError("tcp:// needs --key: the hub's public key, which 'ftmon run --listen' printed")
+    if _KEY.fullmatch(text):
+        return text
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--key {text}: is neither a public key of 40 characters nor a readable file: {error}"
+        ) from None
+    found = _KEY.search(content)
+    if found is None:
+        raise UsageError(f"--key {text}: no public key of 40 characters in it")
+    return found[0]
+
+
+def attach_remote(arguments: Namespace) -> int:
+    """Watch a run of another host, in the app or in plain lines."""
+    source = RemoteSource(parse_address(arguments.run), read_server_key(arguments.key))
+    again = [arguments.run, "--key", arguments.key]
+    return watch_remote(source, arguments, again, lambda: _no_answer(arguments.run))
+
+
+def watch_remote(
+    source: LiveSource, arguments: Namespace, again: Sequence[str], no_answer: Callable[[], UsageError]
+) -> int:
+    """Watch a run of another host, in the app or in plain lines.
+
+    Args:
+        source: gathers it; started here.
+        arguments: ``plain``, ``ascii`` and ``read_only`` as given.
+        again: the words after ``ftmon attach`` that lead back to it.
+        no_answer: what to raise when nothing comes for ``CONNECT_SECONDS``.
+    """
+    if not (arguments.plain or terminal.why_no_app()):
+        from ...app import run_app
+
+        run_app(source, ascii_only=arguments.ascii or terminal.wants_ascii(), read_only=arguments.read_only)
+        status = 0
+    else:
+        status = _print_lines(source, arguments, no_answer)
+    model = source.live_model
+    if model.last_seq and not model.ended:
+        print(attach_line(model.info.id or "the run", again))
+    return status
+
+
+def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
+    """Print a run's lines until it ends or the person leaves; return the exit status."""
+    narrator = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii())
+    deadline = time.monotonic() + CONNECT_SECONDS
+    with counted_interrupts() as interrupts:
+        source.start()
+        try:
+            while not source.model.ended:
+                source.pump(POLL_SECONDS)
+                for line in narrator.new_lines(source.model):
+                    print(line, flush=True)
+                if interrupts.count:
+                    return exits.INTERRUPTED
+                if not source.model.last_seq and time.monotonic() > deadline:
+                    raise no_answer()
+                time.sleep(POLL_SECONDS)
+        finally:
+            source.close()
+    return 0 if source.model.exit_code in (0, None) else 1
+
+
+def _no_answer(address: str) -> UsageError:
+    own = keys.client_pair().public
+    return UsageError(
+        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: check the address and the hub's key; your own key must be "
+        f"allowed on that host: ftmon keys --allow='{own}'"
+    )
+
+
+def listen_line(run: RunDir, listen: str) -> str:
+    """Return a line about how other hosts attach to a run that listens."""
+    host, _, port = listen.rpartition(":")
+    host = host if host not in ("", "0.0.0.0", "[::]", "::") else run.read_run().host
+    return f"from other hosts: ftmon attach tcp://{host}:{port} --key='{keys.server_pair(run).public}'"
+
+
+def manage_keys(arguments: Namespace) -> int:
+    """Show this user's public key and whom this user's hubs let in; let a key in, or no more."""
+    if arguments.allow is not None:
+        keys.allow(arguments.allow, arguments.remark)
+    if arguments.remove is not None:
+        keys.disallow(arguments.remove)
+        print(f"removed {sanitize(arguments.remove)}; open connections are not cut")
+    own = keys.client_pair().public
+    print(f"your public key, to be allowed on the host of a run:\n  {own}")
+    others = {key: remark for key, remark in keys.allowed().items() if key != own}
+    print("other keys allowed here:" if others else "no other key is allowed here", file=sys.stdout)
+    for key, remark in others.items():
+        print(f"  {key}  {sanitize(remark)}".rstrip())
+    return 0

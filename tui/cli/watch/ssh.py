@@ -1,0 +1,110 @@
+"""``ftmon attach ssh://[USER@]HOST[:PORT][/RUN]``: a run of another host over plain ssh, without open ports."""
+
+import os
+import re
+import shlex
+from argparse import Namespace
+from typing import NamedTuple
+
+from ....protocol.errors import FtmonError, UsageError
+from ...source.live import LiveSource
+from ...source.ssh import SshCommand, SshEndpoint, SshError
+from .remote import watch_remote
+
+SSH_ENV = "FTMON_SSH"
+"""OpenSSH client command with options, if not ``ssh``."""
+REMOTE_ENV = "FTMON_REMOTE"
+"""Path of ftmon on the remote host, if it is not on the PATH of ssh commands: ``~/venv/bin/ftmon``."""
+
+_URL = re.compile(
+    r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"
+)
+_NOT_FOUND, _SSH_FAILED, _USAGE = 127, 255, 2
+
+
+class Place(NamedTuple):
+    """A run on another host; an empty ``run`` is the newest there."""
+
+    host: str
+    user: str
+    port: str
+    run: str
+
+
+class SshSource(LiveSource):
+    """Follows a run over ssh; ``close`` ends the connection too."""
+
+    def __init__(self, endpoint: SshEndpoint) -> None:
+        """The endpoint must be open."""
+        super().__init__(endpoint=endpoint, info=endpoint.info)
+        self._ssh = endpoint
+
+    def close(self) -> None:
+        """End the threads, close the sockets, end the connection; the run continues."""
+        super().close()
+        self._ssh.close()
+
+
+def parse_place(text: str) -> Place:
+    """Read ``ssh://[USER@]HOST[:PORT][/RUN]``.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    found = _URL.fullmatch(text)
+    if found is None or (found[3] and not 0 < int(found[3]) <= 65535):
+        raise UsageError(f"{text}: must be ssh://[USER@]HOST[:PORT][/RUN]")
+    return Place(found[2].strip("[]"), found[1] or "", found[3] or "", found[4] or "")
+
+
+def command(place: Place) -> SshCommand:
+    """Return the words of the ssh to a run."""
+    remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
+    port, user = ("-p", place.port) if place.port else (), ("-l", place.user) if place.user else ()
+    return SshCommand(shlex.split(os.environ.get(SSH_ENV) or "ssh"), [*port, *user, "--", place.host], remote)
+
+
+def attach_ssh(arguments: Namespace) -> int:
+    """Watch a run of another host, in the app or in plain lines."""
+    place = parse_place(arguments.run)
+    endpoint = SshEndpoint(command(place))
+    try:
+        endpoint.open()
+    except SshError as error:
+        endpoint.close()
+        raise UsageError(_explain(place, error)) from None
+    except FtmonError as error:
+        endpoint.close()
+        raise UsageError(f"{place.host}: {error}") from None
+    source = SshSource(endpoint)
+    try:
+        return watch_remote(
+            source,
+            arguments,
+            [_address(place, endpoint.info.id)],
+            lambda: UsageError(f"{arguments.run}: the hub there does not answer"),
+        )
+    finally:
+        source.close()
+
+
+def _address(place: Place, run_id: str) -> str:
+    """Write the address of that very run: another may be the newest by then."""
+    user, port = f"{place.user}@" if place.user else "", f":{place.port}" if place.port else ""
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"ssh://{user}{host}{port}/{run_id or place.run}"
+
+
+def _explain(place: Place, error: SshError) -> str:
+    """Return one line about why there is no connection."""
+    words = str(error).removeprefix("ftmon: ")
+    if error.status == _NOT_FOUND:
+        return (
+            f"{place.host}: no 'ftmon' there on the PATH of a command ({words or 'not found'}); "
+            f"name it: {REMOTE_ENV}='~/venv/bin/ftmon'"
+        )
+    if error.status == _SSH_FAILED:
+        return f"{place.host}: {words or 'ssh failed'}"
+    if error.status == _USAGE and "invalid choice" in words:
+        return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
+    return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"

@@ -1,0 +1,1 @@
+"""Base classes of the widgets: canvas, list, prompt and the panes of every screen."""

@@ -1,0 +1,166 @@
+"""The fixed parts of a screen: the summary at the top; the alert strip, the replay bar and the keys at the foot."""
+
+from textual.binding import Binding
+
+from ....protocol.messages.control import Alert
+from ..drawing.line import Line, spread
+from ..drawing.theme import Theme
+from ..lines.alert_lines import alert_line
+from ..lines.scrubber import scrubber
+from ..lines.summary import Summary, first_line, summary_lines
+from ..state.view_models import playback_of, summary_of
+from .canvas import Canvas
+
+
+class SummaryBar(Canvas):
+    """The top of a screen: two lines, or one where its height is one."""
+
+    def key(self) -> Summary:
+        """Return the summary itself."""
+        source = self.app_state.source
+        if source is None:
+            return Summary("no run")
+        return summary_of(source.model, source.connection, self.app_state.read_only)
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the summary."""
+        summary = self.key()
+        return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
+
+
+class AlertStrip(Canvas):
+    """A rule with the scale of graphs, and the latest alerts."""
+
+    def key(self) -> tuple[object, ...]:
+        """Change with the alerts and the scale."""
+        alerts = self.app_state.model.alerts
+        return id(alerts), alerts.version, self.app_state.scale_words
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the rule and the alerts: what stands first, then the newest."""
+        theme, alerts = self.theme, self.app_state.model.alerts
+        lines = [self._rule(width)]
+        shown = pressing(list(alerts))[: height - 1]
+        if not shown:
+            lines.append(Line(f" {theme.glyphs.resolved} nothing to report", theme.style("dim")))
+        for index, alert in enumerate(shown):
+            lines.append(alert_line(alert, width, theme, hint="a: why" if index == 0 else ""))
+        return lines
+
+    def _rule(self, width: int) -> Line:
+        theme, counts = self.theme, self.app_state.model.alerts.counts()
+        rule = theme.style("rule")
+        dash = theme.glyphs.rule
+        left = Line(dash, rule).add(f" {self.app_state.scale_words} ", theme.style("dim"))
+        right = Line()
+        for severity in ("error", "warning"):
+            if counts[severity]:
+                glyph, tone = theme.severity(severity)
+                right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
+        total = len(self.app_state.model.alerts)
+        right.add(f" {'of ' if right.width else ''}{total} alert{'' if total == 1 else 's'} ", theme.style("dim"))
+        right.add(dash, rule)
+        gap = width - left.width - right.width
+        return left.add(dash * max(0, gap), rule).join(right)
+
+
+def pressing(alerts: list[Alert]) -> list[Alert]:
+    """Order alerts by urgency: standing ones, newest first, then resolved ones."""
+    return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
+
+
+class ReplayBar(Canvas):
+    """The scrubber of a replay or of a live run rewound."""
+
+    def key(self) -> object:
+        """Return the playback itself, its time as it is shown."""
+        source = self.app_state.source
+        if source is None:
+            return ()
+        playback = playback_of(source.transport, source.model)
+        return int(playback.now), int(playback.last), playback.playing, playback.speed, playback.step, playback.marks
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the scrubber."""
+        del height
+        source = self.app_state.source
+        return [scrubber(playback_of(source.transport, source.model), width, self.theme)] if source else []
+
+
+class KeyBar(Canvas):
+    """The keys of the screen in view on one line, most needed first; a message takes its place for a few seconds."""
+
+    def key(self) -> object:
+        """Change with the message and the keys."""
+        transport = self.app_state.source.transport if self.app_state.source else None
+        keys = tuple(binding.key for binding in self.shown_bindings())
+        return self.app_state.message, keys, transport is not None and transport.playing
+
+    def shown_bindings(self) -> list[Binding]:
+        """List the screen's bindings that belong on the bar: its own first, in a replay those of the replay first."""
+        own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
+        found: dict[str, Binding] = {}
+        for _, binding, enabled, _ in self.screen.active_bindings.values():
+            if binding.show and enabled and (binding.action not in _ACTING or self._can_act):
+                found.setdefault(binding.action, binding)
+        back = [binding for binding in found.values() if binding.action == "app.back"]
+        rest = [binding for binding in found.values() if binding.action != "app.back"]
+        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
+
+    @property
+    def _can_act(self) -> bool:
+        source = self.app_state.source
+        return source is not None and source.can_command and not self.app_state.read_only
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw as many keys as fit; help and detach always do."""
+        del height
+        text, tone = self.app_state.message
+        if text:
+            return [Line(f" {text}", self.theme.style(tone, bold=True))]
+        bindings = self.shown_bindings()
+        last = [binding for binding in bindings if binding.action in ("app.help", "app.detach")]
+        first = [binding for binding in bindings if binding not in last]
+        right = Line()
+        for binding in last:
+            right.join(self._entry(binding))
+        left = Line(" ", self.theme.base)
+        for binding in first:
+            entry = self._entry(binding)
+            if left.width + entry.width + right.width > width:
+                break
+            left.join(entry)
+        return [spread(left, right, width, self.theme.base)]
+
+    def _entry(self, binding: Binding) -> Line:
+        key = binding.key_display or key_words(binding, self.theme)
+        label = binding.description
+        source = self.app_state.source
+        if binding.action == "app.toggle_play" and source is not None and not source.transport.playing:
+            label = "play"
+        return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
+
+
+_ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
+"""Actions that need a hub."""
+
+
+_NAMES = {
+    "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
+    "plus": "+",
+    "minus": "-",
+    "equals_sign": "=",
+    "slash": "/",
+    "ctrl+p": "^p",
+    "comma": ",",
+    "full_stop": ".",
+}
+
+
+def key_words(binding: Binding, theme: Theme) -> str:
+    """Write a binding's key as it stands on a keyboard."""
+    return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

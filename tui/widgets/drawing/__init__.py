@@ -1,0 +1,1 @@
+"""Lines, colours, glyphs and figures: what every widget is painted with."""

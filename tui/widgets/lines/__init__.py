@@ -1,0 +1,1 @@
+"""Alerts, causes, log lines, the summary and the replay bar as lines."""

@@ -1,0 +1,145 @@
+"""Alerts as lines: the strip at the foot of the overview, the rows of the alert list, and one alert in full."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....protocol.messages.control import Alert
+from ....protocol.messages.memory import Cause
+from ....protocol.text import duration, sanitize
+from ...model.cause import evidence_groups, other_evidence, verdict_of, verdict_words
+from ..drawing.figures import gib
+from ..drawing.line import Line, cut, spread
+from ..drawing.theme import Theme
+from ..drawing.wrapping import wrap as wrap
+from .cause_lines import cause_lines, stack_lines
+from .scrubber import time_of_day
+
+_MOMENTS = ("last_recorded", "since", "time", "started")
+"""Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
+_EPOCH = 1e9
+_RANKS = ("hung", "waiting")
+"""Evidence that is a list of ranks."""
+
+
+def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
+    """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
+    ground = "raised" if selected else "background"
+    glyph, tone = theme.severity(alert.severity)
+    over = alert.resolved
+    line = Line(f" {time_of_day(alert.time)} ", theme.style("dim", ground))
+    line.add(glyph + " ", theme.style("dim" if over is not None else tone, ground, bold=over is None))
+    right = Line()
+    if alert.count > 1:
+        right.add(f" {theme.glyphs.times}{alert.count}", theme.style("dim", ground))
+    if over is not None:
+        right.add(
+            f" {theme.glyphs.resolved} over after {duration(max(0, over - alert.time))}",
+            theme.style("dim", ground),
+        )
+    if hint:
+        right.add(f" {hint}", theme.style("faint", ground))
+    right.add(" ", theme.style("text", ground))
+    room = width - line.width - right.width
+    line.add(
+        cut(sanitize(alert.title), room, theme.glyphs.ellipsis),
+        theme.style("dim" if over is not None else "text", ground, bold=selected),
+    )
+    return spread(line, right, width, theme.style("text", ground))
+
+
+def alert_detail(
+    alert: Alert, width: int, theme: Theme, cause: Cause | None = None, unfolded: bool = False
+) -> list[Line]:
+    """Draw one alert in full: what, where, what it means, the code it came from where that is known, the evidence."""
+    base, dim = theme.base, theme.style("dim")
+    glyph, tone = theme.severity(alert.severity)
+    lines = [
+        Line(f" {glyph} ", theme.style(tone, bold=True)).add(row, theme.style(bold=True))
+        for row in wrap(alert.title, width - 4)
+    ]
+    where = [time_of_day(alert.time), alert.kind]
+    if alert.rank is not None:
+        where.append(f"rank {alert.rank}")
+    elif alert.ranks:
+        where.append("ranks " + ", ".join(map(str, alert.ranks[:12])) + (" ..." if len(alert.ranks) > 12 else ""))
+    if alert.step is not None:
+        where.append(f"step {alert.step:,}")
+    if alert.phase:
+        where.append(alert.phase)
+    if alert.count > 1:
+        where.append(f"{alert.count} times")
+    if alert.resolved is not None:
+        where.append(f"over after {duration(max(0, alert.resolved - alert.time))}")
+    lines.append(Line("   " + f" {theme.glyphs.dot} ".join(where), dim))
+    lines.append(Line())
+    for paragraph in alert.text.splitlines():
+        lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
+    lines += _cause(alert, cause, width, theme, unfolded)
+    evidence = other_evidence(alert)
+    if evidence:
+        lines += [Line(), Line("   evidence", theme.style("accent", bold=True))]
+        lines += evidence_lines(evidence, width, theme)
+    return lines
+
+
+def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded: bool) -> list[Line]:
+    verdict, groups = verdict_of(alert), evidence_groups(alert)
+    if cause is not None:
+        return [Line(), *cause_lines(cause, verdict, width, theme, unfolded)]
+    if verdict is None and not groups:
+        return []
+    lines = [Line(), Line("   cause", theme.style("accent", bold=True))]
+    for words in verdict_words(verdict) if verdict is not None else []:
+        lines += [Line("   " + row, theme.base) for row in wrap(words, width - 5)]
+    return [*lines, *stack_lines(groups, width, theme)]
+
+
+def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3) -> list[Line]:
+    """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
+    base, dim = theme.base, theme.style("dim")
+    names = {
+        key: f"ranks {key}" if key in _RANKS and isinstance(value, list) else words(key)
+        for key, value in evidence.items()
+    }
+    label = min(max(map(len, names.values()), default=0), width // 2)
+    lines: list[Line] = []
+    for key, value in evidence.items():
+        head = Line(" " * indent + names[key].ljust(label) + "  ", dim)
+        if isinstance(value, dict) and value:
+            lines.append(head)
+            lines += evidence_lines(value, width, theme, indent + 2)
+            continue
+        text = figure(key, value)
+        rows = [piece for part in text.splitlines() or [""] for piece in wrap(part, max(10, width - head.width - 1))]
+        lines.append(head.add(rows[0], base))
+        lines.extend(Line(" " * (indent + label + 2) + row, base) for row in rows[1:])
+    return lines
+
+
+def words(key: str) -> str:
+    """Turn a field name into words, its unit left to the figure."""
+    for suffix in ("_bytes", "_us", "_ms", "_s", "_seconds"):
+        key = key.removesuffix(suffix)
+    return key.replace("_", " ")
+
+
+def figure(key: str, value: Any) -> str:
+    """Format one piece of evidence by its name's unit."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "not known"}[value]
+    if isinstance(value, int | float):
+        if key in _MOMENTS and value > _EPOCH:
+            return time_of_day(value)
+        if key == "bytes" or key.endswith("_bytes"):
+            return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,} B"
+        for suffix, unit in (("_us", 1e-6), ("_ms", 1e-3), ("_seconds", 1.0), ("_s", 1.0)):
+            if key.endswith(suffix):
+                return duration(value * unit)
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return (
+            "\n".join(figure("", item) for item in value)
+            if any(len(str(i)) > 24 for i in value)
+            else ", ".join(figure(key, item) for item in value)
+        )
+    return "\n".join(sanitize(row) for row in str(value).splitlines())

@@ -1,0 +1,179 @@
+"""The two lines at the top of every screen: is it training, how far, how fast, and will it fit."""
+
+from dataclasses import dataclass
+
+from ....protocol.analysis.text.prediction import percent
+from ....protocol.text import duration
+from ..drawing.figures import count, gib, loss, step_time
+from ..drawing.line import Line, beside, cut, spread
+from ..drawing.theme import Theme
+from ..plots.spark import spark
+
+WITH_EVALUATION = 92
+"""Columns from which on the second line has the evaluation's loss too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The run at one moment; seconds, bytes; None: not known."""
+
+    name: str
+    state: str = "starting"
+    text: str = ""
+    trouble: str = ""
+    """Trouble of ranks in a few words, such as ``1 hung, 3 waiting``."""
+    job: int = 0
+    """The number of the job, where the run has several."""
+    activity: str = ""
+    """Current activity other than steps, shown instead of the run's state: ``evaluation 12/40``."""
+    step: int = 0
+    total_steps: int | None = None
+    epochs: str = ""
+    """Epochs that are done and planned, where there is room: ``1.25 / 3``."""
+    seconds_left: float | None = None
+    stalled_seconds: int | None = None
+    """Seconds for which ranks have blocked the run; None while it makes progress."""
+    ended: str = ""
+    """How the run ended, once it has."""
+    loss: float | None = None
+    losses_by_name: tuple[tuple[str, float], ...] = ()
+    """The loss of each engine or optimizer where several train."""
+    losses: tuple[float, ...] = ()
+    evaluation_loss: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1."""
+    step_seconds: float | None = None
+    peak: int = 0
+    peak_rank: int | None = None
+    capacity: int = 0
+    predicted: int = 0
+    """Predicted peak, with that batch, of the phase with the highest peak; 0: not known."""
+    parted: bool = False
+    """They differ by more than the prediction's expected error."""
+    model: str = ""
+    setup: str = ""
+    """Parameters, ZeRO stage, ranks: shown where there is room."""
+    connection: str = ""
+    """Problem of the source, such as ``the hub is gone: reconnecting``."""
+
+
+def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
+    """Draw both lines."""
+    return [first_line(summary, width, theme), second_line(summary, width, theme)]
+
+
+def first_line(summary: Summary, width: int, theme: Theme) -> Line:
+    """Draw name, state, step and time left; a wide line also shows what is being trained.
+
+    Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state. If the run
+    stands still, that word goes before the time.
+    """
+    base = theme.base
+    progress = _progress(summary, theme)
+    both = beside([progress, _time(summary, theme)], "    ", base).add(" ", base)
+    whole = beside([progress, _epochs(summary, theme), _time(summary, theme)], "    ", base).add(" ", base)
+    left, right = Line(), both
+    for name_width, brief, right in (
+        (max(12, width // 4), False, whole),
+        (max(12, width // 4), False, both),
+        (12, False, both),
+        *(((12, True, both), (8, True, both)) if summary.stalled_seconds is not None else ()),
+        (12, False, progress),
+        (8, True, progress),
+    ):
+        left = _name_and_state(summary, name_width, width - right.width - 1 if brief else 0, theme)
+        if left.width + right.width < width:
+            break
+    if summary.setup and left.width + right.width + len(summary.setup) + 8 < width:
+        left.add("   ", base).add(summary.setup, theme.style("dim"))
+    return spread(left, right, width, base)
+
+
+def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) -> Line:
+    """Draw them; in so little ``room`` (columns; 0: there is enough) without the word of the state beside trouble."""
+    base = theme.base
+    left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
+    left.add(cut(summary.name, name_width, theme.glyphs.ellipsis), theme.style(bold=True)).add("   ", base)
+    glyph, tone = theme.state(summary.state)
+    trouble = Line()
+    if summary.connection:
+        words = f"{theme.glyphs.warning} {summary.connection}"
+        trouble.add(cut(words, room - left.width, theme.glyphs.ellipsis) if room else words, theme.style("warning"))
+    elif summary.trouble:
+        trouble.add(f"{theme.glyphs.error} {summary.trouble}", theme.style("error", bold=True))
+    if not room or not trouble.width:
+        left.add(f"{glyph} {summary.activity or summary.state}", theme.style(tone, bold=summary.state == "failed"))
+        left.add("  " if trouble.width else "", base)
+    return left.join(trouble)
+
+
+def _progress(summary: Summary, theme: Theme) -> Line:
+    dim = theme.style("dim")
+    progress = Line(f"job {summary.job}  step " if summary.job else "step ", dim).add(
+        f"{summary.step:,}", theme.style(bold=True)
+    )
+    return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
+
+
+def _epochs(summary: Summary, theme: Theme) -> Line:
+    return Line("epoch ", theme.style("dim")).add(summary.epochs, theme.base) if summary.epochs else Line()
+
+
+def _time(summary: Summary, theme: Theme) -> Line:
+    if summary.ended:
+        return Line(summary.ended, theme.style("dim"))
+    if summary.stalled_seconds is not None:
+        return Line(f"stalled {duration(summary.stalled_seconds)}", theme.style("error"))
+    if summary.seconds_left is None:
+        return Line()
+    words = f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending"
+    return Line(words, theme.base)
+
+
+def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
+    """Draw the highest peak against capacity, and the prediction; nothing before the first peak."""
+    dim = theme.style("dim")
+    if not summary.peak:
+        return Line()
+    line = Line(words, dim).add(gib(summary.peak), theme.style("peak", bold=True))
+    if predicted and summary.predicted:
+        share = (summary.peak - summary.predicted) / summary.predicted
+        line.add(f" (predicted {gib(summary.predicted)}, ", dim)
+        line.add(percent(share), theme.style("warning" if summary.parted else "dim")).add(")", dim)
+    return line.add(f" / {gib(summary.capacity)} GiB ", dim)
+
+
+def second_line(summary: Summary, width: int, theme: Theme) -> Line:
+    """Draw the loss with its sparkline, throughput, step time and the highest peak against capacity."""
+    dim, base = theme.style("dim"), theme.base
+    peak = _peak(summary, "highest peak " if width >= 76 else "peak ", theme)
+    rates: list[Line] = []
+    if summary.tokens_per_second is not None:
+        rates.append(Line(f"{count(summary.tokens_per_second)} ", base).add("tok/s", dim))
+    if summary.mfu is not None:
+        rates.append(Line(f"{summary.mfu * 100:.0f} % ", base).add("MFU", dim))
+    if summary.step_seconds is not None:
+        rates.append(Line(f"{step_time(summary.step_seconds)}", base).add("/step", dim))
+    middle = beside(rates, "  ", base)
+    left = Line(" loss ", dim)
+    if len(summary.losses_by_name) > 1:
+        for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
+            left.add(f"{cut(name, 12, theme.glyphs.ellipsis)} ", dim).add(loss(value), theme.style(bold=True)).add(
+                " ", base
+            )
+    else:
+        left.add(loss(summary.loss) if summary.loss is not None else "not yet", theme.style(bold=True)).add(" ", base)
+        if summary.evaluation_loss is not None and width >= WITH_EVALUATION:
+            left.add("eval ", dim).add(loss(summary.evaluation_loss), theme.style(bold=True)).add(" ", base)
+    around = left.width + 3 + middle.width + 2
+    whole = _peak(summary, "highest peak ", theme, predicted=True)
+    if summary.predicted and around + whole.width + 8 <= width:
+        peak = whole
+    elif around + peak.width > width:
+        peak = _peak(summary, "peak ", theme)
+    room = width - left.width - middle.width - peak.width - 6
+    if summary.losses and room >= 4:
+        left.join(spark(summary.losses, min(room, max(12, width // 4)), theme))
+    left.add("   ", base).join(middle)
+    return spread(left, peak, width, base)

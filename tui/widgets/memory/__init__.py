@@ -1,0 +1,1 @@
+"""The memory and allocator screens as lines."""

@@ -1,0 +1,1 @@
+"""Graphs, bars and sparklines."""

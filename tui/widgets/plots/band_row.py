@@ -1,0 +1,49 @@
+"""A row of bands below a timeline: phases in their colours, other spans in two tones in turn, each with its name."""
+
+from collections.abc import Callable, Sequence
+
+from ...model.snapshot_bands import Band
+from ..drawing.line import Line, cut
+from ..drawing.theme import Theme
+from .phase_bar import FILLS, SHORT
+
+
+def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
+    """Draw the bands over ``width`` columns.
+
+    Args:
+        bands: in their order, none over another.
+        column_of: gives an entry's column, from below 0 to beyond ``width`` when it is out of view.
+        width: cells.
+        theme: how.
+    """
+    owner = [-1] * width
+    for number, band in enumerate(bands):
+        begin, end = max(0, column_of(band.first)), min(width - 1, column_of(band.last))
+        for column in range(begin, end + 1):
+            owner[column] = number
+    line = Line()
+    at = 0
+    while at < width:
+        number = owner[at]
+        end = next((column for column in range(at, width) if owner[column] != number), width)
+        if number < 0:
+            line.add(" " * (end - at), theme.base)
+        else:
+            _band(line, bands[number], number, end - at, theme)
+        at = end
+    return line
+
+
+def _band(line: Line, band: Band, number: int, cells: int, theme: Theme) -> None:
+    short = SHORT.get(band.phase, "") if band.phase else ""
+    label = next((text for text in (f" {band.name} ", band.name, short) if text and len(text) <= cells), "")
+    if not label and not band.phase and cells > 3:
+        label = cut(band.name, cells, theme.glyphs.ellipsis)
+    if theme.plain_graphs:
+        fill = FILLS.get(band.phase, "_" if number % 2 else "~")
+        line.add((label.strip() + fill * cells)[: cells - 1] + "|" if cells > 1 else fill, theme.base)
+    elif band.phase:
+        line.add(label.ljust(cells), theme.style("on_color", theme.phase(band.phase)))
+    else:
+        line.add(label.ljust(cells), theme.style("text", "raised" if number % 2 else "rule"))

@@ -1,0 +1,1 @@
+"""Ranks as cards, rows or a heat map."""

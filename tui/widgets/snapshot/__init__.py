@@ -1,0 +1,1 @@
+"""The timeline and the lists of a memory snapshot."""

@@ -1,0 +1,135 @@
+"""State shared by all screens: the source and its model, the theme, and the user's selections."""
+
+import time
+from typing import Literal
+
+from ...model.chartview import ChartView
+from ...model.console import ConsoleSession
+from ...model.held import HeldWatch
+from ...model.oom import CaseKey
+from ...model.run import RunModel
+from ...source.base import Source
+from ...source.dry_runs import DryRuns
+from ..drawing.theme import Theme
+from .view_models import Views, nice_top
+
+SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Seconds a graph's column may cover."""
+
+ViewName = Literal["auto", "cards", "rows", "heat"]
+VIEWS: tuple[ViewName, ...] = ("auto", "cards", "rows", "heat")
+
+MESSAGE_SECONDS = 5.0
+
+
+class AppState:
+    """Shared state of the screens; plain, without Textual."""
+
+    def __init__(self, source: Source | None, theme: Theme, read_only: bool = False) -> None:
+        self.source = source
+        self.theme = theme
+        self.read_only = read_only
+        self.views = Views()
+        self.selected = 0
+        """The rank selected on every screen; initially the first."""
+        self.chosen = False
+        self.span = 1
+        self.view: ViewName = "auto"
+        self.held = HeldWatch()
+        self.chart = ChartView()
+        """Window, cursor and axis of the training screen, which outlive it."""
+        self.consoles: dict[int, ConsoleSession] = {}
+        """Sessions with ranks that are held, by rank: they outlive the screen that shows them."""
+        self.dry_runs: dict[CaseKey, DryRuns] = {}
+        """Predictions of changes, by the error they are of; they outlive its screen, too."""
+        self._zoom: bool | None = None
+        self._message: tuple[str, str, float] = ("", "", 0.0)
+        self._empty = RunModel()
+
+    def end_dry_runs(self) -> None:
+        """End the predictions that are under way."""
+        for one in self.dry_runs.values():
+            one.close()
+        self.dry_runs.clear()
+
+    @property
+    def model(self) -> RunModel:
+        """The state to draw; read again at every paint, since a seek replaces it."""
+        return self.source.model if self.source is not None else self._empty
+
+    @property
+    def zoom(self) -> bool:
+        """Whether graphs reach to the run's highest peak instead of the device's capacity.
+
+        On the CPU they do unless a person chose otherwise: there the capacity is the host's, shared by all ranks.
+        """
+        if self._zoom is not None:
+            return self._zoom
+        return any(rank.on_cpu for rank in self.model.ranks.values())
+
+    def toggle_zoom(self) -> None:
+        """Switch between the two scales."""
+        self._zoom = not self.zoom
+
+    @property
+    def run_peak(self) -> int:
+        """The run's highest peak over all ranks, bytes; before the first step, the most that is held now."""
+        peak = self.model.peak
+        if peak is not None:
+            return peak.bytes
+        return max((max(r.reserved_bytes, r.resident_bytes) for r in self.model.ranks.values()), default=0)
+
+    @property
+    def scale_words(self) -> str:
+        """Return a text with the scale of graphs and the length of a column."""
+        model = self.model
+        capacities = {rank.capacity_bytes for rank in model.ranks.values() if rank.capacity_bytes}
+        cpu = any(rank.on_cpu for rank in model.ranks.values())
+        if self.zoom:
+            why = "the run's peak" if model.peak else "no peak yet"
+            top = f"graphs 0 to {nice_top(self.run_peak) / 2**30:.4g} GiB ({why})"
+        elif len(capacities) == 1:
+            top = f"graphs 0 to {capacities.pop() / 2**30:.1f} GiB ({'host RAM' if cpu else 'device'})"
+        else:
+            top = "graphs 0 to each device's capacity"
+        return f"{top}, 1 column = {self.span} s"
+
+    def finer(self) -> None:
+        """Make a graph's column cover less time."""
+        self.span = SPANS[max(0, SPANS.index(self.span) - 1)]
+
+    def coarser(self) -> None:
+        """Make a graph's column cover more time."""
+        self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
+
+    def next_view(self) -> None:
+        """Go to the next way of drawing ranks."""
+        self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the screens show the past: a recording, or a live run paused or rewound."""
+        transport = self.source.transport if self.source is not None else None
+        return transport is not None and (transport.mode != "live" or not transport.playing)
+
+    def show_message(self, text: str, tone: str = "accent") -> None:
+        """Show a line at the foot for a few seconds."""
+        self._message = (text, tone, time.monotonic() + MESSAGE_SECONDS)
+
+    @property
+    def message(self) -> tuple[str, str]:
+        """The line to show at the foot, with its tone; empty when there is none."""
+        text, tone, until = self._message
+        return (text, tone) if text and time.monotonic() < until else ("", "")
+
+    def select_valid(self) -> None:
+        """Keep the selection on a rank that exists."""
+        ranks = self.model.ranks
+        if ranks and not self.chosen:
+            self.selected = next(iter(ranks))
+        elif ranks and self.selected not in ranks:
+            self.selected = min(ranks, key=lambda rank: abs(rank - self.selected))
+
+    def select(self, rank: int) -> None:
+        """Select a rank on the user's request."""
+        self.selected, self.chosen = rank, True

@@ -1,0 +1,1 @@
+"""The training screen: losses, marks and values at the cursor."""
