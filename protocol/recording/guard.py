@@ -160,9 +160,17 @@ class Guard:
             return error
         return self.too_late() if self.late else KeyboardInterrupt()
 
-    def harden(self, connection: sqlite3.Connection) -> sqlite3.Connection:
-        """Harden a connection to an untrusted file, and return it."""
+    def harden(self, connection: sqlite3.Connection, *, torn: bool = False) -> sqlite3.Connection:
+        """Harden a connection to an untrusted file, and return it.
+
+        Args:
+            connection: the connection.
+            torn: the file is shorter than its header says, and private. SQLite opens such a file only with a writable
+                schema (``lockBtree`` in its btree.c), which the defensive mode of Python 3.12 and later does not allow.
+        """
         for name, value in _SWITCHES:
+            if torn and name == "SQLITE_DBCONFIG_DEFENSIVE":
+                continue
             option, switch = getattr(sqlite3, name, None), getattr(connection, "setconfig", None)
             if option is not None and switch is not None:
                 with suppress(sqlite3.Error):

@@ -71,10 +71,8 @@ def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[s
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        # A file shorter than its header says is refused, unless this is set (lockBtree in SQLite's btree.c). Defensive
-        # mode would not let it be set.
         torn.execute("PRAGMA writable_schema=ON")
-        guard.harden(torn)
+        guard.harden(torn, torn=True)
         given_up = _copy_tables(torn, connection, guard)
         connection.execute("BEGIN")
         _pool_again(connection, guard)
