@@ -55,6 +55,7 @@ def parse(words: Sequence[str]) -> Launched:
             except _ChosenError as chosen:
                 launcher, arguments = chosen.launcher, chosen.arguments
             if arguments.use_deepspeed:
+                arguments.main_process_port = 0  # any: nothing is started, and accelerate refuses a port in use
                 _, environment = prepare_deepspeed_cmd_env(arguments)
         except Exception as error:  # accelerate raises many types for wrong values
             _refuse(" ".join(str(error).split()))

@@ -1,5 +1,7 @@
 """Which script a command starts, with what, and as how many ranks."""
 
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,11 @@ def test_accelerates_configuration_file_is_taken_and_nothing_is_started(tmp_path
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 2\n"
         "machine_rank: 0\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}\n"
     )
-    found = parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):
+            other.bind(("127.0.0.1", 29500))  # accelerate's own, which it refuses while somebody listens there
+        other.listen()
+        found = parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
     assert found.ranks == 8
     told = {"MIXED_PRECISION": "bf16", "DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
     assert found.environment.items() >= {f"ACCELERATE_{name}": value for name, value in told.items()}.items()
