@@ -31,7 +31,7 @@ def main():
         schedule = divides if number < 3 else sums
         batch = next(loader) if number % 2 else torch.randn(8, 9)
         if rank == 0:
-            schedule.step(batch[:, :8])
+            schedule.step(batch[:, :8].contiguous())
         else:
             losses = []
             schedule.step(target=batch[:, 8:], losses=losses)
