@@ -9,7 +9,7 @@ import msgspec
 from .activity import Work
 from .python_stacks import Frame, Place
 
-ASLEEP_S = 2.5
+ASLEEP_S = 2.0
 """A thread found asleep at the same line for this many seconds, in an idle process, counts as asleep."""
 
 NOWHERE = Place("", "", "")

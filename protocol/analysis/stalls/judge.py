@@ -67,7 +67,7 @@ __all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "EXIT_WORKING_S", "MOVING_S", "Verdict
 EXIT_LIMIT_S = 30.0
 """After other ranks have finished, a rank may live on for this many seconds without progress."""
 
-EXIT_SURE_S = 12.0
+EXIT_SURE_S = 9.0
 """The same if it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
 
 EXIT_WORKING_S = 300.0

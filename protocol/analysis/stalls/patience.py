@@ -30,13 +30,13 @@ EARLY_STEPS = 3
 """Steps whose durations include compilation, warm-up and the first touch of memory."""
 REGULAR_STEPS = 20
 """After this many steps the usual longest duration is known well enough for the short limits of ``asleep_s``."""
-UNSETTLED_ASLEEP_S = {"idle": 9.0}
+UNSETTLED_ASLEEP_S = {"idle": 8.0}
 """Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
 steps a script's own pauses vary most."""
 ACTION_FLOOR_S = 30.0
 """No process is ended before its tree was idle for this many seconds, regardless of its phase."""
 ALONE_ACTION_S = 300.0
-"""The same if no other rank is known to wait for it: a single process may wait for work done elsewhere."""
+"""The same if no other rank is known to wait for it, or if it may go on by itself."""
 
 
 class Row(NamedTuple):
@@ -54,17 +54,17 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("data", "data", 8.0, 60.0, 7.0),
-    Row("forward", "forward", 8.0, 60.0, 4.5),
-    Row("backward", "backward", 8.0, 60.0, 4.5),
-    Row("optimizer", "optimizer", 8.0, 60.0, 4.5),
-    Row("within step", "Python code within a step", 10.0, 60.0, 4.5),
+    Row("data", "data", 8.0, 60.0, 6.0),
+    Row("forward", "forward", 8.0, 60.0, 4.0),
+    Row("backward", "backward", 8.0, 60.0, 4.0),
+    Row("optimizer", "optimizer", 8.0, 60.0, 4.0),
+    Row("within step", "Python code within a step", 10.0, 60.0, 4.0),
     Row("idle", "Python code between steps", 300.0, 300.0, 6.0),
-    Row("eval", "evaluation", 300.0, 300.0, 9.0),
-    Row("generate", "generation", 300.0, 300.0, 9.0),
-    Row("checkpoint", "checkpoint", 600.0, 600.0, 9.0),
-    Row("early", "second and third step", 60.0, 60.0, 9.0),
-    Row("first", "first step", 300.0, 300.0, 9.0),
+    Row("eval", "evaluation", 300.0, 300.0, 8.0),
+    Row("generate", "generation", 300.0, 300.0, 8.0),
+    Row("checkpoint", "checkpoint", 600.0, 600.0, 8.0),
+    Row("early", "second and third step", 60.0, 60.0, 8.0),
+    Row("first", "first step", 300.0, 300.0, 8.0),
     Row("init", "start-up", 300.0, 300.0, 20.0),
 )
 """Lower bounds of the limits. ``early`` and ``first`` apply to every phase of those steps; ``init`` applies until the
@@ -93,28 +93,29 @@ def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool)
     return _at_least(row, _BY_PHASE["early"]) if steps_seen < EARLY_STEPS else row
 
 
-def action_patience(computing_s: float, *, awaited: bool) -> float:
+def action_patience(computing_s: float, *, awaited: bool, may_resume: bool) -> float:
     """Return for how many seconds a rank's process tree must have been idle before the run may be ended.
 
     Args:
         computing_s: the rank's limit in its phase.
         awaited: whether other ranks are blocked in a collective that it must enter.
+        may_resume: whether it waits for an answer from the network, or sleeps for a set time.
     """
-    return max(computing_s, ACTION_FLOOR_S if awaited else ALONE_ACTION_S)
+    return max(computing_s, ACTION_FLOOR_S if awaited and not may_resume else ALONE_ACTION_S)
 
 
 def as_markdown() -> list[str]:
     """Return the lines of the guide's table."""
     lines = [
         "| phase | computes, or not known | reads, writes, sends, compiles | asleep, others wait for it "
-        "| `--on-hang`: nothing done for |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| `--on-hang`: nothing done for | the same, if alone, or if it may go on by itself |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in ROWS:
-        action = action_patience(row.computing_s, awaited=True)
-        lines.append(
-            f"| {row.title} | {row.computing_s:g} s | {row.working_s:g} s | {row.asleep_s:g} s | {action:g} s |"
-        )
+        action = action_patience(row.computing_s, awaited=True, may_resume=False)
+        longer = action_patience(row.computing_s, awaited=True, may_resume=True)
+        limits = (row.computing_s, row.working_s, row.asleep_s, action, longer)
+        lines.append(" | ".join([f"| {row.title}", *(f"{seconds:g} s" for seconds in limits)]) + " |")
     return lines
 
 

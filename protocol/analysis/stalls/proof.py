@@ -7,7 +7,7 @@ must enter (or that cannot match), and the named ranks' process trees have been 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .patience import ACTION_FLOOR_S, ALONE_ACTION_S, action_patience
+from .patience import ACTION_FLOOR_S, action_patience
 
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
 """Verdicts that prove by themselves that the collectives concerned cannot complete."""
@@ -67,9 +67,7 @@ def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:
         return f"nothing is known of rank {rank}"
     if facts.gone:
         return ""
-    needed = action_patience(facts.patience, awaited=awaited)
-    if facts.may_resume:
-        needed = max(needed, ALONE_ACTION_S)
+    needed = action_patience(facts.patience, awaited=awaited, may_resume=facts.may_resume)
     if facts.quiet is None:
         return f"it is not known what rank {rank}'s processes do"
     if facts.quiet < needed:

@@ -8,7 +8,7 @@ from .evidence import Collective, Evidence
 
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
-LOCK_ASLEEP_S = 4.5
+LOCK_ASLEEP_S = 4.0
 """Limit in seconds for a rank blocked on a file lock in the kernel while both it and the lock's holder are idle."""
 
 

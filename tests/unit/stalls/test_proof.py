@@ -56,9 +56,9 @@ def test_the_limits_of_early_steps_are_lower_bounds_of_every_phase():
         assert row.asleep_s < row.computing_s <= row.working_s
 
 
-def test_a_rank_asleep_in_its_first_step_is_given_9_s_and_one_in_start_up_20():
+def test_a_rank_asleep_in_its_first_step_is_given_8_s_and_one_in_start_up_20():
     for row in patience.ROWS:
         first = patience.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
-        assert first.asleep_s == (20.0 if row.phase in ("init", "idle") else 9.0)
+        assert first.asleep_s == (20.0 if row.phase in ("init", "idle") else 8.0)
     within = patience.row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
-    assert (within.computing_s, within.asleep_s) == (300.0, 9.0)
+    assert (within.computing_s, within.asleep_s) == (300.0, 8.0)

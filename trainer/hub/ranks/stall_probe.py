@@ -37,8 +37,8 @@ from .rank_link import Answers, RankLink
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.5
 """Time limits for ranks' answers: at first, and after a rank has not answered."""
-PROBE_SECONDS = 0.75
-QUICK_PROBES = 8
+PROBE_SECONDS = 0.5
+QUICK_PROBES = 10
 LONGEST_SECONDS = 4.0
 LONGEST_MANY_SECONDS = 15.0
 MANY_RANKS = 64
