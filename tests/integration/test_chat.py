@@ -85,7 +85,14 @@ def test_a_prompt_that_the_model_cannot_take_and_bytes_that_are_no_text_are_refu
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "and the model takes 4,096 at the most" in done.stderr
-    broken = subprocess.run([*CHAT, str(model)], input=b"a few\xff\n", capture_output=True, timeout=300, check=False)
+    broken = subprocess.run(
+        [*CHAT, str(model)],
+        input=b"a few\xff\n",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},  # as in most locales
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
     assert (broken.returncode, broken.stdout) == (2, b""), broken.stderr
     assert broken.stderr.decode().endswith("standard input, line 1: not UTF-8\n")
 

@@ -13,6 +13,7 @@ from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.training import TrainingScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon_process import Ftmon, ftmon_home
+from ports import free_port
 from scenes import until
 
 SCRIPT = Path(__file__).parent / "scripts" / "lived_run.py"
@@ -26,8 +27,9 @@ the last norm and the output), and a pair of query and key costs 12 FLOPs in eac
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ftmon, RunDir, str]]:
     folder = tmp_path_factory.mktemp("lived")
     with ftmon_home(folder / "home") as ftmon:
-        command = ("torchrun", "--nproc-per-node", "2", str(SCRIPT), str(folder / "out"))
-        done = ftmon.run("run", "--plain", "--name", "lived", "--", *command)
+        port = ("--master-port", str(free_port()))
+        job = ("torchrun", "--nproc-per-node", "2", *port, str(SCRIPT), str(folder / "out"))
+        done = ftmon.run("run", "--plain", "--name", "lived", "--", *job)
         assert done.returncode == 0, done.stdout + done.stderr
         yield ftmon, ftmon.newest(), done.stdout
 

@@ -8,7 +8,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,15 +21,14 @@ import torch
 import transformers.models.llama  # noqa: F401
 from ftmon.trainer.recipe import train  # noqa: F401
 from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.hardware import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 def launch(ranks: int, work: Callable[[World], None]) -> None:
     """Fork ``ranks`` ranks that call ``work``; raise SystemExit when one fails."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     children: list[int] = []
     sys.stdout.flush()
     for rank in range(ranks):

@@ -5,10 +5,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from ftmon.trainer.recipe.hardware import free_port
 
 
 def command(ranks: int, *words: object) -> list[str]:
@@ -18,9 +19,7 @@ def command(ranks: int, *words: object) -> list[str]:
 
 def main() -> None:
     ranks = int(sys.argv[1])
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     children: dict[int, subprocess.Popen[bytes]] = {}
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

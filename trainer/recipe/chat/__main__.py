@@ -1,6 +1,7 @@
 """``python -m ftmon.trainer.recipe.chat MODEL|RUN``: see ``ftmon chat --help``."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -23,6 +24,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     quiet_bitsandbytes()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # else what is no UTF-8 is a traceback in most locales
     try:
         _check_ranges(arguments)
         found = source.find(arguments.target)

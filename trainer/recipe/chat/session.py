@@ -56,7 +56,9 @@ class Session:
             except KeyboardInterrupt:
                 self._note("\nCtrl-D ends")
                 continue
-            if line:
+            if not _is_text(line):
+                self._note("not UTF-8")
+            elif line:
                 self._turn(line)
 
     def answer_lines(self) -> int:
@@ -69,10 +71,8 @@ class Session:
             if not line.strip():
                 print(flush=True)  # so that answers and questions have the same line numbers
                 continue
-            try:
-                line.encode()
-            except UnicodeEncodeError:
-                raise UsageError(f"standard input, line {number}: not UTF-8") from None
+            if not _is_text(line):
+                raise UsageError(f"standard input, line {number}: not UTF-8")
             self._begin_anew()
             answer = self._ask(line.strip(), show=False)
             text = answer.text if whole else answer.text.replace("\\", "\\\\").replace("\n", "\\n")
@@ -155,6 +155,15 @@ class Session:
         """Write what is not part of the conversation to standard error."""
         dim = sys.stderr.isatty()
         print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+def _is_text(line: str) -> bool:
+    """Return whether all bytes of a line were UTF-8."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sampling(options: argparse.Namespace, loaded: Loaded) -> Sampling:
