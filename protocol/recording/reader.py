@@ -457,7 +457,7 @@ def _whole(value: Any) -> int:
     Raises:
         TypeError, ValueError: it is no number.
     """
-    return min(max(int(value), -(1 << 62)), 1 << 62)
+    return int(min(max(value, -(1 << 62)), 1 << 62))
 
 
 def _one_line(error: Exception) -> str:

@@ -52,8 +52,8 @@ def pack_body(message: Message) -> bytes:
 
 
 UNBELIEVABLE = (
-    RecordingError, ProtocolError, msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError,
-    RecursionError,
+    RecordingError, ProtocolError, msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError,
+    ValueError, RecursionError,
 )  # fmt: skip
 """Errors of rebuilding a message from a row that ftmon did not write."""
 

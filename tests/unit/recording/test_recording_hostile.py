@@ -1,5 +1,6 @@
 """A recording in which somebody wrote what no hub writes: the rest of it is read."""
 
+import contextlib
 import sqlite3
 import time
 import zlib
@@ -64,6 +65,30 @@ def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value
     with Reader(tmp_path / "r.sqlite") as reader:
         assert len(reader.frames(limit=100_000)) >= len(frames) - 2
         reader.state_at(frames[-1].t)
+
+
+AS_ANY_TYPE = """
+    PRAGMA writable_schema = ON;
+    UPDATE sqlite_master SET sql = replace(sql, 'throttle_reasons TEXT', 'throttle_reasons');
+"""
+AS_TEXT = AS_ANY_TYPE.replace("reasons TEXT'", "reasons,'").replace("reasons')", "reasons TEXT,')")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [(AS_ANY_TYPE, "UPDATE device_samples SET throttle_reasons = 7", AS_TEXT), ("UPDATE clock SET seq = 9e999",)],
+    ids=["a number as a text", "infinite numbers of messages"],
+)
+def test_samples_and_a_clock_that_cannot_be_end_no_command(
+    tmp_path: Path, damage: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=20, finished=False).frames()))
+    for statements in damage:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.executescript(statements)
+            connection.commit()
+    assert main(["status", str(path)]) == 0
+    assert "step" in capsys.readouterr().out
 
 
 @pytest.fixture
