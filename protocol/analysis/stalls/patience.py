@@ -28,7 +28,7 @@ FIRST_STEP_FACTOR = 2.0
 """The same for a duration of the first step, which may include compilation and warm-up."""
 EARLY_STEPS = 3
 """Steps whose durations include compilation, warm-up and the first touch of memory."""
-REGULAR_STEPS = 20
+REGULAR_STEPS = 10
 """After this many steps the usual longest duration is known well enough for the short limits of ``asleep_s``."""
 UNSETTLED_ASLEEP_S = {"idle": 8.0}
 """Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
@@ -58,7 +58,7 @@ ROWS = (
     Row("forward", "forward", 8.0, 60.0, 4.0),
     Row("backward", "backward", 8.0, 60.0, 4.0),
     Row("optimizer", "optimizer", 8.0, 60.0, 4.0),
-    Row("within step", "Python code within a step", 10.0, 60.0, 4.0),
+    Row("within step", "Python code within a step", 8.0, 60.0, 4.0),
     Row("idle", "Python code between steps", 300.0, 300.0, 6.0),
     Row("eval", "evaluation", 300.0, 300.0, 8.0),
     Row("generate", "generation", 300.0, 300.0, 8.0),
