@@ -205,7 +205,7 @@ class StallProbe:
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
                 # Native code that holds the GIL is asked by a signal: no data set retries there.
-                timed=by == "probe" and action is not None and _sleeps_for_a_time(action, frames),
+                timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",
                 wchan=action.wchan if action is not None else "",
@@ -361,8 +361,10 @@ class StallProbe:
         return ""
 
 
-def _sleeps_for_a_time(action: Activity, frames: tuple[Frame, ...]) -> bool:
-    return action.naps or (action.worker_naps > 0 and python_stacks.waits_for_loader_worker(frames))
+def _sleeps_for_a_time(answer: Result | None, action: Activity, frames: tuple[Frame, ...]) -> bool:
+    if python_stacks.waits_for_loader_worker(frames):
+        return action.worker_naps > 0  # the rank itself wakes up to see whether its worker lives
+    return action.naps or (answer is not None and answer.data.get("timed") is True)
 
 
 def _text_of(answer: Result | None) -> tuple[str, str, str]:

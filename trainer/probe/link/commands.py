@@ -26,7 +26,7 @@ from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
-from . import flight_recorder, locks
+from . import flight_recorder, locks, timed_waits
 from .stack_dump import Dumper
 
 
@@ -154,6 +154,7 @@ class Commands:
         if verb.calls:
             data["calls"] = flight_recorder.calls(self._tracker.counts)
             data["lock"] = locks.waits_for(training)
+            data["timed"] = timed_waits.waits_for_a_time(training)
         if verb.activity:
             data["activity"] = list(
                 activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
