@@ -17,6 +17,7 @@ from ftmon.protocol.analysis.hub_facts import (
     LeftoverFacts,
     LeftProcess,
     MissingRanksFacts,
+    NoStepFacts,
     NotListeningFacts,
     NotNotifiedFacts,
     PortFacts,
@@ -69,6 +70,25 @@ ASLEEP = LeftProcess(7, "python", "D", "nfs_wait")
         (
             *("unhooked", "", UnhookedFacts(42, None)),
             *(("note", "unhooked"), {"pid": 42}, "not watched: pid 42 was started without PYTHONPATH"),
+        ),
+        (
+            *("no_step", "", NoStepFacts("exit code 1", 1, 2, last_lines=["start"])),
+            *(("exit", "before_first_step"), {"exit_code": 1, "ranks": 2, "last_lines": ["start"]}),
+            "ended without a recorded step: its ranks reported, but no finished optimizer step was received from them",
+        ),
+        (
+            *("no_step", "", NoStepFacts("exit code 1", 1, 1, "KeyError: 'labels'", 2, "train.py:9")),
+            ("exit", "before_first_step"),
+            {"error": "KeyError: 'labels'", "error_rank": 2, "error_place": "train.py:9"},
+            "ended before its first step: KeyError: 'labels'",
+        ),
+        (
+            *("no_step", "", NoStepFacts("exit code 1", 1, 0, unhooked=UnhookedFacts(42, "."))),
+            *(
+                ("exit", "before_first_step"),
+                {"pid": 42},
+                "ended without a recorded step: no rank reported; pid 42 was",
+            ),
         ),
         (
             *("port_taken", "29500", PortFacts(29500, 0, "EADDRINUSE", 9, "anna", "python train.py")),
@@ -131,6 +151,75 @@ def test_a_holder_that_cannot_be_inspected_and_the_default_port() -> None:
     assert said.title == "port 29500 is taken by a process of user anna whose details need root (ss -ltnp)"
     assert said.text.startswith("The launcher could not listen there: EADDRINUSE. 29500 is the launchers' default")
     assert not said.remedy.endswith("kill 0.")
+
+
+def no_step(ranks: int, **more: Any) -> text.Words:
+    return text.words(Finding("no_step", NoStepFacts("exit code 1", 1, ranks, **more)))
+
+
+def test_ranks_without_a_step_may_have_trained_in_processes_that_they_started() -> None:
+    said = no_step(2)
+    assert said.title == (
+        "ended without a recorded step: its ranks reported, but no finished optimizer step was received from them"
+    )
+    assert said.text == (
+        "Its ranks reported, but no finished optimizer step was received from them (exit code 1). The script may have "
+        "ended before its first step. Steps of other processes that a rank started are not recorded. Ranks that are "
+        "killed lose up to a tenth of a second of steps."
+    )
+    assert not said.remedy
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "place", "body"),
+    [
+        (
+            *(1, 2, ""),
+            "Its ranks reported, and none finished an optimizer step (exit code 1). rank 2: KeyError: 'labels'",
+        ),
+        (
+            *(0, None, "train.py:9"),
+            "No rank reported; none finished an optimizer step (exit code 1). its output: KeyError: 'labels', raised "
+            "at train.py:9",
+        ),
+    ],
+)
+def test_an_exception_before_the_first_step_is_named_with_who_raised_it(
+    ranks: int, rank: int | None, place: str, body: str
+) -> None:
+    said = no_step(ranks, error="KeyError: 'labels'", error_rank=rank, error_place=place)
+    assert said[:3] == ("ended before its first step: KeyError: 'labels'", body, "")
+
+
+@pytest.mark.parametrize(("rank", "who"), [(None, "it"), (3, "rank 3")])
+def test_the_last_line_of_a_run_without_a_rank_is_in_its_title(rank: int | None, who: str) -> None:
+    line = "no data at /nowhere"
+    said = no_step(0, last_line=line, last_line_rank=rank, last_lines=["start", line])
+    assert said.title == f"ended without a recorded step: no rank reported; the last line that {who} wrote: {line}"
+    assert said.text == "No rank reported (exit code 1). ftmon saw no DeepSpeed engine and no PyTorch optimizer in it."
+    assert said.remedy == "The last lines of its output may show the cause."
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        (
+            ".",
+            "pid 42 was started with PYTHONPATH=., so without ftmon's import hook; use PYTHONPATH=.:$PYTHONPATH",
+        ),
+        (
+            None,
+            "pid 42 was started without PYTHONPATH, so without ftmon's import hook; leave PYTHONPATH as it is",
+        ),
+    ],
+)
+def test_a_run_without_a_rank_names_the_process_that_was_not_watched(path: str | None, cause: str) -> None:
+    said = no_step(0, unhooked=UnhookedFacts(42, path))
+    assert said.title == f"ended without a recorded step: no rank reported; {cause}"
+    assert said.text == (
+        f"No rank reported: {cause} (exit code 1). The hook is a folder on PYTHONPATH, which the command has replaced; "
+        "the process and what it starts are not recorded."
+    )
 
 
 def test_leftovers_are_named_with_what_they_wait_for_and_hold() -> None:

@@ -1,7 +1,7 @@
 """Checkpoints that could not be written: one finding from the first failure to the next complete one."""
 
-from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.health.checkpoints import CheckpointFacts
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
 from ftmon.protocol.messages.telemetry import Checkpoint, CheckpointFailed
 
@@ -15,21 +15,16 @@ def fail(monitor: HealthMonitor, step: int, kept: str = "") -> Finding:
 
 def test_a_checkpoint_that_failed_is_an_error_that_names_why_where_and_what_is_left() -> None:
     found = fail(HealthMonitor(), 20, "out/step-10")
-    assert (found.state, found.severity, found.step) == ("raised", "error", 20)
-    words = text.words(found)
-    assert words.title == f"a checkpoint could not be written, at step 20: {FULL}"
-    assert f"out/step-20: {FULL}" in words.text
-    assert "The newest complete one is out/step-10." in words.text
-    assert text.evidence(found)["finding"] == "checkpoint_failed"
+    assert (found.kind, found.state, found.severity, found.step) == ("checkpoint_failed", "raised", "error", 20)
+    assert found.facts == CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10")
 
 
 def test_further_failures_are_counted_and_the_next_complete_one_resolves() -> None:
     monitor = HealthMonitor()
     fail(monitor, 20)
     again = fail(monitor, 30)
-    assert again.state == "updated"
-    assert text.words(again).title.startswith("2 checkpoints in a row could not be written, at step 30")
-    assert "There is no complete one." in text.words(again).text
+    assert (again.state, again.severity, again.step) == ("updated", "error", 30)
+    assert again.facts == CheckpointFacts("out/step-30", FULL, 20, 30, 2, "")
     (over,) = monitor.checkpoint(Checkpoint(0, 40, 40.0, "out/step-40"))
     assert over.state == "resolved"
     assert monitor.checkpoint(Checkpoint(0, 50, 50.0, "out/step-50")) == []

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.health.disks import Disks
 from ftmon.protocol.messages.health import DiskSpace, Volume
@@ -35,12 +34,12 @@ def test_a_disk_that_fills_steadily_is_told_with_the_time_that_is_left():
     assert states(found) == ["raised"]
     t, first = found[0]
     facts = first.facts
-    assert facts.why == "rate"
+    assert (first.kind, first.severity, first.key) == ("disk_filling", "warning", "node-1:/scratch/run")
+    assert (facts.host, facts.path, facts.use, facts.why) == ("node-1", "/scratch/run", "output", "rate")
+    assert facts.total_bytes == 100 * GIB
     assert facts.bytes_per_s == pytest.approx(rate, rel=0.05)
     assert facts.full_in_s == pytest.approx(facts.free_bytes / rate, rel=0.1)
     assert t < 450, "long before it is full, at 1091"
-    assert "/min" in text.words(first).title
-    assert "/scratch/run (output) on node-1" in text.words(first).title
 
 
 def test_a_small_disk_that_fills_within_half_a_minute_is_told_in_time():
@@ -98,7 +97,7 @@ def test_a_checkpoint_that_will_not_fit_next_time_is_told():
         samples.append((t, free))
     found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
     assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
-    assert text.words(found[0]).title.startswith("the next checkpoint will not fit, 6.00 GiB")
+    assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
 
 
 def test_little_left_is_told_at_once_and_nothing_left_is_an_error():

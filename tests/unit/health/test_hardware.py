@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.gpus import Gpus
+from ftmon.protocol.analysis.health.gpus import Gpus, XidFacts
 from ftmon.protocol.messages.health import DeviceHealth, Xid
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.trainer.host.hardware.xids import Xids, read_xid
@@ -26,9 +25,9 @@ def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
     gpus = Gpus()
     found = [one for t in range(40) for one in gpus.sample(sample(t, "thermal (hardware)", temperature_c=91.0))]
     assert kinds(found) == ["gpu_throttling"]
-    words = text.words(found[0])
-    assert words.title == "GPU 0 of n is throttled: thermal (hardware)"
-    assert "91 °C" in words.text
+    facts = found[0].facts
+    assert (found[0].severity, found[0].key, facts.host, facts.index) == ("warning", "n:0", "n", 0)
+    assert (facts.reasons, facts.temperature_c) == (("thermal (hardware)",), 91.0)
     later = [one for t in range(40, 80) for one in gpus.sample(sample(t))]
     assert kinds(later, "resolved") == ["gpu_throttling"]
 
@@ -60,7 +59,8 @@ def test_uncorrectable_errors_are_told_and_new_ones_are_an_error():
     assert (new.kind, new.severity, new.facts.new_errors) == ("gpu_memory_errors", "error", 2)
     assert gpus.health(health(20, ecc_uncorrected=2)) == [], "once"
     (pending,) = Gpus().health(health(0, remap_pending=True))
-    assert "waits to be remapped" in text.words(pending).text
+    assert (pending.kind, pending.severity) == ("gpu_memory_errors", "warning")
+    assert (pending.facts.remap_pending, pending.facts.remap_failed, pending.facts.uncorrected) == (True, False, None)
 
 
 def test_a_card_that_offers_nothing_gives_no_finding():
@@ -77,19 +77,24 @@ def test_a_narrow_link_under_load_is_told_and_one_of_an_idle_gpu_is_not():
         return [one for t in range(0, 60, 10) for one in gpus.health(health(t, **link))]
 
     (found,) = run(99.0)
-    assert "PCIe gen 5 x8, of gen 5 x16" in text.words(found).title
+    facts = found.facts
+    assert (found.kind, found.severity, found.key) == ("pcie_degraded", "warning", "n:0")
+    assert (facts.pcie_gen, facts.pcie_width, facts.pcie_gen_max, facts.pcie_width_max) == (5, 8, 5, 16)
+    assert facts.replays == 0
     assert run(0.0) == []
     gpus = Gpus()
     gpus.sample(sample(0))
     replays = [one for t in range(0, 60, 10) for one in gpus.health(health(t, pcie_replays=t * 20))]
     assert kinds(replays) == ["pcie_degraded"]
+    assert replays[0].facts.replays == 200
 
 
 def test_an_nvlink_that_goes_down_is_told_and_resolves():
     gpus = Gpus()
     assert gpus.health(health(0, nvlinks_up=18)) == []
     (down,) = gpus.health(health(10, nvlinks_up=17))
-    assert text.words(down).title == "GPU 0 of n has 17 of 18 NVLinks up"
+    assert (down.kind, down.severity, down.key) == ("nvlink_degraded", "warning", "n:0")
+    assert (down.facts.links_up, down.facts.links_expected) == (17, 18)
     assert kinds(gpus.health(health(20, nvlinks_up=18)), "resolved") == ["nvlink_degraded"]
     others = [one for index in (0, 1, 2) for one in gpus.health(health(30, index, nvlinks_up=18 if index else 12))]
     assert [one.key for one in others if one.state == "raised"] == ["n:0"]
@@ -98,13 +103,20 @@ def test_an_nvlink_that_goes_down_is_told_and_resolves():
 LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen off the bus."
 
 
-@pytest.mark.parametrize(("code", "severity"), [(79, "error"), (48, "error"), (63, "warning"), (31, "warning")])
-def test_an_xid_is_told_with_what_it_means(code: int, severity: str):
+@pytest.mark.parametrize(
+    ("code", "severity", "meaning"),
+    [
+        (79, "error", "the GPU has fallen off the bus"),
+        (48, "error", "an uncorrectable (double bit) memory error"),
+        (63, "warning", "a memory row was remapped"),
+        (31, "warning", "a memory page fault of a kernel: an illegal address, of the program most often"),
+        (999, "warning", "see NVIDIA's list of XID errors"),
+    ],
+)
+def test_an_xid_is_told_with_what_it_means(code: int, severity: str, meaning: str):
     (found,) = Gpus().xid(Xid("n", 1.0, code, -1, "0000:3b:00", LINE.format(code)))
-    assert found.severity == severity
-    words = text.words(found)
-    assert words.title.startswith(f"XID {code} on 0000:3b:00 of n: ")
-    assert "fallen off the bus" in words.text
+    assert (found.kind, found.state, found.severity) == ("gpu_xid", "raised", severity)
+    assert found.facts == XidFacts("n", code, -1, "0000:3b:00", 1, LINE.format(code), meaning)
 
 
 def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counted():

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.compiles import Recompilation
+from ftmon.protocol.analysis.health.compiles import CompileFacts, Recompilation
 from ftmon.protocol.analysis.health.replicas import Replicas
 from ftmon.protocol.messages.health import Checksum, Compilation, Compiles, DataLoaderInfo, ParameterSum
 from ftmon.trainer.probe.link import slow_facts
@@ -42,7 +41,8 @@ def test_a_rank_whose_parameter_differs_is_named_at_the_second_check():
     (found,) = fed((10, odd(0.4)), (20, odd(0.4)))
     assert (found.severity, found.ranks, found.facts.parameter, found.facts.first_step) == ("error", (2,), "w", 10)
     assert found.facts.difference == pytest.approx(0.1)
-    assert text.words(found).title == "replicas have diverged: rank 2 differs in w"
+    assert (found.kind, found.step, found.facts.odd_ranks) == ("replica_divergence", 20, (2,))
+    assert (found.facts.parameters, found.facts.checked, found.facts.ranks_total) == (1, 2, 4)
 
 
 def test_last_bits_are_a_warning_and_rounding_of_the_sum_is_nothing():
@@ -62,8 +62,8 @@ def test_replicas_that_are_equal_again_resolve_and_nan_everywhere_is_no_differen
 def test_half_against_half_names_nobody():
     halves = {0: ParameterSum("w", 11.0, 4.0), 1: ParameterSum("w", 11.0, 4.0)}
     (found,) = fed((10, halves), (20, halves))
-    assert found.ranks == ()
-    assert "ranks differ" in text.words(found).title
+    assert (found.kind, found.ranks, found.facts.odd_ranks) == ("replica_divergence", (), ())
+    assert (found.facts.parameter, found.facts.first_step) == ("w", 10)
 
 
 def test_every_rank_takes_the_same_steps_and_in_time_every_parameter():
@@ -149,8 +149,8 @@ def test_a_function_that_is_compiled_again_and_again_is_told_with_the_reason():
     assert judge.compiles(compiled(1, 1, 1, 1, 1, 1)) == [], "warm-up"
     assert judge.compiles(compiled(2, 5, 9)) == []
     (found,) = judge.compiles(compiled(12))
-    assert (found.facts.recompiles, found.facts.seconds, found.facts.since_step) == (4, 2.0, 2)
-    assert "size mismatch" in text.words(found).text
+    assert (found.kind, found.severity, found.ranks, found.step) == ("recompilation", "warning", (0,), 12)
+    assert found.facts == CompileFacts("forward (model.py:40)", 4, 2.0, "size mismatch", 2)
     assert [one.state for one in judge.step(200)] == ["resolved"]
 
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.hub_facts import UnhookedFacts
-from ftmon.protocol.analysis.text import Words
+from ftmon.protocol.analysis.hub_facts import NoStepFacts, UnhookedFacts
 from ftmon.protocol.messages.telemetry import DeviceInfo, Failure, Heartbeat, Hello
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.trainer.hub.end.end_detector import EndDetector
@@ -21,9 +19,11 @@ def detector(folder: Path, step: int) -> EndDetector:
     return found
 
 
-def words(found: Finding | None) -> Words:
+def facts(found: Finding | None, severity: str) -> NoStepFacts:
+    """Return the facts of the finding that there was no step; it concerns the whole run."""
     assert found is not None
-    return text.words(found)
+    assert (found.kind, found.state, found.severity, found.ranks) == ("no_step", "raised", severity, ())
+    return found.facts
 
 
 def test_a_run_that_resumed_after_its_last_step_ended_as_planned(tmp_path: Path) -> None:
@@ -42,35 +42,27 @@ def test_a_run_whose_ranks_reported_no_step_may_have_trained_in_processes_that_t
     ended = detector(tmp_path, 1)
     ended.note(Hello(0, 0, 1, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
     found = ended.no_step(ExitFile(0, 3.0, "finished", "exit code 0"))
-    assert "Steps of other processes that a rank started are not recorded." in words(found).text
-    assert found is not None
-    assert (text.evidence(found)["exit_code"], text.evidence(found)["ranks"]) == (0, 1)
+    assert facts(found, "warning") == NoStepFacts("exit code 0", 0, 1)
 
 
 def test_a_failure_before_the_first_step_is_named_with_its_rank(tmp_path: Path) -> None:
     ended = detector(tmp_path, 1)
     ended.note(Hello(2, 2, 3, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
     ended.note(Failure(2, 0, "init", 1.0, "KeyError: 'labels'"))
-    told = words(ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1")))
-    assert told.title == "ended before its first step: KeyError: 'labels'"
-    assert told.text.startswith("Its ranks reported, and none finished an optimizer step (exit code 1). rank 2: KeyErr")
+    found = ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
+    assert facts(found, "error") == NoStepFacts("exit code 1", 1, 1, error="KeyError: 'labels'", error_rank=2)
 
 
-def test_the_last_line_of_a_command_that_failed_is_in_the_title(tmp_path: Path) -> None:
+def test_the_last_line_of_a_command_that_failed_is_kept(tmp_path: Path) -> None:
     failed = detector(tmp_path, 1)
     (tmp_path / "run" / "logs" / "launcher.log").write_text("start\nno data at /nowhere\n")
-    told = words(failed.no_step(ExitFile(1, 3.0, "failed", "exit code 1")))
-    assert told.title.endswith("no rank reported; the last line that it wrote: no data at /nowhere")
-    assert told.text == (
-        "No rank reported (exit code 1). ftmon saw no DeepSpeed engine and no PyTorch optimizer in it."
+    found = failed.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
+    assert facts(found, "error") == NoStepFacts(
+        "exit code 1", 1, 0, last_line="no data at /nowhere", last_lines=["start", "no data at /nowhere"]
     )
-    assert told.remedy == "The last lines of its output may show the cause."
 
 
 def test_a_run_of_which_nothing_was_heard_names_the_process_that_was_not_watched(tmp_path: Path) -> None:
-    told = words(detector(tmp_path, 1).no_step(ExitFile(1, 3.0, "failed", "exit code 1"), UnhookedFacts(42, ".")))
-    assert told.title == (
-        "ended without a recorded step: no rank reported; pid 42 was started with PYTHONPATH=., so without ftmon's "
-        "import hook; use PYTHONPATH=.:$PYTHONPATH"
-    )
-    assert "the process and what it starts are not recorded" in told.text
+    unhooked = UnhookedFacts(42, ".")
+    found = detector(tmp_path, 1).no_step(ExitFile(1, 3.0, "failed", "exit code 1"), unhooked)
+    assert facts(found, "error") == NoStepFacts("exit code 1", 1, 0, unhooked=unhooked)

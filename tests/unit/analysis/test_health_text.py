@@ -1,0 +1,407 @@
+"""What is wrong with the training, the GPUs and the disks, in words."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.findings.finding import FindingKind
+from ftmon.protocol.analysis.health.checkpoints import CheckpointFacts
+from ftmon.protocol.analysis.health.compiles import CompileFacts
+from ftmon.protocol.analysis.health.data_wait import DataWaitFacts
+from ftmon.protocol.analysis.health.disks import DiskFacts
+from ftmon.protocol.analysis.health.divergence import DivergenceFacts
+from ftmon.protocol.analysis.health.gpus import DeviceFacts, XidFacts
+from ftmon.protocol.analysis.health.gradients import GradientFacts
+from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
+from ftmon.protocol.analysis.health.plateau import PlateauFacts
+from ftmon.protocol.analysis.health.replicas import ReplicaFacts
+from ftmon.protocol.analysis.health.scaler import ScalerFacts
+from ftmon.protocol.analysis.health.unequal_losses import UnequalLossFacts
+from ftmon.protocol.analysis.text.health import WORDS
+from ftmon.protocol.messages.health import DataLoaderInfo
+
+replace = msgspec.structs.replace
+GIB = 2**30
+FULL = "No space left on device"
+DIVERGENCE = DivergenceFacts(36.1, 2.1678, 281, 300, 0.2205, 4.9346, 1e-4, None, 328)
+GRADIENT = GradientFacts(120.0, 1.2, 100.0, 200, 6, 2.5, 1e-4)
+GPU = DeviceFacts("n", 0)
+LINE = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+LOADER = DataLoaderInfo(workers=0, cpus=16)
+NAN = NonFiniteFacts("nan", 1, (1,), 30, 29, 2.29, 0.5, 1e-4, 1, 2, True)
+OVERFLOW = (
+    "Use bf16 where the device has it; otherwise look for the operation that overflows in fp16 (attention scores, a "
+    "loss summed over tokens) and compute it in fp32, lower the learning rate, clip gradients."
+)
+PLATEAU = PlateauFacts(5.01, -0.0007, 41, 1000, 4.999, 1e-4, True)
+REPLICAS = ReplicaFacts("w", 0.1, (2,), 10, 2, 5, 4)
+SCALER = ScalerFacts(1.0, 1.0, 60, 100, 99, 101)
+STALLED = DataWaitFacts(0.6, 150.0, 249.0, 80, 1, 1, False)
+UNEQUAL = UnequalLossFacts(21, 11, (0, 1, 2), ((2, 2.2), (0, 2.0), (1, 2.0)), (2,), 0.0909, 1e-3)
+VOLUME = DiskFacts("node-1", "/scratch/run", "output", "rate", 3 * GIB, 100 * GIB, 5 * GIB / 60, 659.0)
+XID = XidFacts("n", 79, -1, "0000:3b:00", 1, LINE, "the GPU has fallen off the bus")
+
+
+class Case(NamedTuple):
+    """A finding, and what it is in words."""
+
+    finding: Finding
+    title: str
+    text: str
+    remedy: str
+    over: str
+
+
+CASES = [
+    Case(
+        Finding("nan_loss", NAN, ranks=(1,)),
+        "NaN loss on rank 1 since step 30",
+        "The last good step of rank 1 was 29: loss 2.29, gradient norm 0.5, learning rate 0.0001. Other ranks were "
+        "finite in that step, so it came from the batch or device of rank 1.",
+        "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that batch "
+        "(labels all masked, empty rows, values out of range), lower the learning rate or lengthen its warm-up, clip "
+        "gradients; torch.autograd.set_detect_anomaly(True) names the operation.",
+        "It has been finite on every rank since.",
+    ),
+    Case(
+        Finding(
+            "nan_gradient",
+            replace(
+                NAN, first_ranks=(0, 1), first_step=5, last_good_step=4, last_good_loss=1.0, finite_elsewhere=False
+            ),
+            ranks=(0, 1),
+        ),
+        "NaN gradient norm on ranks 0-1 since step 5",
+        "The last good step of rank 1 was 4: loss 1, gradient norm 0.5, learning rate 0.0001.",
+        "Clip gradients, and skip updates whose norm is not finite; check that batch. The usual cause is a division or "
+        "a logarithm near zero; torch.autograd.set_detect_anomaly(True) names the operation.",
+        "It has been finite on every rank since.",
+    ),
+    Case(
+        Finding("diverging_loss", DIVERGENCE, severity="error"),
+        "loss is diverging: 36.1, was 2.168 at step 281",
+        "Since about step 300 the loss (median of 8 steps, mean over ranks) has been at 36.1, against 2.168 at the "
+        "lowest of the 328 steps before; single steps scatter by 0.2205. The run began at 4.935. Learning rate 0.0001, "
+        "gradient norm ?.",
+        "If the data changed at step 300 (curriculum, another task or shard), check the data first; otherwise resume "
+        "from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient clipping.",
+        "The loss has fallen again.",
+    ),
+    Case(
+        Finding("loss_plateau", PLATEAU, severity="info"),
+        "the loss has not fallen since the start: 5.01",
+        "After 1040 steps it is at 5.01; it began at 4.999. Learning rate 0.0001.",
+        "Check that the parameters are trained at all (requires_grad, the optimizer's parameter groups, a nonzero "
+        "learning rate), and that labels are not all masked, or shuffled relative to their inputs.",
+        "The loss falls.",
+    ),
+    Case(
+        Finding("loss_plateau", replace(PLATEAU, improvement=0.01, never_fell=False), severity="info"),
+        "the loss has been flat at 5.01 for 1000 steps",
+        "Since step 41 it fell by 0.01. Learning rate 0.0001, not in the tail of its schedule.",
+        "Evaluate whether more steps are worth their cost; a change of the learning rate can end a plateau.",
+        "The loss falls again.",
+    ),
+    Case(
+        Finding("gradient_explosion", GRADIENT),
+        "gradient norm 120, usually 1.2",
+        "Since step 200 it was 100 times its usual size in 6 steps (before clipping). Loss 2.5, learning rate 0.0001.",
+        "Lower the learning rate or clip gradients at a small multiple of the usual norm; a rise in loss that follows "
+        "calls for a checkpoint before that step.",
+        "The norm is back to normal.",
+    ),
+    Case(
+        Finding("gradient_collapse", replace(GRADIENT, grad_norm=1e-6, ratio=1e-6, steps=20, loss=None)),
+        "gradient norm has collapsed to 1e-06, usually 1.2",
+        "Since step 200, for 20 steps in a row, the parameters have received almost no gradient. Loss ?, learning rate "
+        "0.0001.",
+        "Check for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
+        "frozen during the run, fp16 gradients that underflow (use a loss scale, or bf16).",
+        "The norm is back to normal.",
+    ),
+    Case(
+        Finding("scaler_floor", SCALER, severity="error"),
+        "loss scale is at its floor, 1, and updates still overflow",
+        "60 of the last 100 updates were skipped at a loss scale of 1, 99 in all. The scale cannot go lower: the "
+        "gradients themselves are infinite, and the run does not learn.",
+        OVERFLOW,
+        "Updates are applied again.",
+    ),
+    Case(
+        Finding("scaler_skipping", replace(SCALER, loss_scale=None, skipped=40, skipped_in_all=41)),
+        "the loss scaler skips updates: 40 of the last 100",
+        "40 of the last 100 updates were skipped by the loss scaler, since step 101, 41 in all. A stable loss scaler "
+        "skips about one update in a thousand.",
+        OVERFLOW,
+        "Updates are applied again.",
+    ),
+    Case(
+        Finding("input_bound", replace(STALLED, loader=LOADER, workers_needed=3), ranks=(0,)),
+        "waits for data 60% of each step",
+        "Waiting for the next batch takes 150 of 249 ms a step (mean of 80 steps); its DataLoader has num_workers=0, "
+        "memory not pinned.",
+        "Try: num_workers=3 would hide the wait, if workers scale.",
+        "Data arrives in time again.",
+    ),
+    Case(
+        Finding("recompilation", CompileFacts("forward (model.py:40)", 4, 2.0, "size mismatch", 2), ranks=(0,)),
+        "torch.compile keeps recompiling forward (model.py:40): 4 times",
+        "Since step 2 compilation took 2.0 s. Latest reason: size mismatch.",
+        "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
+        "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
+        "It has not been recompiled since.",
+    ),
+    Case(
+        Finding("replica_divergence", REPLICAS, severity="error", ranks=(2,)),
+        "replicas have diverged: rank 2 differs in w",
+        "Data-parallel ranks must hold equal parameters. Since step 10 they do not: of 5 checked at the latest step 2 "
+        "parameters differ, by 1.0e-01 of the norm at most (w). The ranks train different models, and a checkpoint "
+        "contains the one of the rank that saves it.",
+        "Check for code that changes parameters on some ranks only, different seeds or checkpoints at the start, "
+        "gradients that are not reduced (a forward outside the DDP wrapper, no_sync left on, parameters added after "
+        "wrapping), a device with errors. Expected with local SGD. Resume from the last checkpoint before that step.",
+        "They are equal again.",
+    ),
+    Case(
+        Finding("unequal_losses", UNEQUAL, ranks=(2,)),
+        "the same batch gives different losses: rank 2, step 21",
+        "Since step 11 ranks with the same inputs, none of which drew a random number, have different losses, 9.1e-02 "
+        "of the loss apart: rank 2 2.2, rank 0 2, rank 1 2. Their parameters or buffers differ, their computation "
+        "differs, or the loss depends on the rank.",
+        "Compare parameters and buffers over ranks (running statistics of batch norms are buffers); check for code in "
+        "the model or the loss that depends on the rank, and for a device with errors.",
+        "They are equal again.",
+    ),
+    Case(
+        Finding(
+            "gpu_throttling",
+            replace(
+                GPU,
+                reasons=("thermal (hardware)", "power brake"),
+                temperature_c=91.0,
+                power_w=310.0,
+                sm_clock_mhz=900,
+                others_sm_clock_mhz=1980,
+            ),
+            key="n:0",
+        ),
+        "GPU 0 of n is throttled: thermal (hardware), power brake",
+        "For most of the last 20 s its clock was reduced while computing: 91 °C, 310 W, SM clock 900 MHz (the host's "
+        "other GPUs: 1980).",
+        "Heat: check fans, air flow and neighbouring cards. Power brake or hardware slowdown: check the power supply "
+        "and its cables. The whole run is as slow as its slowest GPU.",
+        "It is no longer throttled.",
+    ),
+    Case(
+        Finding("gpu_memory_errors", replace(GPU, remap_pending=True), key="n:0"),
+        "GPU 0 of n has memory errors: a memory row waits to be remapped at the next reset",
+        "a memory row waits to be remapped at the next reset. Results computed with it cannot be trusted.",
+        "Drain the host and reset the GPU (nvidia-smi -r); if errors recur, or remapping failed, have it replaced.",
+        "NVML reports no errors any more.",
+    ),
+    Case(
+        Finding("gpu_xid", XID, severity="error"),
+        "XID 79 on 0000:3b:00 of n: the GPU has fallen off the bus",
+        f'the GPU has fallen off the bus. The driver\'s line: "{LINE}".',
+        "Drain the host, reset the GPU (nvidia-smi -r) or reboot, and have it tested (dcgmi diag -r 3).",
+        "It is over.",
+    ),
+    Case(
+        Finding("gpu_xid", replace(XID, code=31, index=3, count=2, text="", meaning="a memory page fault")),
+        "XID 31 on GPU 3 of n, 2 times: a memory page fault",
+        "a memory page fault.",
+        "Run with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, to find the kernel.",
+        "It is over.",
+    ),
+    Case(
+        Finding("pcie_degraded", replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=8, pcie_width_max=16), key="n:0"),
+        "GPU 0 of n has a degraded link: PCIe gen 5 x8, of gen 5 x16",
+        "Under load its link to the host is slower than the device and its slot allow, or retransmits packets. Copies, "
+        "offloading and collectives without NVLink are slowed down.",
+        "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
+        "The link has recovered.",
+    ),
+    Case(
+        Finding("nvlink_degraded", replace(GPU, links_up=17, links_expected=18), key="n:0"),
+        "GPU 0 of n has 17 of 18 NVLinks up",
+        "Collectives through this GPU lose bandwidth, or use PCIe.",
+        "nvidia-smi nvlink -s and -e show which; check the fabric manager and the kernel log, reset the GPU.",
+        "All links are up.",
+    ),
+    Case(
+        Finding("disk_filling", VOLUME, key="node-1:/scratch/run"),
+        "disk full in 10 m 59 s at 5.00 GiB/min: /scratch/run (output) on node-1",
+        "3.00 GiB of 100.00 GiB left. Most trainings end if a checkpoint or a log cannot be written.",
+        "Free space there, keep fewer checkpoints (save_total_limit), or have them written elsewhere.",
+        "There is enough free space again.",
+    ),
+    Case(
+        Finding("checkpoint_failed", CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10"), severity="error"),
+        f"a checkpoint could not be written, at step 20: {FULL}",
+        f"out/step-20: {FULL}. Training continues. The newest complete one is out/step-10. What was trained since then "
+        "is lost if the run ends now.",
+        "Free space on that disk, or make its folder writable again; the next checkpoint is tried as planned.",
+        "A later checkpoint is complete.",
+    ),
+]
+
+
+def said(kind: FindingKind, facts: Any, **fields: Any) -> text.Words:
+    return text.words(Finding(kind, facts, **fields))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
+def test_a_finding_about_the_training_or_its_devices_in_words(case: Case) -> None:
+    assert text.words(case.finding) == (case.title, case.text, case.remedy, case.over)
+    assert text.over(case.finding) == case.over
+
+
+def test_every_kind_is_put_into_words_here() -> None:
+    assert {case.finding.kind for case in CASES} == set(WORDS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
+def test_its_evidence_is_its_facts_with_its_kind_and_its_remedy(case: Case) -> None:
+    evidence = text.evidence(case.finding)
+    assert (evidence.pop("finding"), evidence.pop("remedy")) == (case.finding.kind, case.remedy)
+    assert evidence == msgspec.to_builtins(case.finding.facts)
+
+
+def test_where_a_loss_that_is_no_number_began() -> None:
+    infinite = said("nan_loss", replace(NAN, value="inf", last_good_step=None, precision="fp16"), ranks=(1,))
+    assert infinite.title == "infinite loss on rank 1 since step 30"
+    assert infinite.text.startswith("Rank 1 had no finite one before, learning rate 0.0001. Other ranks were finite")
+    assert infinite.remedy.endswith(" bf16 has a larger range than fp16.")
+    lone = said("nan_loss", replace(NAN, ranks_total=1, last_good_grad_norm=None), ranks=(1,))
+    assert lone.text == "The last good step of rank 1 was 29: loss 2.29, learning rate 0.0001."
+    spread = said("nan_loss", replace(NAN, finite_elsewhere=False), ranks=(0, 1))
+    assert spread.title == "NaN loss on rank 1 since step 30"
+    assert spread.text.endswith("learning rate 0.0001. Since then: ranks 0-1.")
+
+
+def test_a_rise_that_other_things_than_a_divergence_explain() -> None:
+    rollouts = said("diverging_loss", replace(DIVERGENCE, rollouts=True, stepped=True), severity="info")
+    assert rollouts.title == "loss has risen to 36.1, was 2.168 at step 281"
+    why = "The run trains on its own rollouts: the loss of a policy or value model may rise as rewards do."
+    assert f"The run began at 4.935. {why} Learning rate 0.0001" in rollouts.text
+    stepped = said("diverging_loss", replace(DIVERGENCE, stepped=True, grad_norm=3.0), severity="warning")
+    assert stepped.title == "loss is diverging: 36.1, was 2.168 at step 281"
+    why = "It rose at once and has not fallen since: other data, or a divergence."
+    assert stepped.text.endswith(f"The run began at 4.935. {why} Learning rate 0.0001, gradient norm 3.")
+
+
+def test_ranks_that_wait_for_data_and_what_loads_it() -> None:
+    some = said("input_bound", replace(STALLED, ranks_bound=2, ranks_total=4))
+    assert some.title == "waits for data 60% of each step (2 of 4 ranks)"
+    assert some.text == "Waiting for the next batch takes 150 of 249 ms a step (mean of 80 steps)."
+    assert some.remedy == (
+        "Load data in advance: a DataLoader with num_workers, or a prefetching thread; or prepare (tokenize, decode) "
+        "the data once, before the run."
+    )
+    loader = DataLoaderInfo(workers=2, prefetch_factor=4, pin_memory=True, cpus=8)
+    assert said("input_bound", replace(STALLED, loader=loader)).text.endswith(
+        "; its DataLoader has num_workers=2, 4 batches ahead each, memory pinned."
+    )
+
+
+@pytest.mark.parametrize(
+    ("loader", "needed", "cuda", "remedy"),
+    [
+        (LOADER, 0, False, "Try: num_workers above 0 loads batches in the background."),
+        (
+            LOADER,
+            17,
+            False,
+            "Try: hiding it takes about 17 workers, but this rank may use 16 CPUs: make each sample cheaper (tokenize "
+            "or decode once, before the run).",
+        ),
+        (
+            DataLoaderInfo(workers=4, prefetch_factor=2, cpus=16),
+            3,
+            True,
+            "Try: num_workers=5 would hide the wait, if workers scale; a higher prefetch_factor evens out samples that "
+            "differ in cost; persistent_workers=True avoids restarting them at each epoch; pin_memory=True with "
+            "non_blocking copies overlaps the copy with the step.",
+        ),
+        (
+            DataLoaderInfo(workers=4, prefetch_factor=4, pin_memory=True, persistent_workers=True, cpus=16),
+            0,
+            True,
+            "Make each sample cheaper.",
+        ),
+    ],
+)
+def test_what_would_hide_a_wait_for_data(loader: DataLoaderInfo, needed: int, cuda: bool, remedy: str) -> None:
+    assert said("input_bound", replace(STALLED, loader=loader, workers_needed=needed, cuda=cuda)).remedy == remedy
+
+
+def test_a_function_that_torch_compile_has_given_up() -> None:
+    limit = said("recompilation", CompileFacts("forward", 8, 90.0, "", 2, limit_reached=True)).text
+    assert limit == (
+        "Since step 2 compilation took 1 m 30 s. torch.compile has reached its recompilation limit: it runs uncompiled "
+        "from now on."
+    )
+
+
+@pytest.mark.parametrize(
+    ("odd_ranks", "who"), [((), "ranks differ"), ((2,), "rank 2 differs"), ((0, 1, 3), "ranks 0-1, 3 differ")]
+)
+def test_who_differs_from_the_other_replicas(odd_ranks: tuple[int, ...], who: str) -> None:
+    words = said("replica_divergence", replace(REPLICAS, odd_ranks=odd_ranks, parameters=1))
+    assert words.title == f"replicas have diverged: {who} in w"
+    assert "of 5 checked at the latest step 1 parameter differ" in words.text
+
+
+def test_of_two_ranks_with_unequal_losses_both_are_named() -> None:
+    pair = replace(UNEQUAL, ranks=(0, 1), losses=((1, 2.4), (0, 2.0)), odd_ranks=())
+    words = said("unequal_losses", pair, ranks=(0, 1))
+    assert words.title == "the same batch gives different losses: ranks 0-1, step 21"
+    assert "of the loss apart: rank 1 2.4, rank 0 2." in words.text
+
+
+def test_a_throttled_gpu_with_what_is_known_of_it() -> None:
+    words = said("gpu_throttling", replace(GPU, reasons=("hardware slowdown",), sm_clock_mhz=900))
+    assert words.title == "GPU 0 of n is throttled: hardware slowdown"
+    assert words.text.endswith("while computing: SM clock 900 MHz.")
+
+
+def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
+    old = said("gpu_memory_errors", replace(GPU, uncorrected=3))
+    counted = "3 uncorrectable ECC errors since its driver was loaded"
+    assert old.title == f"GPU 0 of n has memory errors: {counted}, none of them during this run"
+    new = said("gpu_memory_errors", replace(GPU, uncorrected=3, new_errors=2, remap_failed=True, remap_pending=True))
+    assert new.title == f"GPU 0 of n has memory errors: {counted}, 2 of them during this run"
+    assert new.text == (
+        f"{counted}, 2 of them during this run; a memory row could not be remapped; a memory row waits to be remapped "
+        "at the next reset. Results computed with it cannot be trusted."
+    )
+
+
+def test_an_xid_of_a_gpu_that_is_not_known() -> None:
+    assert said("gpu_xid", replace(XID, bus="")).title == "XID 79 on a GPU of n: the GPU has fallen off the bus"
+
+
+def test_a_link_that_retransmits() -> None:
+    link = replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=16, pcie_width_max=16, replays=200)
+    assert "or retransmits packets. 200 replays within 40 s. Copies, " in said("pcie_degraded", link).text
+
+
+def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> None:
+    volume = replace(VOLUME, free_bytes=6 * GIB, bytes_per_s=0.0, full_in_s=None)
+    low = said("disk_filling", replace(volume, why="low"))
+    assert low.title == "disk nearly full, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
+    burst = said("disk_filling", replace(volume, why="next write", burst_bytes=10 * GIB))
+    assert burst.title == (
+        "the next checkpoint will not fit, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
+    )
+    assert burst.text.startswith(
+        "6.00 GiB of 100.00 GiB left. The largest single write was 10.00 GiB, more than is left. Most trainings end"
+    )
+
+
+def test_further_checkpoints_that_could_not_be_written() -> None:
+    again = said("checkpoint_failed", CheckpointFacts("out/step-30", FULL, 20, 30, 2, ""), severity="error")
+    assert again.title == f"2 checkpoints in a row could not be written, at step 30: {FULL}"
+    assert again.text.startswith(f"out/step-30: {FULL}. Training continues. There is no complete one. ")
