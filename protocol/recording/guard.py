@@ -35,6 +35,9 @@ _SPARE_BYTES = 24 * 2**20
 _AMPLIFICATION = 8
 """Bytes granted to one answer, unpacked: zlib packs messages three to five times."""
 
+_BLOCK_BYTES = 512
+"""Unit of ``st_blocks``."""
+
 _OPERATIONS = 50_000
 """Steps of SQLite's virtual machine between two readings of the clock: some 2 to 5 ms."""
 
@@ -78,7 +81,9 @@ class Guard:
         size = 0
         for suffix in ("", "-wal"):
             with suppress(OSError):
-                size += os.stat(f"{path}{suffix}").st_size
+                status = os.stat(f"{path}{suffix}")
+                # Holes of a sparse file justify nothing.
+                size += min(status.st_size, max(status.st_blocks, 1) * _BLOCK_BYTES)
         self.path = path
         self.file_bytes = size
         self._seconds = _SECONDS + size / _BYTES_A_SECOND if seconds is None else seconds
