@@ -224,11 +224,11 @@ def _replicas(finding: Finding) -> Words:
     who = f"{all_ranks(facts.odd_ranks)} differs" if len(facts.odd_ranks) == 1 else "ranks differ"
     if len(facts.odd_ranks) > 1:
         who = f"{all_ranks(facts.odd_ranks)} differ"
-    names = "parameter" if facts.parameters == 1 else "parameters"
+    names = "parameter differs" if facts.parameters == 1 else "parameters differ"
     return Words(
         f"replicas have diverged: {who} in {facts.parameter}",
         f"Data-parallel ranks must hold equal parameters. Since step {facts.first_step} they do not: of "
-        f"{facts.checked} checked at the latest step {facts.parameters} {names} differ, by {facts.difference:.1e} of "
+        f"{facts.checked} checked at the latest step {facts.parameters} {names}, by {facts.difference:.1e} of "
         f"the norm at most ({facts.parameter}). The ranks train different models, and a checkpoint contains the one of "
         "the rank that saves it.",
         "Check for code that changes parameters on some ranks only, different seeds or checkpoints at the start, "
@@ -258,13 +258,16 @@ def _gpu(facts: DeviceFacts) -> str:
 
 def _throttling(finding: Finding) -> Words:
     facts: DeviceFacts = finding.facts
-    heat = f" {facts.temperature_c:.0f} °C," if facts.temperature_c is not None else ""
-    power = f" {facts.power_w:.0f} W," if facts.power_w is not None else ""
-    clock = f" SM clock {facts.sm_clock_mhz} MHz" if facts.sm_clock_mhz else ""
     others = f" (the host's other GPUs: {facts.others_sm_clock_mhz})" if facts.others_sm_clock_mhz else ""
+    figures = [
+        *([f"{facts.temperature_c:.0f} °C"] if facts.temperature_c is not None else []),
+        *([f"{facts.power_w:.0f} W"] if facts.power_w is not None else []),
+        *([f"SM clock {facts.sm_clock_mhz} MHz{others}"] if facts.sm_clock_mhz else []),
+    ]
+    seen = f": {', '.join(figures)}" if figures else ""
     return Words(
         f"{_gpu(facts)} is throttled: {', '.join(facts.reasons)}",
-        f"For most of the last 20 s its clock was reduced while computing:{heat}{power}{clock}{others}.",
+        f"For most of the last 20 s its clock was reduced while computing{seen}.",
         "Heat: check fans, air flow and neighbouring cards. Power brake or hardware slowdown: check the power supply "
         "and its cables. The whole run is as slow as its slowest GPU.",
         "It is no longer throttled.",

@@ -205,7 +205,7 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         )
     if kind == "outside":
         size = found.get("outside") or found.get("elsewhere", 0)
-        whose = "this process, but not PyTorch's allocator," if "outside" in found else (
+        whose = "this process outside of PyTorch's allocator" if "outside" in found else (
             "something outside this process's PyTorch (its CUDA context, NCCL, libraries, or other processes; "
             "the owner is not known)"
         )  # fmt: skip

@@ -351,7 +351,7 @@ def test_a_function_that_torch_compile_has_given_up() -> None:
 def test_who_differs_from_the_other_replicas(odd_ranks: tuple[int, ...], who: str) -> None:
     words = said("replica_divergence", replace(REPLICAS, odd_ranks=odd_ranks, parameters=1))
     assert words.title == f"replicas have diverged: {who} in w"
-    assert "of 5 checked at the latest step 1 parameter differ" in words.text
+    assert "of 5 checked at the latest step 1 parameter differs, by" in words.text
 
 
 def test_of_two_ranks_with_unequal_losses_both_are_named() -> None:
@@ -365,6 +365,8 @@ def test_a_throttled_gpu_with_what_is_known_of_it() -> None:
     words = said("gpu_throttling", replace(GPU, reasons=("hardware slowdown",), sm_clock_mhz=900))
     assert words.title == "GPU 0 of n is throttled: hardware slowdown"
     assert words.text.endswith("while computing: SM clock 900 MHz.")
+    hot = said("gpu_throttling", replace(GPU, reasons=("thermal",), temperature_c=91.0))
+    assert hot.text.endswith("while computing: 91 °C.")
 
 
 def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:

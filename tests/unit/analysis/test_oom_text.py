@@ -262,7 +262,7 @@ def test_memory_of_this_process_outside_the_allocator() -> None:
     oom = of(allocated_bytes=60 * GIB, reserved_bytes=60 * GIB, peak_bytes=60 * GIB)
     verdict = explain(oom, OomContext(HELLO, [ProcessMemory(11, 79 * GIB, 0)]))
     assert (verdict.kind, verdict.title) == ("outside", "memory outside of PyTorch's allocator")
-    assert verdict.text.startswith("19.00 GiB of the device is held by this process, but not PyTorch's allocator")
+    assert verdict.text.startswith("19.00 GiB of the device is held by this process outside of PyTorch's allocator; ")
     assert verdict.text.endswith("; PyTorch itself held 60.00 GiB.")
 
 
