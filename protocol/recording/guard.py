@@ -5,7 +5,6 @@ no views or triggers but by name, small limits, and an end to every query. Time 
 asks, so that a slow disk or a loaded host does not count.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import RecordingError
+from .extents import data_bytes
 
 T = TypeVar("T")
 
@@ -34,9 +34,6 @@ _ALL_BYTES_A_SECOND = 2e6
 _SPARE_BYTES = 24 * 2**20
 _AMPLIFICATION = 8
 """Bytes granted to one answer, unpacked: zlib packs messages three to five times."""
-
-_BLOCK_BYTES = 512
-"""Unit of ``st_blocks``."""
 
 _OPERATIONS = 50_000
 """Steps of SQLite's virtual machine between two readings of the clock: some 2 to 5 ms."""
@@ -81,9 +78,7 @@ class Guard:
         size = 0
         for suffix in ("", "-wal"):
             with suppress(OSError):
-                status = os.stat(f"{path}{suffix}")
-                # Holes of a sparse file justify nothing.
-                size += min(status.st_size, max(status.st_blocks, 1) * _BLOCK_BYTES)
+                size += data_bytes(f"{path}{suffix}")
         self.path = path
         self.file_bytes = size
         self._seconds = _SECONDS + size / _BYTES_A_SECOND if seconds is None else seconds

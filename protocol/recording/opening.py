@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import RecordingError
 from ..text import gib
+from .extents import open_at_once
 from .guard import Guard
 from .salvage import salvage
 from .schema import APPLICATION_ID, SCHEMA_VERSION, UPGRADES
@@ -172,7 +173,7 @@ def _open_damaged(path: Path, guard: Guard) -> OpenedRecording:
 def _check_header(path: Path) -> _Header:
     try:
         _check_regular(path)
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=open_at_once) as file:
             head = file.read(_HEADER_BYTES)
     except FileNotFoundError:
         raise RecordingError(f"{path}: no such recording; 'ftmon ls' lists the runs there are") from None
@@ -221,11 +222,6 @@ def _check_regular(path: Path) -> None:
         beside = Path(f"{path}{suffix}")
         if os.path.lexists(beside) and not beside.is_file():
             raise RecordingError(f"{beside}: is not a regular file; remove it, or copy the recording elsewhere")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting: a pipe may have taken the file's place."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _write_ahead_log(path: Path) -> Path | None:

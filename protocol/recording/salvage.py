@@ -6,7 +6,6 @@ trusted. Rows with values that no message can have had are left out.
 """
 
 import contextlib
-import errno
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from ..errors import RecordingError
 from ..messages.bounds import LAST_TIME, MAX_RANKS
 from ..messages.telemetry import Step
 from .curves import INSERT_CURVE, Curves
+from .extents import copy_data
 from .guard import Guard
 from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks
 from .rollup import INSERT_ROLLUP, Rollups
@@ -42,7 +42,6 @@ _AMPLIFICATION = 2
 _SPARE_BYTES = 16 * 2**20
 """Each row and each byte of a whole file is there once."""
 
-_COPIED_AT_ONCE = 2**20
 _MOST_HOLES = 2_000
 _MARKED_STEPS = 200_000
 """Steps that are searched for marks: some 4 s; of a longer recording the later marks are missing."""
@@ -90,38 +89,12 @@ def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[s
 def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
     """Copy the file without its last, torn page: SQLite would fill it up with zeros and read rows of nothing."""
     torn = scratch / "torn.sqlite"
-    copy_sparse(path, torn)
+    copy_data(path, torn)
     os.truncate(torn, path.stat().st_size // page_bytes * page_bytes)
     log = Path(f"{path}-wal")
     if log.exists():
-        copy_sparse(log, scratch / "torn.sqlite-wal")
+        copy_data(log, scratch / "torn.sqlite-wal")
     return torn
-
-
-def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file; its holes take no time, and no room in the copy."""
-    with open(source, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:
-        size = os.fstat(reader.fileno()).st_size
-        os.truncate(writer.fileno(), size)
-        end = 0
-        while (begin := _data_from(reader.fileno(), end, size)) < size:
-            end = os.lseek(reader.fileno(), begin, os.SEEK_HOLE)
-            reader.seek(begin)
-            writer.seek(begin)
-            left = end - begin
-            while left > 0 and (data := reader.read(min(left, _COPIED_AT_ONCE))):
-                writer.write(data)
-                left -= len(data)
-
-
-def _data_from(descriptor: int, place: int, size: int) -> int:
-    """Return where the next data at or behind a place begins; the size where there are none."""
-    try:
-        return os.lseek(descriptor, place, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return size
-        raise
 
 
 def _copy_tables(torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Guard) -> str:

@@ -9,7 +9,6 @@ import pytest
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.recording.guard import Guard
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.salvage import copy_sparse
 from ftmon.protocol.recording.schema import STATEMENTS
 from ftmon.protocol.recording.shape import expected_tables
 from streams import Stream, write
@@ -168,21 +167,3 @@ def test_a_pipe_is_refused_before_it_is_opened(path: Path, kind: str) -> None:
     os.mkfifo(place)
     with pytest.raises(RecordingError, match="is not a regular file"):
         Reader(path)
-
-
-def test_holes_of_a_sparse_file_justify_nothing_and_are_not_copied(tmp_path: Path) -> None:
-    sparse, copy, size = tmp_path / "sparse", tmp_path / "copy", 20 * 2**30
-    with sparse.open("wb") as file:
-        for place in (0, 3 * 2**30 + 5, size - 10):
-            file.seek(place)
-            file.write(b"some data.")
-    if sparse.stat().st_blocks * 512 > 2**30:
-        pytest.skip("this file system has no sparse files")
-    copy_sparse(sparse, copy)
-    assert copy.stat().st_size == size
-    assert copy.stat().st_blocks * 512 < 2**20
-    with copy.open("rb") as file:
-        for place in (0, 3 * 2**30 + 5, size - 10):
-            file.seek(place)
-            assert file.read(10) == b"some data."
-    assert Guard(sparse).file_bytes < 2**20
