@@ -63,6 +63,8 @@ def _the_recording_agrees(reader: Reader) -> None:
         if isinstance(frame.message, Job):
             first_seen.setdefault(frame.message.number, frame.seq)
     begins = list(first_seen.values())
+    times = [frame.t for frame in frames]
+    assert times == sorted(times), "a moment of the recording is one place in the stream"
     final = {frame.message.number: frame.message for frame in reader.jobs() if isinstance(frame.message, Job)}
     assert len(begins) == len(final)
     for number, (first, last) in enumerate(zip(begins, [*begins[1:], 1 << 60], strict=True), 1):

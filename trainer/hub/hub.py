@@ -277,6 +277,7 @@ class Hub:
             away = self._agents.speaking is not None
             if not self._jobs.join(message, t):
                 return
+            t = time.time()  # what begins its job came first: times in the stream do not go back
             self._meet(message, away)
             self._predicting.hello(message)
             if self._rank_hosts.target(message.rank) is not None:
@@ -290,7 +291,8 @@ class Hub:
                 self._link.identify(sender)
         elif kind is Step:
             assert isinstance(message, Step)
-            self._jobs.step(sender, message, t)
+            if self._jobs.step(sender, message, t):
+                t = time.time()
         elif kind in (Goodbye, Failure, Closing):
             self._jobs.add(sender, message)
             if isinstance(message, Failure):

@@ -73,11 +73,13 @@ class JobStream:
             self._rank_hosts.senders.add(identity_of(hello))
         return not joined.concurrent
 
-    def step(self, sender: str, step: Step, t: float) -> None:
-        """Count a step; start the next job if the step is the first of another training in the same processes."""
-        if self._jobs.step(sender, step) and len(self._jobs.jobs) < MOST_JOBS:
-            self._follow_on(t)
-            self._jobs.step(sender, step)
+    def step(self, sender: str, step: Step, t: float) -> bool:
+        """Count a step; return whether a job began with it: the first step of another training there."""
+        if not self._jobs.step(sender, step) or len(self._jobs.jobs) >= MOST_JOBS:
+            return False
+        self._follow_on(t)
+        self._jobs.step(sender, step)
+        return True
 
     def tick(self) -> None:
         """Emit changed jobs; if the job in the stream has ended, switch to a concurrent one."""
