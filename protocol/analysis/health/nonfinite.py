@@ -96,7 +96,9 @@ class NonFinite:
         if rank is None:
             rank = self._ranks[step.rank] = _Rank()
         rank.step = step.step
-        value = self._value(step)
+        value = step.loss if self._what == "loss" else step.grad_norm
+        if step.updates:
+            value = self._of_updates(step, value)
         found: list[Finding] = []
         if value is None:
             pass
@@ -126,13 +128,13 @@ class NonFinite:
         case.raised = True
         return [self._finding(case, "raised", case.precision)]
 
-    def _value(self, step: Step) -> float | None:
-        value: float | None = getattr(step, self._what)
-        if step.updates and (value is None or isfinite(value)):
-            # One of several engines is enough; an update that its scaler skipped is not one.
-            of_each = [getattr(one, self._what) for one in step.updates if not one.overflow]
-            value = next((one for one in of_each if one is not None and not isfinite(one)), value)
-        return value
+    def _of_updates(self, step: Step, value: float | None) -> float | None:
+        """Return the first value that is not finite; one of several engines is enough."""
+        if value is not None and not isfinite(value):
+            return value
+        # An update that its scaler skipped is not one.
+        of_each = [getattr(one, self._what) for one in step.updates if not one.overflow]
+        return next((one for one in of_each if one is not None and not isfinite(one)), value)
 
     def reset(self) -> list[Finding]:
         """Forget everything: another job begins. Returns the end of what stood."""

@@ -12,7 +12,7 @@ phases count. Otherwise (DeepSpeed, FSDP, a script's own collectives) only the p
 step count, because they include no waiting; the duration of phases with collectives is an upper bound of the waiting.
 """
 
-from dataclasses import dataclass, field
+import msgspec
 
 from ...messages.telemetry import Step
 
@@ -27,11 +27,10 @@ FRONT = ("idle", "data", "forward")
 """The phases between an update and the backward after it."""
 
 
-@dataclass(slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """One step of one rank. Times are microseconds."""
 
-    own: dict[str, int] = field(default_factory=dict[str, int])
+    own: dict[str, int] = {}
     """Its own work, by phase; that of ``data`` is the time in the dataloader, the rest is ``BATCH``."""
     waited: int = 0
     """Time for which it waited for others."""
