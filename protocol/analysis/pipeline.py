@@ -134,12 +134,10 @@ class Detectors:
         self._begin()
         return list(alerts)
 
-    def feed(self, seq: int, t: float, message: Message) -> list[Message]:
+    def feed(self, seq: int, t: float, message: Message) -> Sequence[Message]:
         """Look at one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
         handler = self._handlers.get(type(message))
-        if handler is None:
-            return []
-        return list(handler(t, message))
+        return handler(t, message) if handler is not None else []
 
     def drain_actions(self) -> list[Action]:
         """Return what detectors have asked ranks to do since the last call."""

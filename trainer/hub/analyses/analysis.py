@@ -59,13 +59,13 @@ class Analysis:
     def feed(self, seq: int, t: float, message: Message) -> None:
         """Analyse one message of the stream."""
         try:
-            found: list[Any] = self.tracker.feed(seq, t, message)
-            found = found + self._detectors.feed(seq, t, message)
+            states = self.tracker.feed(seq, t, message)
+            alerts = self._detectors.feed(seq, t, message)
         except Exception:
             self._failed()
             return
-        if found:
-            self._conclude(found)
+        if states or alerts:
+            self._conclude([*states, *alerts])
 
     def fact(self, fact: ProcessFact) -> None:
         """Analyse a fact of a rank's process."""
