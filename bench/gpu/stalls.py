@@ -43,7 +43,10 @@ SAME_MIB = 300
 
 
 def used_mib() -> list[int]:
+    """Return the memory in use on each GPU that these runs may use: others' may change meanwhile."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query += ["-i", visible] if visible else []
     return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
 
 

@@ -57,7 +57,7 @@ def test_ranks_elsewhere_are_watched_by_one_agent_asked_and_killed_and_nothing_i
         with App(run) as app:
             for rank in (0, 1):
                 app.wait_for(Step, lambda step, rank=rank: step.rank == rank and step.step > 5)
-            app.wait_for(HostState, lambda host: host.host == "nodeb" and host.ranks == [0, 1])
+            app.told(HostState, lambda host: host.host == "nodeb" and host.ranks == [0, 1])
             app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and len(sample.processes) == 2)
             assert len(agents(run)) == 1
             stacks = app.command("stacks")

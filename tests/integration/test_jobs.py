@@ -115,7 +115,7 @@ def test_two_jobs_at_the_same_time_are_not_mixed() -> None:
     quick, slow = (fake_ranks({"steps": steps, "rate": rate}) for steps, rate in ((30, 15), (60, 10)))
     both = ["bash", "-c", f"{_shell(quick)} & {_shell(slow)} & wait"]
     with started(both) as run, App(run) as app:
-        app.wait_for(Alert, lambda alert: alert.evidence["rule"].startswith("beside "))
+        app.told(Alert, lambda alert: alert.evidence["rule"].startswith("beside "))
         app.wait_for(Job, lambda job: job.is_over and job.steps == 60)
         app.wait_for(Job, lambda job: job.is_over and job.steps == 30)
         in_stream: list[int] = []

@@ -70,7 +70,7 @@ def test_a_hub_records_what_its_worker_finds_counts_what_is_no_trace_and_ends_th
 def test_a_worker_ends_with_its_hub(traces):
     good, _ = traces
     with started(fake_ranks({"traces": [good]})) as run, App(run) as app:
-        app.wait_for(Composition)
+        app.told(Composition)
         hub = hub_of(run).process
         worker = worker_of(hub)
         os.kill(hub.pid, signal.SIGKILL)

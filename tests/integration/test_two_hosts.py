@@ -58,8 +58,8 @@ def command_lines() -> str:
 def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHosts) -> None:
     run = start(hosts)
     with App(run) as app:
-        assert app.wait_for(Hello, lambda hello: hello.rank == 0, 120).host == "nodea"
-        assert app.wait_for(Hello, lambda hello: hello.rank == 1, 120).host == "nodeb"
+        assert app.told(Hello, lambda hello: hello.rank == 0, 120).host == "nodea"
+        assert app.told(Hello, lambda hello: hello.rank == 1, 120).host == "nodeb"
         app.wait_for(Step, lambda step: step.rank == 1 and step.step >= 3, 120)
         app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and bool(sample.processes), 30)
         app.wait_for(LogLine, lambda line: line.rank == 1 and line.text.startswith("loss"), 30)

@@ -134,6 +134,15 @@ class App:
             )
             self.read()
 
+    def told(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = SECONDS) -> M:
+        """Return the run's first message of ``kind`` that matches, whether or not it came before this subscription."""
+
+        def find() -> M | None:
+            messages = (frame.message for frame in self.recorded())
+            return next((found for found in messages if isinstance(found, kind) and matches(found)), None)
+
+        return eventually(find, f"a {kind.__name__} of the run", seconds, every=0.2)
+
     def send(self, verb: str, **args: Any) -> str:
         command = Command(secrets.token_hex(6), verb, args)
         self.control.send_multipart(wire.encode("test", 1, time.time(), command))

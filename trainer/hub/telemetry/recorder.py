@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from ....protocol.messages.wire import Message
 from ....protocol.recording.batch import Batch
 from ....protocol.recording.writer import Writer
 
@@ -32,8 +33,6 @@ class Recorder(threading.Thread):
     def __init__(self, writer: Writer) -> None:
         super().__init__(name="recorder", daemon=True)
         self._writer = writer
-        self.append = writer.append
-        """Queue one message for the next commit."""
         self._lock = threading.Lock()
         self._next = Batch()
         self._then: list[Callable[[], object]] = []
@@ -69,6 +68,10 @@ class Recorder(threading.Thread):
     def recorded(self) -> int:
         """Messages written to disk."""
         return self._writer.recorded
+
+    def append(self, seq: int, t: float, message: Message) -> None:
+        """Queue one message for the next commit; the arguments are those of ``Writer.append``."""
+        self._writer.append(seq, t, message)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
         """Queue a loss for the recording; the arguments are those of ``Writer.lose``."""
