@@ -50,6 +50,16 @@ def all_ranks(ranks: Iterable[int]) -> str:
         return "no ranks"
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
+    return f"ranks {_ranges(ordered)}"
+
+
+def ranks_counted(ranks: Iterable[int]) -> str:
+    """Count and name every rank: ``rank 3``, ``7 ranks (0-2, 4-7)``."""
+    ordered = sorted(set(ranks))
+    return f"rank {ordered[0]}" if len(ordered) == 1 else f"{len(ordered)} ranks ({_ranges(ordered)})"
+
+
+def _ranges(ordered: Sequence[int]) -> str:
     parts: list[str] = []
     start = last = ordered[0]
     for rank in [*ordered[1:], -1]:
@@ -58,7 +68,7 @@ def all_ranks(ranks: Iterable[int]) -> str:
             continue
         parts.append(str(start) if start == last else f"{start}-{last}")
         start = last = rank
-    return f"ranks {', '.join(parts)}"
+    return ", ".join(parts)
 
 
 def kernel_sleep(function: str = "") -> str:

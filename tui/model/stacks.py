@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import python_stacks
 from ...protocol.messages.telemetry import Stacks
-from ...protocol.text import sanitize
+from ...protocol.text import ranks_counted, sanitize
 
 RowKind = Literal["group", "frame", "thread", "native"]
 
@@ -34,27 +34,13 @@ def rows(
         what = group.place.text or "no Python frames"
         by_signal = any(stacks[rank].taken_by == "signal" for rank in ranks)
         held = " (could not answer: native code holds Python's lock)" if by_signal else ""
-        found.append(Row("group", f"{ranks_in_short(group.ranks)}: {what}{held}", ranks))
+        found.append(Row("group", f"{ranks_counted(group.ranks)}: {what}{held}", ranks))
         if not set(ranks) & set(unfolded):
             found += [Row("frame", f"{frame.place}  {frame.function}", ranks) for frame in group.frames]
             continue
         for rank in sorted(set(ranks) & set(unfolded)):
             found += _whole(rank, stacks[rank], (native or {}).get(rank), ranks)
     return found
-
-
-def ranks_in_short(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``7 ranks (0-2, 4-7)``; ``ranks`` ascend."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    parts: list[str] = []
-    begin = 0
-    for index in range(1, len(ranks) + 1):
-        if index == len(ranks) or ranks[index] != ranks[index - 1] + 1:
-            first, last = ranks[begin], ranks[index - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            begin = index
-    return f"{len(ranks)} ranks ({', '.join(parts)})"
 
 
 def _whole(rank: int, stacks: Stacks, native: Stacks | None, ranks: tuple[int, ...]) -> list[Row]:

@@ -3,7 +3,7 @@
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.telemetry import Stacks
 from ftmon.tui.cli.investigate.stacks import as_json, as_lines
-from ftmon.tui.model.stacks import ranks_in_short, rows
+from ftmon.tui.model.stacks import rows
 from scenes import STACKS, WAITS
 
 
@@ -35,11 +35,6 @@ def test_an_unfolded_group_has_all_threads_and_native_frames():
 def test_a_rank_that_could_not_answer_is_told():
     (head, *_) = rows({0: taken(0, WAITS, taken_by="signal")})
     assert head.text.endswith("(could not answer: native code holds Python's lock)")
-
-
-def test_ranks_are_named_in_ranges():
-    assert ranks_in_short([4]) == "rank 4"
-    assert ranks_in_short([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"
 
 
 def test_the_command_prints_groups_and_says_who_did_not_answer():

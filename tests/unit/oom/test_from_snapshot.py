@@ -14,7 +14,7 @@ def test_a_real_failure_at_the_loss_is_told_as_logits_with_the_size_of_a_copy() 
     assert report.phase == "forward"
     assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
     assert report.oom.stack[-1].endswith("functional.py:3504 cross_entropy")
-    assert "120.12 GiB free" in report.verdict.text  # a limit was set on that process
+    assert report.oom.device_free_bytes > report.oom.requested_bytes, "a limit was set on that process"
     first = report.remedies[0]
     assert (first.kind, first.frees_bytes) == ("chunked_loss", report.oom.requested_bytes)
 

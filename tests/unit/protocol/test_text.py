@@ -1,7 +1,7 @@
 """Untrusted text is safe to print; figures keep their units."""
 
 import pytest
-from ftmon.protocol.text import all_ranks, duration, gib, sanitize
+from ftmon.protocol.text import all_ranks, duration, gib, ranks_counted, sanitize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +80,8 @@ def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str
 )
 def test_every_rank_is_named(ranks: list[int], words: str) -> None:
     assert all_ranks(ranks) == words
+
+
+def test_ranks_are_counted_and_named_in_ranges() -> None:
+    assert ranks_counted([4]) == "rank 4"
+    assert ranks_counted([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"

@@ -10,8 +10,7 @@ from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
 from ....protocol.messages.telemetry import Stacks
 from ....protocol.run import run_store
-from ....protocol.text import sanitize
-from ...model.stacks import ranks_in_short
+from ....protocol.text import ranks_counted, sanitize
 from ...source.find import recording_file
 from ..access.control import ask
 from ..access.recordings import check_rank, opened
@@ -104,7 +103,7 @@ def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
     answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
     lines: list[str] = []
     for group in python_stacks.group(stacks):
-        lines += [f"{ranks_in_short(group.ranks)}: {group.place.text or 'no Python frames'}"]
+        lines += [f"{ranks_counted(group.ranks)}: {group.place.text or 'no Python frames'}"]
         if not all_threads:
             lines += [f"    {frame.place} in {frame.function}" for frame in group.frames]
             continue
