@@ -180,7 +180,7 @@ class Hub:
     # The loop.
 
     def _make_loop(self) -> PollLoop:
-        loop = PollLoop(self._tick, self._stream.flush, self._commits.commit_when_due)
+        loop = PollLoop(self._tick, self._stream.flush, self._after_read)
         loop.add(self._mailbox.fileno(), self._mailbox.drain)
         for socket in self._channels.of("control"):
             loop.add(socket, lambda socket=socket: self._commands.receive(socket))
@@ -191,6 +191,10 @@ class Hub:
         for socket in self._channels.of("telemetry"):
             loop.add(socket, lambda socket=socket: self._intake.drain(socket, _DRAIN))
         return loop
+
+    def _after_read(self) -> None:
+        self._analysis.flush()
+        self._commits.commit_when_due()
 
     def _tick(self, now: float) -> None:
         for line in self._logs.poll():

@@ -45,6 +45,7 @@ class Rig:
             self.analysis.feed(
                 number, float(number), Step(0, number, 0.0, 9000, [PhaseRecord("optimizer", 0, 9000, span, span)])
             )
+        self.analysis.flush()
 
     def received(self) -> list[Command]:
         commands: list[Command] = []

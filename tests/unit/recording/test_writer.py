@@ -1,0 +1,51 @@
+"""Steps that are written together are the rows of one step after another; one that fits no column is counted, once."""
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.recording.writer import Writer
+from streams import RUN, Stream
+
+FRAMES = list(Stream(ranks=3, steps=150).frames())
+
+
+def record(path: Path, frames: Sequence[Frame], *, together: bool) -> Writer:
+    writer = Writer(path, RUN)
+    for frame in frames:
+        writer.append(frame.seq, frame.t, frame.message)
+        if not together:
+            writer.commit()
+    writer.close()
+    return writer
+
+
+def rows_of(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    with sqlite3.connect(path) as connection:
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in names if name != "meta"}
+
+
+def test_steps_together_are_the_rows_of_one_after_another(tmp_path: Path) -> None:
+    record(tmp_path / "one.sqlite", FRAMES, together=False)
+    record(tmp_path / "all.sqlite", FRAMES, together=True)
+    found = rows_of(tmp_path / "one.sqlite")
+    assert len(found["steps"]) == 450
+    assert all(found[table] for table in ("rollups", "curves", "marks"))
+    assert rows_of(tmp_path / "all.sqlite") == found
+
+
+def test_a_step_that_fits_no_column_is_lost_once_and_the_others_are_not(tmp_path: Path) -> None:
+    place = next(place for place, frame in enumerate(FRAMES) if isinstance(frame.message, Step)) + 3
+    bad = msgspec.structs.replace(FRAMES[place].message, started=float("nan"))
+    frames = list(FRAMES)
+    frames[place] = msgspec.structs.replace(frames[place], message=bad)
+    writer = record(tmp_path / "r.sqlite", frames, together=True)
+    assert (writer.lost, writer.recorded) == (1, len(frames) - 1)
+    with Reader(tmp_path / "r.sqlite") as reader:
+        assert reader.frames(limit=10**6) == [frame for frame in frames if frame.message is not bad]
