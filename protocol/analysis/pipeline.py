@@ -105,7 +105,7 @@ class Detectors:
             "unreachable": self._hang.restore,
         }
         self._handlers: dict[type, Callable[[float, Any], Sequence[Message]]] = {
-            Step: lambda t, step: self.steps([(t, step)]),
+            Step: lambda t, step: self.steps([(t, step)], _reraise),
             Hello: self._hello,
             LogLine: self._log,
             Oom: self._out_of_memory,
@@ -139,27 +139,38 @@ class Detectors:
         handler = self._handlers.get(type(message))
         return handler(t, message) if handler is not None else []
 
-    def steps(self, steps: Sequence[tuple[float, Step]]) -> list[Message]:
-        """Look at steps in the order of the stream, each with the time at which it was received.
+    def steps(self, steps: Sequence[tuple[float, Step]], failed: Callable[[], object]) -> list[Message]:
+        """Look at a batch of steps; return the alerts to send.
 
-        A detector looks at all of them before the next one does: under load that takes half the time of a step after
-        another, as a detector's code and state stay in the processor's cache.
+        Each detector processes the whole batch before the next detector does, so that its code and state stay in the
+        processor's cache: a batch takes half the CPU time of the same steps one at a time.
+
+        Args:
+            steps: time of receipt and step, in the order of the stream.
+            failed: called in the ``except`` block of an exception that a detector raised for one step; the batch goes
+                on with the next step.
         """
         alerts: list[Message] = []
         if self._store.past:
             alerts += self._store.resolve_past(steps[0][0], "A later job of the run has made a step since.")
         for _, step in steps:
             self._moments.step(step)
-        for look_at in (self._spike.step, self._slow.step):
+        detect: tuple[Callable[[float, Step], list[Finding]], ...] = (
+            self._spike.step,
+            lambda _, step: self._growth.step(step),
+            self._slow.step,
+            lambda _, step: self._leak.step(step),
+            lambda _, step: self._monitor.step(step),
+            lambda _, step: self._oom.step(step),
+        )
+        for find in detect:
             for t, step in steps:
-                found = look_at(t, step)
-                if found:
-                    alerts += self._findings.put(t, found)
-        for look in (self._growth.step, self._leak.step, self._monitor.step, self._oom.step):
-            for t, step in steps:
-                found = look(step)
-                if found:
-                    alerts += self._findings.put(t, found)
+                try:
+                    found = find(t, step)
+                    if found:
+                        alerts += self._findings.put(t, found)
+                except Exception:
+                    failed()
         return alerts
 
     def drain_actions(self) -> list[Action]:
@@ -321,3 +332,7 @@ class Detectors:
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             alerts += self._findings.put(now, self._monitor.drop(state.rank))
         return alerts
+
+
+def _reraise() -> None:
+    raise

@@ -45,8 +45,8 @@ _RECEIVED = "heard"
 _AGENT = "taken:"
 """So begin the keys of ``meta`` that hold the numbers of ``note_agent_numbers``."""
 
-_STEPS_TOGETHER = 64
-"""Steps that are made rows of together at most; more do not stay in the processor's cache."""
+_BATCH = 64
+"""Maximum steps in a batch; more do not stay in the processor's cache."""
 
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 _WHY_UNFIT = "figures that fit no column"
@@ -102,7 +102,7 @@ class Writer:
         self._lost = 0
         """Lost messages that are recorded already."""
         self._steps: list[tuple[int, float, Step]] = []
-        """Appended, and not made rows of yet."""
+        """Steps collected for ``_add_steps``."""
         self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
         self._curves = Curves(lambda row: self._put_row("curves", row))
@@ -138,7 +138,7 @@ class Writer:
             self._put_row("clock", (self._second, seq))
         if type(message) is Step:
             self._steps.append((seq, t, message))
-            if len(self._steps) >= _STEPS_TOGETHER:
+            if len(self._steps) >= _BATCH:
                 self._add_steps()
             return
         self._add_steps()
@@ -324,9 +324,9 @@ class Writer:
         self._pending.rows[table].append(row)
 
     def _add_steps(self) -> None:
-        """Make the rows of the steps that wait: of one kind for all of them, then of the next.
+        """Make the rows of the collected steps, table by table.
 
-        Under load that takes half the time of all kinds for one step after another, as code and state stay in the
+        Each stage processes the whole batch before the next stage does, so that its code and state stay in the
         processor's cache.
         """
         steps, self._steps = self._steps, []

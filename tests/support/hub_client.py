@@ -135,7 +135,7 @@ class App:
             self.read()
 
     def told(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = SECONDS) -> M:
-        """Return the run's first message of ``kind`` that matches, whether or not it came before this subscription."""
+        """Return the first message of ``kind`` that matches in the recording, even if sent before subscribing."""
 
         def find() -> M | None:
             messages = (frame.message for frame in self.recorded())

@@ -1,9 +1,10 @@
-"""Steps that the detectors look at together have the alerts of one step after another."""
+"""A batch of steps raises the same alerts as single steps; a detector's exception costs one step, not the batch."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame, Message
@@ -56,7 +57,7 @@ def alerts_of(given: Sequence[Frame], *, one_by_one: bool) -> dict[tuple[Any, ..
     return {(one.kind, one.rank, one.phase, one.evidence.get("rule")): one for one in alerts}
 
 
-def test_steps_together_raise_what_steps_one_by_one_raise() -> None:
+def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps() -> None:
     given = frames()
     assert max(given.index(one) for one in given[:300] if isinstance(one.message, Step)) > 64
     found = alerts_of(given, one_by_one=True)
@@ -64,13 +65,37 @@ def test_steps_together_raise_what_steps_one_by_one_raise() -> None:
     assert alerts_of(given, one_by_one=False) == found
 
 
-def test_a_step_is_looked_at_before_the_message_after_it() -> None:
+def test_collected_steps_are_processed_before_a_message_of_another_type() -> None:
     given = [frame for frame in frames() if isinstance(frame.message, Step)][:20]
     analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
     seen: list[int] = []
-    analysis._detectors.steps = lambda steps: [seen.extend(step.step for _, step in steps)][:0]  # type: ignore[method-assign]
+    analysis._detectors.steps = lambda steps, _failed: [seen.extend(step.step for _, step in steps)][:0]  # type: ignore[method-assign]
     for frame in given:
         analysis.feed(frame.seq, frame.t, frame.message)
     assert seen == []
     analysis.feed(99, given[-1].t, Stream(ranks=4).hello(0, given[-1].t))
     assert seen == [frame.message.step for frame in given]
+
+
+def test_a_detector_that_fails_for_one_step_still_gets_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [frame for frame in frames() if isinstance(frame.message, Step)][:20]
+    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
+    first, later = [], []
+
+    def fails_once(step: Step) -> list[Any]:
+        first.append(step.step)
+        if len(first) == 3:
+            raise ZeroDivisionError("step three")
+        return []
+
+    def works(step: Step) -> list[Any]:
+        later.append(step.step)
+        return []
+
+    analysis._detectors._leak.step = fails_once  # type: ignore[method-assign]
+    analysis._detectors._monitor.step = works  # type: ignore[method-assign]
+    for frame in given:
+        analysis.feed(frame.seq, frame.t, frame.message)
+    analysis.flush()
+    assert len(first) == len(later) == 20
+    assert "ZeroDivisionError: step three" in capsys.readouterr().err

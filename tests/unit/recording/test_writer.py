@@ -1,4 +1,4 @@
-"""Steps that are written together are the rows of one step after another; one that fits no column is counted, once."""
+"""A batch of steps gives the same rows as single steps; a step that fits no column is counted as lost once."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def rows_of(path: Path) -> dict[str, list[tuple[Any, ...]]]:
         return {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in names if name != "meta"}
 
 
-def test_steps_together_are_the_rows_of_one_after_another(tmp_path: Path) -> None:
+def test_a_batch_of_steps_gives_the_same_rows_as_single_steps(tmp_path: Path) -> None:
     record(tmp_path / "one.sqlite", FRAMES, together=False)
     record(tmp_path / "all.sqlite", FRAMES, together=True)
     found = rows_of(tmp_path / "one.sqlite")

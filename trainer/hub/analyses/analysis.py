@@ -24,7 +24,7 @@ from ....protocol.run.rundir import ExitFile, LeftoversFile, RunFile
 from ..ranks.rank_link import Answers
 
 _BATCH = 64
-"""Steps that the detectors look at together at most; more do not stay in the processor's cache."""
+"""Maximum steps in a batch; more do not stay in the processor's cache."""
 _TRACEBACKS = 20
 """Number of its own failures that are logged with a traceback."""
 
@@ -52,7 +52,7 @@ class Analysis:
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
         self._detectors = Detectors(self.tracker, self._store, keep)
         self._steps: list[tuple[float, Step]] = []
-        """Received and not yet seen by the detectors."""
+        """Steps collected for the detectors, with their times of receipt."""
         self._failures = 0
 
     def restore(self, frames: Iterable[Frame]) -> None:
@@ -62,9 +62,10 @@ class Analysis:
         self._guard(lambda: self._detectors.restore(frames))
 
     def feed(self, seq: int, t: float, message: Message) -> None:
-        """Analyse one message of the stream; the detectors see a step with the next message that is none, or ``flush``.
+        """Analyse one message of the stream.
 
-        Under load they look at many steps at once, which takes half the time; few wait where few come.
+        Steps are collected, and the detectors process them in a batch: before the next message of another type, at
+        ``_BATCH`` steps, or at ``flush``.
         """
         try:
             states = self.tracker.feed(seq, t, message)
@@ -83,12 +84,12 @@ class Analysis:
             self._failed()
 
     def flush(self) -> None:
-        """Have the detectors look at the steps that wait."""
+        """Pass the collected steps to the detectors."""
         if not self._steps:
             return
         steps, self._steps = self._steps, []
         try:
-            alerts = self._detectors.steps(steps)
+            alerts = self._detectors.steps(steps, self._failed)
             if alerts:
                 self._conclude(alerts)
         except Exception:
