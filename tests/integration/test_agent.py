@@ -1,5 +1,6 @@
 """A host's agent with pretended ranks: another host in name only, so that the rest can be tried quickly."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import HubStats
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceSample, LogLine, Step
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.host import processes
+from ftmon_process import words_of
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 from ports import listen_address
 
@@ -43,13 +45,14 @@ def elsewhere(*ranks: dict[str, Any]) -> Iterator[RunDir]:
             yield run
         finally:
             for pid in agents(run):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def agents(run: RunDir) -> list[int]:
     """List the pids of the run's agents."""
-    found = [pid for pid in processes.table() if processes.runs_module(pid, "ftmon.trainer.agent")]
-    return [pid for pid in found if str(run.path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    lines = {process.pid: words_of(process) for process in psutil.process_iter()}
+    return [pid for pid, words in lines.items() if "ftmon.trainer.agent" in words and str(run.path) in " ".join(words)]
 
 
 def test_ranks_elsewhere_are_watched_by_one_agent_asked_and_killed_and_nothing_is_left() -> None:

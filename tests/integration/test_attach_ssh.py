@@ -1,6 +1,5 @@
 """``ftmon attach ssh://``: a run seen, asked and killed through OpenSSH's client and a real SSH server."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.tui.cli.main import parse
 from ftmon.tui.cli.watch.ssh import SshSource, attach_ssh, command, parse_place
 from ftmon.tui.source.ssh import SshEndpoint
+from ftmon_process import words_of
 from hub_client import App, fake_ranks, started
 from ssh_server import SshServer
 
@@ -41,11 +41,7 @@ def pumped(source: SshSource, condition: Callable[[], object]) -> None:
 
 def relays() -> list[psutil.Process]:
     """List the relays that this process has started and that live."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found += [child] if "relay" in child.cmdline() else []
-    return found
+    return [child for child in psutil.Process().children(recursive=True) if "relay" in words_of(child)]
 
 
 def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer) -> None:
@@ -126,11 +122,7 @@ def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(
 
 def ssh_with(folder: str) -> list[psutil.Process]:
     """List the processes whose words or titles name a folder of local sockets, daemons included."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found += [process] if folder in " ".join(process.cmdline()) else []
-    return found
+    return [process for process in psutil.process_iter() if folder in " ".join(words_of(process))]
 
 
 @pytest.mark.parametrize(

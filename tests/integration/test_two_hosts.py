@@ -1,12 +1,12 @@
 """One training on two hosts: watched, one host cut off and joined again, a rank on the other host killed."""
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from eventually import eventually
 from ftmon.protocol.link.join import join_path, read_join
@@ -14,6 +14,7 @@ from ftmon.protocol.messages.control import Alert, RankState
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceSample, Hello, LogLine, Step
 from ftmon.protocol.run.rundir import RunDir
+from ftmon_process import words_of
 from hub_client import SCRIPTS, App, exit_of
 from two_hosts import NODES, TwoHosts, two_hosts
 
@@ -51,8 +52,7 @@ def orphans_on_b(hosts: TwoHosts) -> list[dict[str, Any]]:
 
 
 def command_lines() -> str:
-    found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    return b"\n".join(found).decode("utf-8", "replace")
+    return "\n".join(word for process in psutil.process_iter() for word in words_of(process))
 
 
 def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHosts) -> None:

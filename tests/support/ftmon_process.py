@@ -1,5 +1,6 @@
 """The real ``ftmon`` executable as tests drive it: in a home of its own, every wait bounded, nothing left over."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,7 +86,8 @@ class Ftmon:
         """Kill whatever lives of this home's runs; for the end of a test, whatever became of it."""
         for run in self.runs():
             for process in processes_of(run):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def processes_of(run: RunDir) -> list[psutil.Process]:
@@ -100,6 +102,14 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
             continue
     found.pop(os.getpid(), None)
     return list(found.values())
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Give the command line of a process; empty for one that ended meanwhile, or of another user."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def wait_until_nothing_is_left(run: RunDir, seconds: float = SECONDS) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import is_alive
-from ftmon.protocol.link.sockets import peer_socket
+from ftmon.protocol.link.sockets import CHANNELS, peer_socket
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Result
 from ftmon.protocol.messages.telemetry import Hello
@@ -74,13 +74,18 @@ def started(command: list[str], **options: Any) -> Iterator[RunDir]:
             try:
                 exit_of(run, 60)
             finally:
-                hub = run.living_hub()
-                if hub is not None:
-                    os.kill(hub.process.pid, signal.SIGTERM)
+                signal_hub(run, signal.SIGTERM)
                 eventually(lambda: not is_alive(launcher), "the launcher's end", 60)
-        hub = run.living_hub()
-        if hub is not None:
-            os.kill(hub.process.pid, signal.SIGKILL)
+        signal_hub(run, signal.SIGKILL)
+        run.remove_sockets(CHANNELS)
+
+
+def signal_hub(run: RunDir, number: signal.Signals) -> None:
+    """Signal the run's hub, if it lives."""
+    hub = run.living_hub()
+    if hub is not None:
+        with suppress(ProcessLookupError):
+            os.kill(hub.process.pid, number)
 
 
 class App:

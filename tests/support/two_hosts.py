@@ -110,7 +110,7 @@ class TwoHosts:
 
     def processes_on_b(self) -> list[str]:
         """List the command lines of what lives on ``nodeb``, but for what holds it."""
-        return [" ".join(_command_line(pid)) for pid in self.pids_on_b()]
+        return [" ".join(words) for pid in self.pids_on_b() if (words := _command_line(pid))]
 
     def pid_from_b(self, there: int) -> int:
         """Give the pid here of a process that has the pid ``there`` on ``nodeb``; 0: there is none."""
@@ -175,7 +175,12 @@ class TwoHosts:
 
 
 def _command_line(pid: int) -> list[str]:
-    return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
+    """Give the words of a process; none of one that ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [os.fsdecode(word) for word in line.split(b"\0") if word]
 
 
 @contextlib.contextmanager

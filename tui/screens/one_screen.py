@@ -48,7 +48,8 @@ class OneScreenApp(App[None]):
         self.set_interval(1 / _TICKS_A_SECOND, self._tick)
 
     def _tick(self) -> None:
-        if isinstance(self.screen, self.MAIN_SCREEN):
+        # An app that closes removes its screens before its timers.
+        if self.is_running and isinstance(self.screen, self.MAIN_SCREEN):
             self.screen.tick()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
