@@ -53,8 +53,8 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
         source = SshSource(endpoint)
         source.start()
         try:
+            pumped(source, lambda: source.connection.state == "live")
             pumped(source, lambda: len(source.model.ranks) == 2 and source.model.step > 5)
-            assert source.connection.state == "live"
             assert source.model.info.command
             (relay,) = relays()
             relay.kill()
