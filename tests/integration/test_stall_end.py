@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 import start_ranks
@@ -31,6 +32,7 @@ for step in count():
     loss = model(torch.ones(4, 4)).sum()
     loss.backward()
     if rank == 1 and os.path.exists(sys.argv[1]):
+        open(sys.argv[1] + "-reached", "w").close()
         while not os.path.exists(sys.argv[1] + "-heard"):
             time.sleep(0.01)
         native_code()
@@ -54,8 +56,10 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_line_and_the_run_is_en
         with App(run) as app:  # the first three steps would have a minute and more
             app.wait_for(Step, lambda step: step.rank == 1 and step.step > 3)
             now.touch()
+            eventually(now.with_name("now-reached").exists, "the place before the optimizer's step")
+            reached = time.time()
             # Heard last between steps, where it may be for long, it would have 300 s.
-            app.wait_for(Heartbeat, lambda beat: beat.rank == 1 and beat.phase == "idle" and beat.micro_step > 0)
+            app.wait_for(Heartbeat, lambda beat: beat.rank == 1 and beat.micro_step > 0 and beat.time > reached)
             now.with_name("now-heard").touch()
         end = exit_of(run)
         assert (end.state, end.cause) == ("failed", "hang")

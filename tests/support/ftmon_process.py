@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import is_alive
+from ftmon.protocol.link.sockets import CHANNELS
 from ftmon.protocol.run.environment import RUN_ENV
 from ftmon.protocol.run.rundir import RunDir
 from run_picture import pictured
@@ -88,6 +89,7 @@ class Ftmon:
             for process in processes_of(run):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+            run.remove_sockets(CHANNELS)
 
 
 def processes_of(run: RunDir) -> list[psutil.Process]:
