@@ -18,7 +18,7 @@ from ftmon.protocol.messages.control import HubStats
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceSample, LogLine, Step
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import words_of
+from ftmon_process import command_line
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 from ports import listen_address
 
@@ -51,7 +51,7 @@ def elsewhere(*ranks: dict[str, Any]) -> Iterator[RunDir]:
 
 def agents(run: RunDir) -> list[int]:
     """List the pids of the run's agents."""
-    lines = {process.pid: words_of(process) for process in psutil.process_iter()}
+    lines = {process.pid: command_line(process) for process in psutil.process_iter()}
     return [pid for pid, words in lines.items() if "ftmon.trainer.agent" in words and str(run.path) in " ".join(words)]
 
 

@@ -18,7 +18,7 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.tui.cli.main import parse
 from ftmon.tui.cli.watch.ssh import SshSource, attach_ssh, command, parse_place
 from ftmon.tui.source.ssh import SshEndpoint
-from ftmon_process import words_of
+from ftmon_process import command_line
 from hub_client import App, fake_ranks, started
 from ssh_server import SshServer
 
@@ -41,7 +41,7 @@ def pumped(source: SshSource, condition: Callable[[], object]) -> None:
 
 def relays() -> list[psutil.Process]:
     """List the relays that this process has started and that live."""
-    return [child for child in psutil.Process().children(recursive=True) if "relay" in words_of(child)]
+    return [child for child in psutil.Process().children(recursive=True) if "relay" in command_line(child)]
 
 
 def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer) -> None:
@@ -55,6 +55,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
         try:
             pumped(source, lambda: source.connection.state == "live")
             pumped(source, lambda: len(source.model.ranks) == 2 and source.model.step > 5)
+            assert source.connection.state == "live"
             assert source.model.info.command
             (relay,) = relays()
             relay.kill()
@@ -122,7 +123,7 @@ def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(
 
 def ssh_with(folder: str) -> list[psutil.Process]:
     """List the processes whose words or titles name a folder of local sockets, daemons included."""
-    return [process for process in psutil.process_iter() if folder in " ".join(words_of(process))]
+    return [process for process in psutil.process_iter() if folder in " ".join(command_line(process))]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.run import exits
-from ftmon_process import PROGRAM, Ftmon, follow_to_end, ftmon_home, processes_of, words_of
+from ftmon_process import PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
@@ -135,7 +135,7 @@ def test_a_hangup_under_nohup_is_nobodys(home: Ftmon, tmp_path: Path) -> None:
     )
     printed(process, "up")
     process.send_signal(signal.SIGHUP)
-    lines = {process.pid: words_of(process) for process in processes_of(home.newest())}
+    lines = {process.pid: command_line(process) for process in processes_of(home.newest())}
     job = next(pid for pid, words in lines.items() if str(go) in " ".join(words) and "run" not in words)
     os.kill(job, signal.SIGHUP)
     go.touch()

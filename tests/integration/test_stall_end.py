@@ -59,7 +59,10 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_line_and_the_run_is_en
             eventually(now.with_name("now-reached").exists, "the place before the optimizer's step")
             reached = time.time()
             # Heard last between steps, where it may be for long, it would have 300 s.
-            app.wait_for(Heartbeat, lambda beat: beat.rank == 1 and beat.micro_step > 0 and beat.time > reached)
+            app.wait_for(
+                Heartbeat,
+                lambda beat: (beat.rank, beat.phase) == (1, "idle") and beat.micro_step > 0 and beat.time > reached,
+            )
             now.with_name("now-heard").touch()
         end = exit_of(run)
         assert (end.state, end.cause) == ("failed", "hang")

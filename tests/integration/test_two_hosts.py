@@ -14,7 +14,7 @@ from ftmon.protocol.messages.control import Alert, RankState
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceSample, Hello, LogLine, Step
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import words_of
+from ftmon_process import command_line
 from hub_client import SCRIPTS, App, exit_of
 from two_hosts import NODES, TwoHosts, two_hosts
 
@@ -52,7 +52,7 @@ def orphans_on_b(hosts: TwoHosts) -> list[dict[str, Any]]:
 
 
 def command_lines() -> str:
-    return "\n".join(word for process in psutil.process_iter() for word in words_of(process))
+    return "\n".join(word for process in psutil.process_iter() for word in command_line(process))
 
 
 def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHosts) -> None:

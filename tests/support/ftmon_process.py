@@ -106,8 +106,8 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
     return list(found.values())
 
 
-def words_of(process: psutil.Process) -> list[str]:
-    """Give the command line of a process; empty for one that ended meanwhile, or of another user."""
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the command line of a process, or nothing if it has ended or belongs to another user."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+from ftmon_process import command_line
 from remote_shell import RemoteShell
 
 NODES = {"nodea": "10.77.0.1", "nodeb": "10.77.0.2"}
@@ -97,20 +99,21 @@ class TwoHosts:
         Args:
             word: only those with this word in their command line.
         """
-        space = os.readlink(f"/proc/{self.b}/ns/pid")
-        holding = {self.b, *map(int, Path(f"/proc/{self.b}/task/{self.b}/children").read_text().split()[:1])}
-        found: list[int] = []
-        for entry in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                if entry.isdigit() and int(entry) not in holding and os.readlink(f"/proc/{entry}/ns/pid") == space:
-                    words = _command_line(int(entry))
-                    if words and (not word or word in words):
-                        found.append(int(entry))
-        return sorted(found)
+        return sorted(pid for pid, words in self._command_lines_on_b().items() if not word or word in words)
 
     def processes_on_b(self) -> list[str]:
         """List the command lines of what lives on ``nodeb``, but for what holds it."""
-        return [" ".join(words) for pid in self.pids_on_b() if (words := _command_line(pid))]
+        return [" ".join(words) for words in self._command_lines_on_b().values()]
+
+    def _command_lines_on_b(self) -> dict[int, list[str]]:
+        space = os.readlink(f"/proc/{self.b}/ns/pid")
+        holding = {self.b, *map(int, Path(f"/proc/{self.b}/task/{self.b}/children").read_text().split()[:1])}
+        found: dict[int, list[str]] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if process.pid not in holding and os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+                    found[process.pid] = command_line(process)
+        return {pid: words for pid, words in found.items() if words}
 
     def pid_from_b(self, there: int) -> int:
         """Give the pid here of a process that has the pid ``there`` on ``nodeb``; 0: there is none."""
@@ -172,15 +175,6 @@ class TwoHosts:
                     if entry.isdigit() and os.readlink(f"/proc/{entry}/ns/user") in spaces:
                         found.append(int(entry))
         return found
-
-
-def _command_line(pid: int) -> list[str]:
-    """Give the words of a process; none of one that ended."""
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [os.fsdecode(word) for word in line.split(b"\0") if word]
 
 
 @contextlib.contextmanager
