@@ -12,6 +12,7 @@ from streams import Stream, write
 from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
 
 FIRST_STEP_SECONDS = 120.0
+SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 
 
 @pytest.fixture
@@ -78,5 +79,21 @@ def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     wait_for(terminal, "rank 0", "rank 1", "step")
     terminal.press("R")
     wait_for(terminal, "recorded-", "finished")
+    terminal.press("q")
+    wait_for(terminal, "$ ")
+
+
+def test_a_snapshot_opens_in_the_explorer(terminal: Terminal) -> None:
+    command(terminal, PROGRAM, "snapshot", str(SNAPSHOT))
+    wait_for(terminal, "libraries folded", "q quit")
+    terminal.press("q")
+    shown = wait_for(terminal, "$ ")
+    assert "Traceback" not in shown
+
+
+def test_a_recording_is_replayed(home: Ftmon, terminal: Terminal, tmp_path: Path) -> None:
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20).frames())
+    command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
+    wait_for(terminal, "rank 0", "rank 1", "play")
     terminal.press("q")
     wait_for(terminal, "$ ")

@@ -5,7 +5,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from importlib import import_module
 
 from ....protocol.analysis.allocator.snapshot.replay import Replay
 from ....protocol.analysis.allocator.snapshot.report import difference_report, report
@@ -56,7 +55,9 @@ def explore(arguments: Namespace) -> int:
 
 def _load_app() -> None:
     """Import the app, which takes as long as reading a small file."""
-    import_module("..screens.snapshot.app", __package__)
+    from ...screens.snapshot import app
+
+    del app
 
 
 def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None) -> list[Replay]:
