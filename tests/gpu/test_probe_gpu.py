@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.memory import Cause
 from ftmon.protocol.messages.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.tui.model.snapshot_bands import bands_of
@@ -93,6 +94,18 @@ def test_a_failed_allocation_that_the_script_survives_is_reported(collector):
     assert oom.stack[-1].endswith(" main")
     assert len(collector.of(Step)) == 6
     assert collector.of(Step)[-1].ooms == 1
+
+
+def test_a_peak_is_explained_where_blocks_freed_before_are_still_used_by_another_stream(collector):
+    watched(collector, "shared", until=lambda c: len(c.of(Step)) > 12)
+    hello = collector.of(Hello)[-1]
+    arm = {"phase": "optimizer", "steps": 1, "from_step": 0, "reason": "asked"}
+    collector.command(f"rank-0-{hello.pid}-{hello.start_ticks}", "arm", **arm)
+    collector.collect(lambda c: c.of(Cause), 30)
+    (cause,) = collector.of(Cause)
+    assert cause.transient_bytes > 100 << 20, "foreach temporaries"
+    assert cause.attributed_bytes > 0.9 * cause.transient_bytes
+    assert cause.note == ""
 
 
 def test_allocator_events_are_numbers_of_a_whole_step_and_a_snapshot_is_taken_on_request(collector):

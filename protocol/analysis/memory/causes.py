@@ -41,6 +41,7 @@ def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
     best: tuple[int, Span] | None = None
     best_place = -1
     for span in spans:
+        freed = _free_action(trace, span.begin_us, span.end_us)
         now = span.start_bytes
         top, place = now, -1
         for index, entry in _within(trace, span.begin_us, span.end_us):
@@ -48,19 +49,20 @@ def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
                 now += round_size(entry["size"])
                 if now > top:
                     top, place = now, index
-            elif entry["action"] == "free_completed":
+            elif entry["action"] == freed:
                 now -= round_size(entry["size"])
         if best is None or top > best[0]:
             best, best_place = (top, span), place
     if best is None:
         return Blocks(0, [], frozenset())
     top, span = best
+    freed = _free_action(trace, span.begin_us, span.end_us)
     live: dict[int, int] = {}
     at_peak: list[int] = []
     for index, entry in _within(trace, span.begin_us, span.end_us):
         if entry["action"] == "alloc":
             live[entry["addr"]] = index
-        elif entry["action"] == "free_completed":
+        elif entry["action"] == freed:
             live.pop(entry["addr"], None)
         if index == best_place:
             at_peak = list(live.values())
@@ -123,6 +125,16 @@ def _within(trace: Sequence[Entry], begin_us: int, end_us: int) -> Iterable[tupl
     first = bisect_left(trace, begin_us, key=_time)
     last = bisect_right(trace, end_us, lo=first, key=_time)
     return ((index, trace[index]) for index in range(first, last))
+
+
+def _free_action(trace: Sequence[Entry], begin_us: int, end_us: int) -> str:
+    """Return the action at which the allocator's counters stop counting a block.
+
+    That is the request to free it. A block that another stream has used (``record_stream``, as ZeRO-3's gathered
+    parameters are) completes later, often in the next phase. Without requests in the trace, completions have to do.
+    """
+    asked = any(entry["action"] == "free_requested" for _, entry in _within(trace, begin_us, end_us))
+    return "free_requested" if asked else "free_completed"
 
 
 def _time(entry: Entry) -> int:

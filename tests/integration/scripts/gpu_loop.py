@@ -1,7 +1,8 @@
 """A single-GPU PyTorch loop with a mask, an optimizer that needs temporaries, and its own figures printed as JSON.
 
 Modes: ``hand`` measures every phase's peak by itself, as one would without ftmon; ``plain`` reads its own peaks only
-at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays.
+at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays; ``shared``
+stays, and in each step frees a block that another stream still uses, as ZeRO-3 does with gathered parameters.
 """
 
 import contextlib
@@ -82,9 +83,19 @@ def main():
         "losses": [float(loss) for loss in losses],
     }
     print("RESULT", json.dumps(found), flush=True)
-    while MODE == "wait":
+    side = torch.cuda.Stream()
+    if MODE == "shared":
+        # The block's memory comes back within the update, long after the request to free it.
+        optimizer.register_step_pre_hook(lambda *_: side.synchronize())
+    while MODE in ("wait", "shared"):
         loss = model(**{key: value.cuda() for key, value in batch.items()})
         loss.backward()
+        if MODE == "shared":
+            shared = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                shared.record_stream(side)
+            del shared
         optimizer.step()
         torch.cuda.synchronize()
 

@@ -88,13 +88,15 @@ class Recording:
     def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
         """Record with the Python stack of every allocation; False when the recorder is the script's.
 
+        Requests to free are recorded too, unless only ``long`` is set: a phase's peak is found by them.
+
         Args:
             long: use a ring of ``LONG_ENTRIES`` instead of the usual one. Begins a new history; without it the history
                 goes on if PyTorch can do that (``keeps_history``).
-            frees: record every action, frees with stacks as well.
+            frees: record stacks of frees as well.
         """
-        options = {"context": "all", "stacks": "python"} if frees else {"context": "alloc", "stacks": "python"}
-        if not frees:
+        options = {"context": "all" if frees else "alloc", "stacks": "python"}
+        if long and not frees:
             options |= self._fewer()
         return self._switch("stacks", LONG_ENTRIES if long else MAX_ENTRIES, options, fresh=long)
 
@@ -128,7 +130,7 @@ class Recording:
                 gc.enable()
 
     def _fewer(self) -> dict[str, Any]:
-        """Leave out when a free was asked for: in a ring of this size nothing is learnt from it, and it is a third."""
+        """Leave out requests to free, a third of all entries, where completions are enough."""
         self._recorder()
         return {"skip_actions": ["free_requested"]} if self._can_skip else {}
 
