@@ -162,9 +162,9 @@ ROWS = {
         )
         for gpus in (1, 2, 4, 8)
     },
-    # The same with bf16 states: with 8b-full-bf16, how the trainer scales on GPUs of 80 GB.
+    # The same with bf16 states: with 8b-full-bf16, how the trainer scales on GPUs of 80 GB; and with compiled layers.
     **{
-        f"8b-zero3-bf16-{gpus}": Row(
+        f"8b-zero3-bf16-{gpus}{compiled}": Row(
             LLAMA_8B,
             micro_batch=2,
             gpus=gpus,
@@ -174,10 +174,12 @@ ROWS = {
                 "zero.grad_accum_dtype=bf16",
                 "zero.communication_dtype=bf16",
                 "model.gradient_checkpointing=true",
+                *(["model.compile=layers"] if compiled else []),
             ],
             trl=None,
         )
         for gpus in (2, 4, 8)
+        for compiled in ("", "-compiled")
     },
 }
 
