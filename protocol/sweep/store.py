@@ -86,23 +86,30 @@ class Writer:
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
-        new = not path.exists() or path.stat().st_size == 0
-        found = None if new else read(path)
-        if found is not None and found.header.fingerprint != header.fingerprint:
-            raise ResultsError(
-                f"{path}: has results of another sweep ({found.header.name}; its base configuration, command or steps "
-                "differ): give another file with --output"
-            )
         try:
-            self._file: BinaryIO = path.open("r+b" if not new else "w+b")
-            _lock(self._file, path)
-            if found is not None:
-                self._file.truncate(found.complete_bytes)
-            self._file.seek(0, os.SEEK_END)
+            # Not truncated: until it is locked, the file may be another sweep's that has just begun.
+            self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
-        if found is None:
-            self.append(header)
+        try:
+            _lock(self._file, path)
+            found = read(path) if path.stat().st_size else None
+            if found is not None and found.header.fingerprint != header.fingerprint:
+                raise ResultsError(
+                    f"{path}: has results of another sweep ({found.header.name}; its base configuration, command or "
+                    "steps differ): give another file with --output"
+                )
+            if found is not None:
+                self._file.truncate(found.complete_bytes)
+                self._file.seek(0, os.SEEK_END)
+            else:
+                self.append(header)
+        except FtmonError:
+            self._file.close()
+            raise
+        except OSError as error:
+            self._file.close()
+            raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
     def append(self, entry: Entry) -> None:
         """Write one entry; it is on the disk when this returns.
@@ -192,7 +199,6 @@ def _lock(file: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
         raise ResultsError(f"{path}: another sweep is writing it") from None
 
 

@@ -51,7 +51,7 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: 
 
     def hanging() -> Any:
         assert process.poll() is None, process.communicate()
-        if not results.exists():
+        if not results.exists() or not results.stat().st_size:
             return None
         running = read(results).running
         return running if running is not None and running.settings["what"] == "hang" else None

@@ -73,7 +73,7 @@ class SweepModel:
             size = self.path.stat().st_size
         except OSError:
             return False
-        if size == self._size:
+        if size in (0, self._size):  # empty: its sweep has just begun
             return False
         self.results, self._size = read(self.path), size
         return True
