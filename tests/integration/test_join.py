@@ -1,12 +1,15 @@
 """How the key of a run reaches its other hosts: through ssh and srun, here shell scripts in their place."""
 
 import os
+import signal
 import stat
 from pathlib import Path
 
+import pytest
 from ftmon.protocol.link.join import join_path, read_join
 from ftmon.protocol.run.run_options import MultiHost
 from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.launch import join
 from ftmon.trainer.launch.join import prepare, push
 
 SSH = """\
@@ -44,6 +47,28 @@ def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Pat
     assert push(run, MultiHost(["there"]), {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}) == []
     assert not read_join(join_path(run)).pushed
     assert path.exists()
+
+
+def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(run, "0.0.0.0:7420")
+    program, got = tmp_path / "ssh", tmp_path / "got"
+    # As ssh does with ControlPersist, both leave a child behind that holds their error output.
+    program.write_text(
+        f"#!/bin/sh\nsleep 30 &\necho $! >> {tmp_path}/pids\n"
+        f'case "$*" in *" hangs "*) exec sleep 30 ;; esac\ncat > {got}; exit 0\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(join, "_PUSH_SECONDS", 2.0)
+    environ = {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}
+    try:
+        problems = push(run, MultiHost(["hangs", "there"]), environ)
+        assert problems == ["hangs was not given the run's key over ssh (no answer in 2 s)"]
+        assert b'"pushed": true' in got.read_bytes()
+    finally:
+        for pid in (tmp_path / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def test_in_a_slurm_job_srun_brings_the_key_to_every_node(run: RunDir, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Makes a run joinable from other hosts: its keys, its hub's addresses, and the join file with both."""
 
+import contextlib
 import os
 import shlex
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -26,6 +29,7 @@ SSH_ENV = "FTMON_SSH"
 _FIRST_PORT = 7420
 _BLOCKS = 200
 _PUSH_SECONDS = 20.0
+_KILL_SECONDS = 1.0
 
 
 def free_listen() -> str:
@@ -86,28 +90,54 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
     folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
     # On a shared directory the file exists already, and the copy sent is ignored.
     script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
-    under_way: dict[str, subprocess.Popen[bytes]] = {}
     problems: dict[str, str] = {}
-    for whom, words in _ways(hosts, script, environ).items():
-        try:
-            under_way[whom] = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environ)
-            )
-        except OSError as error:
-            problems[whom] = f"{words[0]}: {error.strerror}"
-    deadline = time.monotonic() + _PUSH_SECONDS
-    for whom, process in under_way.items():
-        try:
-            _, errors = process.communicate(content, timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            problems[whom] = f"no answer in {_PUSH_SECONDS:.0f} s"
-            continue
-        if process.returncode:
-            said = errors.decode("utf-8", "replace").strip().splitlines()
-            problems[whom] = said[-1] if said else f"exit status {process.returncode}"
+    with contextlib.ExitStack() as files:
+        under_way: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        for whom, words in _ways(hosts, script, environ).items():
+            try:
+                errors = files.enter_context(tempfile.TemporaryFile())
+                under_way[whom] = _send(words, content, errors, environ), errors
+            except OSError as error:
+                problems[whom] = f"{words[0]}: {error.strerror}"
+        deadline = time.monotonic() + _PUSH_SECONDS
+        for whom, (process, errors) in under_way.items():
+            why = _failure(process, errors, deadline)
+            if why:
+                problems[whom] = why
     return [f"{whom} ({why})" for whom, why in problems.items()]
+
+
+def _send(words: list[str], content: bytes, errors: IO[bytes], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start a command with ``content`` on its standard input, which a pipe's buffer holds.
+
+    Its errors go to a file: a child that outlives it, such as ssh's ControlPersist master, would keep a pipe open.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=dict(environ)
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(content)
+    return process
+
+
+def _failure(process: "subprocess.Popen[bytes]", errors: IO[bytes], deadline: float) -> str:
+    """Return why a command failed; empty if it ended with status 0 by ``deadline`` (``time.monotonic``)."""
+    try:
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
+        return f"no answer in {_PUSH_SECONDS:.0f} s"
+    if status == 0:
+        return ""
+    errors.seek(0)
+    said = errors.read().decode("utf-8", "replace").strip().splitlines()
+    return said[-1] if said else f"exit status {status}"
 
 
 def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
