@@ -51,7 +51,7 @@ class HubKeeper:
             print_own(f"the hub cannot be started: {error.strerror}; retrying")
 
     def tend(self) -> float | None:
-        """Replace a dead hub when due; return the seconds until the next call (None: no further call is needed)."""
+        """Replace a dead hub when due; return the seconds until the next call (None: not before a signal arrives)."""
         if self.dismissed or (self._process is None and not self._failed):
             return None
         status = -1 if self._failed or self._process is None else self._process.poll()
@@ -71,7 +71,7 @@ class HubKeeper:
         if now < self._next_start:
             return self._next_start - now
         self.start()
-        return None
+        return self.tend() if self._failed else None
 
     def _log(self) -> BinaryIO:
         try:
