@@ -60,6 +60,15 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert "sleep" not in [process.name() for process in processes_of(run)]
 
 
+def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file_cannot_be_read(home: Ftmon) -> None:
+    damage = "until test -s $FTMON_RUN/hub.json; do sleep 0.05; done; echo '{' > $FTMON_RUN/hub.json"
+    follow_to_end(launch(home, "--", "sh", "-c", f"{damage}; sleep 300 & exit 3"))
+    run = home.newest()
+    end = eventually(run.read_exit, "the recorded end")
+    assert (end.exit_code, end.left) == (3, [])
+    assert "sleep" not in [process.name() for process in processes_of(run)]
+
+
 def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
     begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -256,7 +256,9 @@ class Launcher:
     def _members(self) -> list[processes.Process]:
         """List the run's living processes: descendants except the hub, and all with the run's environment variable."""
         me = os.getpid()
-        hub = self._run.living_hub()
+        hub = None
+        with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended
+            hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
         below = {process.pid for process in processes.descendants([me], _without(processes.table(), spared - {me}))}
         return processes.of_run(self._run.path, below, spared)
