@@ -83,12 +83,19 @@ def check_target(target: str) -> None:
     """Refuse a target that cannot work here.
 
     Raises:
-        UsageError: it is empty, an address without a host, or ``desktop`` without ``notify-send``.
+        UsageError: it is empty, no valid address, or ``desktop`` without ``notify-send``.
     """
     if not target.strip():
         raise UsageError("--notify needs a command, a webhook's address, 'desktop' or 'terminal'")
-    if is_webhook(target) and not urlsplit(target).hostname:
-        raise UsageError(f"--notify {target}: the address names no host")
+    if is_webhook(target):
+        try:
+            host, _ = urlsplit(target).hostname, urlsplit(target).port
+        except ValueError as error:
+            raise UsageError(f"--notify {target}: not an address: {error}") from None
+        if not host:
+            raise UsageError(f"--notify {target}: the address names no host")
+        if " " in target or not target.isascii() or not target.isprintable():
+            raise UsageError(f"--notify {target!r}: write spaces and special characters of an address as %XX")
     if target == DESKTOP and shutil.which("notify-send") is None:
         raise UsageError("--notify desktop: notify-send is not installed here; over SSH use 'terminal' or a webhook")
 

@@ -1,7 +1,9 @@
 """``--notify``: a real hub runs commands and posts to a real server."""
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.exits import RUN_USAGE
-from ftmon.protocol.run.notices import Notice
+from ftmon.protocol.run.notices import Notice, Notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.hub.control import notify
-from ftmon.trainer.hub.control.notify import DeliveryError, deliver
+from ftmon.trainer.hub.control.notify import DeliveryError, Notifier, deliver
 from ftmon_process import Ftmon, ftmon_home
 
 NOTICE = Notice("oom", "train-1", "node", 5.0, "rank 0 out of memory", "try a smaller batch")
@@ -104,6 +107,32 @@ def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: 
     monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.2)
     with pytest.raises(DeliveryError, match="was ended after"):
         deliver("sleep 60 & wait", NOTICE)
+
+
+def test_a_server_that_speaks_no_http_is_reported_and_the_next_target_still_notified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(notify, "TRY_AGAIN_SECONDS", ())
+    failed: list[tuple[str, str]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-x\r\n")
+                connection.recv(65_536)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        targets = Notify([address, f"touch {tmp_path}/told"], ["oom"])
+        notifier = Notifier(targets, "train-1", "node", lambda target, why: failed.append((target, why)))
+        notifier.start()
+        notifier.note(Alert(1, "oom", "error", time.time() + 1, "rank 0 out of memory"))
+        notifier.close()
+        thread.join(10)
+    assert [target for target, _ in failed] == ["http://127.0.0.1"]
+    assert (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,20 @@ def test_a_terminals_sequence_holds_no_escape_of_the_title():
     assert text == "\x1b]9;train-1: rank 1� hangs\x1b\\\a"
 
 
-@pytest.mark.parametrize("target", ["", "  ", "https://", "http:///path"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "",
+        "  ",
+        "https://",
+        "http:///path",
+        "http://h/a b",
+        "http://h:x/",
+        "http://[::1/",
+        "http://h/\u00e4",
+        "http://h/\n",
+    ],
+)
 def test_a_target_that_cannot_work_is_refused_before_the_run(target: str):
     with pytest.raises(UsageError):
         check_target(target)

@@ -4,6 +4,7 @@ A thread delivers them, so that a slow server does not delay the hub. After two 
 dropped for that target, and the failure is logged.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ from ....protocol.run.rundir import RunDir
 TRY_AGAIN_SECONDS = (1.0, 5.0)
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
+_KILL_SECONDS = 5.0
 CLOSE_SECONDS = 20.0
 """Time limit at the hub's end for notices in delivery."""
 
@@ -74,7 +76,7 @@ class Notifier(threading.Thread):
             try:
                 deliver(target, notice)
                 return
-            except DeliveryError as error:
+            except Exception as error:  # any other would end the thread, and with it all later notices
                 if pause is None or self._closing.wait(pause):
                     print(f"notify {shown(target)}: {error}", file=sys.stderr, flush=True)
                     self._failed(shown(target), str(error))
@@ -103,6 +105,7 @@ def deliver(target: str, notice: Notice) -> None:
 
 def _post(address: str, notice: Notice) -> None:
     # Imported here: a twelfth of a hub's start, for the few runs that have a webhook.
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -116,7 +119,7 @@ def _post(address: str, notice: Notice) -> None:
             pass
     except urllib.error.HTTPError as error:
         raise DeliveryError(f"the server answered {error.code}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise DeliveryError(str(getattr(error, "reason", error))) from None
 
 
@@ -143,8 +146,9 @@ def _run(command: list[str], notice: Notice) -> None:
     try:
         process.communicate(msgspec.json.encode(notice), timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(PermissionError, subprocess.TimeoutExpired):  # a command may run as another user
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_KILL_SECONDS)
         raise DeliveryError(f"was ended after {COMMAND_SECONDS:g} s") from None
     if process.returncode:
         raise DeliveryError(f"exit status {process.returncode}")
