@@ -33,6 +33,7 @@ from ...protocol.run.rundir import RunDir
 from ..host import processes
 from ..host.end.kill import Target
 from ..host.end.terminate import sweep
+from ..host.failures import Failures
 from ..host.hardware.devices import DeviceSampler
 from ..host.hardware.watch import HostWatch
 from ..host.log_tail import LogTail
@@ -51,7 +52,6 @@ FLUSH_SECONDS = 5.0
 """Time limit at the agent's end for the confirmation of all messages."""
 _DRAIN = 512
 _RANK = re.compile(r"rank-(\d+)-(\d+)-(\d+)")
-_FAILURES = 100
 
 
 class Agent:
@@ -104,24 +104,25 @@ class Agent:
             self._flush()
         finally:
             self._close()
+        if not self._end_requested:  # after a failure a rank starts another agent, which needs the key
+            self._remove_traces()
         return 0
 
     # The loop.
 
     def _loop(self) -> None:
-        failures = 0
+        failures = Failures()
         next_tick = 0.0
         while not self._ending:
+            now = time.monotonic()
             try:
-                now = time.monotonic()
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
                     self._tick(now)
                 self._turn(max(0, int((next_tick - now) * 1000) + 1))
             except Exception:  # as in the hub: one bad message must not end the watch
                 traceback.print_exc(file=sys.stderr)
-                failures += 1
-                if failures > _FAILURES:
+                if failures.too_many(now):
                     raise
 
     def _turn(self, wait_ms: int) -> None:
@@ -198,7 +199,7 @@ class Agent:
             changed = changed or before is None or (before.alive, before.proc_state) != (fact.alive, fact.proc_state)
             self._facts[fact.rank] = fact
             if not fact.alive:
-                self._proxies.remove(f"rank-{fact.rank}-{fact.pid}-{fact.start_ticks}".encode())
+                self._proxies.remove(_sender(fact.rank, fact.pid, fact.start_ticks))
         if changed:
             self._beat(time.monotonic())
 
@@ -250,8 +251,8 @@ class Agent:
         self._uplink.connect(f"tcp://{host}:{at['agents']}")
         self._proxies.connect(f"tcp://{host}:{at['ranks']}")
         self._commands.connect(f"tcp://{host}:{at['ranks']}")
-        for name in self._names:
-            self._proxies.add(name.encode())
+        for target in self._targets():
+            self._proxies.add(_sender(target.rank, target.pid, target.start_ticks))
         self._next_beat = 0.0
 
     def _search_again(self) -> None:
@@ -319,8 +320,6 @@ class Agent:
         for socket in (self._telemetry, self._ranks):
             socket.close(linger=0)
         self._context.term()
-        if not self._end_requested:
-            self._remove_traces()
 
     def _remove_traces(self) -> None:
         """Remove sockets, the lock, and the key if it was copied here for this run only."""
@@ -333,6 +332,11 @@ class Agent:
         with contextlib.suppress(OSError):
             if not any(self._place.snapshots.iterdir()):
                 shutil.rmtree(self._place.snapshots, ignore_errors=True)
+
+
+def _sender(rank: int, pid: int, start_ticks: int) -> bytes:
+    """Return the name under which a rank sends."""
+    return f"rank-{rank}-{pid}-{start_ticks}".encode()
 
 
 def serve(place: str, join: str) -> int:

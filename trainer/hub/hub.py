@@ -231,11 +231,11 @@ class Hub:
         return self._commands.busy or self._leftovers.waiting(now)
 
     def _detect_end(self) -> ExitFile | None:
-        if not self._run_dir.path.exists():
-            print(f"{self._run_dir.path} was removed: there is nothing left to serve", file=sys.stderr)
-            self._loop.stop()
-            return None
         try:
+            if not self._run_dir.path.exists():
+                print(f"{self._run_dir.path} was removed: there is nothing left to serve", file=sys.stderr)
+                self._loop.stop()
+                return None
             alive = len(self._supervisor.alive()) + self._agents.ranks_alive
             return self._end_detector.poll(alive, self._rank_hosts.any_elsewhere, self._intake.received)
         except (FtmonError, OSError) as error:

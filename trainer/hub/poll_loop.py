@@ -11,10 +11,9 @@ from typing import Any
 
 import zmq
 
+from ..host.failures import Failures
+
 TICK_SECONDS = 0.25
-_FAILURES = 100
-_FAILURES_SECONDS = 20.0
-"""A hub with too many failures of its own within this many seconds ends, so that a new one is started."""
 
 
 class PollLoop:
@@ -33,8 +32,7 @@ class PollLoop:
         self._before_wait = before_wait
         self._after_read = after_read
         self._handlers: dict[Any, Callable[[], object]] = {}
-        self._failures = 0
-        self._failing_since = 0.0
+        self._failures = Failures()
         self._over = False
 
     def add(self, source: Any, handler: Callable[[], object]) -> None:
@@ -69,11 +67,5 @@ class PollLoop:
                 self._after_read()
             except Exception:  # one bad message or file must not end the watch; the same one again and again would
                 traceback.print_exc(file=sys.stderr)
-                if self._too_many_failures(now):
+                if self._failures.too_many(now):
                     raise
-
-    def _too_many_failures(self, now: float) -> bool:
-        if now - self._failing_since > _FAILURES_SECONDS:
-            self._failing_since, self._failures = now, 0
-        self._failures += 1
-        return self._failures > _FAILURES

@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from ftmon.trainer.hub.poll_loop import PollLoop
+from ftmon.trainer.host.failures import Failures
+from ftmon.trainer.hub.poll_loop import TICK_SECONDS, PollLoop
 
 
 class Sources:
@@ -67,3 +68,9 @@ def test_what_fails_without_end_ends_the_loop(capsys) -> None:
         sources.loop.run()
     sources.close()
     assert capsys.readouterr().err.count("ZeroDivisionError") == 101
+
+
+@pytest.mark.parametrize(("every_seconds", "ends"), [(TICK_SECONDS, True), (1.0, False)])
+def test_a_tick_that_always_fails_ends_the_loop_and_a_rare_failure_never_does(every_seconds: float, ends: bool) -> None:
+    failures = Failures()
+    assert any(failures.too_many(1000.0 + number * every_seconds) for number in range(500)) is ends
