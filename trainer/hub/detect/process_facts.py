@@ -1,7 +1,9 @@
 """Collects facts about the run's processes: their ends, and the launcher's records of the job."""
 
+import contextlib
 from collections.abc import Callable
 
+from ....protocol.errors import FtmonError
 from ....protocol.messages import verbs
 from ....protocol.messages.wire import Message
 from ....protocol.run.end_request import read_end_request
@@ -33,8 +35,10 @@ class ProcessFacts:
     def collect(self) -> None:
         """Collect the facts since the last call."""
         facts = self._supervisor.poll()
-        self._note_signal()  # first: a dead process may have been ended on request
-        self._note_leftovers()
+        # First: a dead process may have been ended on request. The files are read after the deaths, which they precede.
+        self._note_signal()
+        with contextlib.suppress(FtmonError):  # unreadable for a moment; a death is polled only once
+            self._note_leftovers()
         for fact in facts:
             self._analysis.fact(fact)
 
