@@ -114,6 +114,32 @@ def test_a_process_that_was_gone_before_the_look_is_dead_without_a_reason_until_
     assert watch.supervisor.poll()[-1].signal == 9
 
 
+def test_a_launchers_line_about_a_process_of_the_same_pid_on_another_host_is_ignored(watch, spawn):
+    child = spawn(SLEEP)
+    begin(watch, child)
+    watch.supervisor.read_words(f"E1121 failed (exitcode: -9) local_rank: 0 (pid: {child.pid}) of binary: python")
+    assert all(fact.alive for fact in watch.supervisor.poll())
+    assert [pid for _, pid, _ in watch.supervisor.alive()] == [child.pid]
+    child.kill()
+    fact = watch.change()
+    while fact.alive:
+        fact = watch.change()
+    assert fact.signal == 9
+
+
+def test_a_process_whose_launcher_told_its_end_first_is_no_longer_polled(spawn):
+    child = spawn(SLEEP)
+    supervisor = Supervisor(lambda: None)
+    opened = len(os.listdir("/proc/self/fd"))
+    supervisor.watch(3, child.pid, start_ticks(child.pid) or 0)
+    assert len(os.listdir("/proc/self/fd")) == opened + 1
+    child.kill()
+    child.wait()
+    supervisor.read_words(f"E1121 failed (exitcode: -9) local_rank: 0 (pid: {child.pid}) of binary: python")
+    assert [(fact.alive, fact.signal) for fact in supervisor.poll()] == [(False, 9)]
+    assert len(os.listdir("/proc/self/fd")) == opened, "a ready descriptor would wake the thread without end"
+
+
 def test_a_process_that_ftmon_itself_killed_was_killed_though_its_parent_reaped_it_first(watch, spawn):
     child = spawn(SLEEP)
     process = processes.read(child.pid)

@@ -93,9 +93,13 @@ class Supervisor(threading.Thread):
                 fact = watched.fact
                 if watched.pid != pid or (fact is not None and (fact.exit_code, fact.signal) != (None, None)):
                     continue
+                now = processes.read(pid)
+                if now is not None and now.alive and now.start_ticks == watched.start_ticks:
+                    continue  # the line is of another host, where a process has the same pid
                 exit_code, number = (code, None) if code >= 0 else (None, -code)
                 watched.fact = ProcessFact(watched.rank, pid, watched.start_ticks, False, "", exit_code, number)
                 self._facts.append(watched.fact)
+                self._forget(watched)
 
     def poll(self) -> list[ProcessFact]:
         """Return the facts since the last call."""
@@ -155,7 +159,6 @@ class Supervisor(threading.Thread):
             if changed:
                 self._notify()
         if not fact.alive:
-            self._kills.forget(watched.pid)
             self._forget(watched)
 
     def _fact(self, at: float, watched: _Watched, process: processes.Process | None, now: float) -> ProcessFact:
@@ -178,6 +181,7 @@ class Supervisor(threading.Thread):
         return processes.status_of_reaped(watched.descriptor) if watched.descriptor >= 0 else None
 
     def _forget(self, watched: _Watched) -> None:
+        self._kills.forget(watched.pid)
         if watched.descriptor >= 0:
             with contextlib.suppress(KeyError, OSError):
                 self._poller.unregister(watched.descriptor)
