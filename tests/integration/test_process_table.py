@@ -1,5 +1,6 @@
 """Processes are named by pid and start time, found by descent and by mark, and signalled without a miss."""
 
+import errno
 import os
 import signal
 
@@ -79,6 +80,19 @@ def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
     assert child.poll() is None
     assert processes.send_signal(found, signal.SIGKILL) is True
     assert child.wait(10) == -signal.SIGKILL
+    assert processes.send_signal(found, signal.SIGKILL) is False
+
+
+def test_without_pidfds_a_process_that_ends_before_the_signal_counts_as_gone(spawn, monkeypatch):
+    def unsupported(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    child = spawn(SLEEP)
+    found = processes.read(child.pid)
+    monkeypatch.setattr(os, "pidfd_open", unsupported)
+    assert processes.send_signal(found, signal.SIGKILL) is True
+    child.wait(10)
+    monkeypatch.setattr(processes, "same", lambda process: process)  # it ends right after the check
     assert processes.send_signal(found, signal.SIGKILL) is False
 
 

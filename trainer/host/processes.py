@@ -194,7 +194,10 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
     except OSError:  # a kernel before 5.3: check, then signal
         if same(process) is None:
             return False
-        os.kill(process.pid, number)
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            return False
         _note(process, number)
         return True
     try:
