@@ -12,8 +12,9 @@ from ftmon.protocol.link.join import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Command, Result
 from ftmon.protocol.run import run_store
+from ftmon.trainer.agent import commands
 from ftmon.trainer.agent.commands import Commands
-from ftmon.trainer.host.end.kill import Target
+from ftmon.trainer.host.end.kill import Kill, Target
 from ftmon.trainer.host.mailbox import Mailbox
 
 AGENT = "agent-nodeb-7-70"
@@ -70,6 +71,10 @@ class Bench:
         self.context.term()
 
 
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +102,21 @@ def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sen
                     refused = bench.answer()
                     assert isinstance(refused, Accepted)
                     assert (refused.id, refused.ok) == (identifier, False), refused
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Kill, "start", no_thread)
+                bench.send("no thread", "kill", ranks=[3])
+                assert bench.answer() == Accepted("no thread", True)
+                failed = bench.answer()
+            assert isinstance(failed, Result)
+            assert (failed.ok, bench.commands.kills_under_way) == (False, 0), failed
+            with monkeypatch.context() as patch:
+                patch.setattr(commands, "interrupt_ranks", no_thread)
+                bench.send("fails", "stop")
+                assert bench.answer() == Accepted("fails", True)
+                failed = bench.answer()
+            assert isinstance(failed, Result)
+            assert (failed.id, failed.ok) == ("fails", False)
 
             bench.send("5", "kill", ranks=[3], signal="SIGTERM")
             assert bench.answer() == Accepted("5", True)

@@ -91,7 +91,10 @@ class Commands:
             self._send(Accepted(command.id, False, str(error)))
             return
         self._send(Accepted(command.id, True))
-        outcome = await work
+        try:
+            outcome = await work
+        except Exception as error:  # the hub asks until it has a result
+            outcome = Outcome(False, f"{type(error).__name__}: {error}", {})
         self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
 
     def _work(self, command: Command) -> Flow[Outcome]:
@@ -115,9 +118,10 @@ class Commands:
         targets = [target for target in known if not ranks or target.rank in ranks]
         others, spared = set(known) - set(targets), [os.getpid()]
         self.kills_under_way += 1
-        outcome = await kill(self._run, targets, not ranks, [], spared, verb.number, verb.on_gpu, self._post, others)
-        self.kills_under_way -= 1
-        return outcome
+        try:
+            return await kill(self._run, targets, not ranks, [], spared, verb.number, verb.on_gpu, self._post, others)
+        finally:
+            self.kills_under_way -= 1
 
     async def _stop(self) -> Outcome:
         """Send INT to the ranks here; without any, to all other processes of the run."""

@@ -271,7 +271,10 @@ def kill(
     def done(outcome: Outcome) -> None:
         post(lambda: reply.arrive(outcome))
 
-    Kill(run, targets, whole_run, roots, spared, number, on_gpu, done, others).start()
+    try:
+        Kill(run, targets, whole_run, roots, spared, number, on_gpu, done, others).start()
+    except RuntimeError:
+        done(Outcome(False, "no thread can be started on this host", {}))
     return reply
 
 
