@@ -27,5 +27,9 @@ class Mailbox:
             os.eventfd_read(self._descriptor)
         except BlockingIOError:
             return
-        for _ in range(len(self._calls)):
-            self._calls.popleft()()
+        try:
+            for _ in range(len(self._calls)):
+                self._calls.popleft()()
+        finally:
+            if self._calls:  # those behind a call that failed
+                os.eventfd_write(self._descriptor, 1)
