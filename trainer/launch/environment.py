@@ -68,10 +68,10 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
     """
     name = base.get(_DEEPSPEED_FILE_ENV, ".deepspeed_env")
     lines: list[str] = []
-    for folder in (Path.home(), Path(".")):
+    for folder in ("~", "."):
         try:
-            text = (folder / name).read_text()
-        except (OSError, UnicodeDecodeError):
+            text = (Path(folder).expanduser() / name).read_text()
+        except (OSError, UnicodeDecodeError, RuntimeError):  # RuntimeError: the user has no home directory
             continue
         lines += [line for line in text.splitlines() if line not in lines]
     exported = (RUN_ENV, JOIN_ENV, _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)

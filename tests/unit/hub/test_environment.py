@@ -1,5 +1,6 @@
 """A job's environment carries the mark of its run, the import hook, and what DeepSpeed passes to other hosts."""
 
+import pwd
 from pathlib import Path
 
 from ftmon.protocol.run.environment import monitor_environment
@@ -37,6 +38,18 @@ def test_deepspeed_exports_our_marks_after_the_persons_own_lines(run, tmp_path, 
     assert lines[0] == "MINE=1"
     assert f"FTMON_RUN={run.path}" in lines
     assert all(line.count("=") >= 1 for line in lines)
+
+
+def test_a_user_without_a_home_directory_can_start_a_job(run, monkeypatch):
+    def unknown(_uid: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(run.path)
+    (run.path / ".deepspeed_env").write_text("MINE=1\n")
+    lines = Path(job_environment(run, {})["DS_ENV_FILE"]).read_text().splitlines()
+    assert lines[:2] == ["MINE=1", f"FTMON_RUN={run.path}"]
 
 
 def test_hub_and_launcher_carry_no_mark():
