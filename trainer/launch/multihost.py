@@ -36,8 +36,8 @@ def find_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str |
         if name in _MPI and any(_value(rest, option) for option in _MPI_HOSTS):
             return MultiHost()
         if name == "srun":
-            nodes = _number(_value(rest, "-N", "--nodes"))
-            return _slurm(environ) or (MultiHost() if nodes > 1 else None)
+            nodes = map(int, re.findall(r"\d+", _value(rest, "-N", "--nodes")))  # "2", "2-4", "2,4"
+            return _slurm(environ) or (MultiHost() if max(nodes, default=0) > 1 else None)
     return _slurm(environ)
 
 
@@ -89,11 +89,13 @@ def _own(words: list[str]) -> list[str]:
 
 
 def _value(words: list[str], *options: str) -> str:
-    """Return an option's value, from ``--name value`` or ``--name=value``; empty if it is absent."""
+    """Return an option's value, from ``--name value``, ``--name=value`` or ``-Nvalue``; empty if it is absent."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in options:
             return value if equals else words[place + 1] if place + 1 < len(words) else ""
+        if word[:2] in options:
+            return word[2:]
     return ""
 
 
