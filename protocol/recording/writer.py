@@ -29,7 +29,7 @@ from .checkpoint import Checkpointer
 from .curves import Curves, checkpoint_row, evaluation_row, figures_of, training_row
 from .jobs import job_row
 from .marks import Marks
-from .opening import check_continuable
+from .opening import check_continuable, is_damage
 from .removed import CarriedOver, RemovalWatch, carry_over, remove_logs
 from .rollup import Rollups
 from .rows import NameNumbers, Row, alert_row, event_row, hello_row, log_row
@@ -71,7 +71,7 @@ class Writer:
         run: what was started; kept in ``meta`` so that the file explains itself.
 
     Raises:
-        RecordingError: the file is there and is not a recording this version can continue.
+        RecordingError: the file is there and is damaged, or not a recording this version can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str], run: RunFile | None = None) -> None:
@@ -117,10 +117,16 @@ class Writer:
         there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
             check_continuable(self.path)
-        if not self._try_open() and there:
-            # Unknown what is in the file: number from where no earlier hub can have come.
-            self.next_seq = int(time.time()) << 20
-            self._names = NameNumbers(first=int(time.time()))
+        try:
+            self._open()
+        except (sqlite3.Error, OSError, *_UNFIT) as error:
+            if there and (isinstance(error, _UNFIT) or (isinstance(error, sqlite3.Error) and is_damage(error))):
+                raise RecordingError(f"{self.path}: is damaged and cannot be continued: {error}") from None
+            self._fail(error)
+            if there:
+                # Unknown what is in the file: number from where no earlier hub can have come.
+                self.next_seq = int(time.time()) << 20
+                self._names = NameNumbers(first=int(time.time()))
 
     def append(self, seq: int, t: float, message: Message) -> None:
         """Add one message of the stream; it is on disk after the next ``commit``.
@@ -239,20 +245,24 @@ class Writer:
         """Open, or make, the recording unless it is open; return whether it is."""
         if self._connection is not None:
             return True
-        connection = None
         try:
-            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=1.0)
-            self._prepare(connection)
+            self._open()
         except (sqlite3.Error, OSError, RecordingError) as error:
-            if connection is not None:
-                connection.close()
             self._fail(error)
             return False
+        return True
+
+    def _open(self) -> None:
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
         self._connection = connection
         self._watch = RemovalWatch(self.path)
         self._checkpointer = Checkpointer(self.path)
         self._checkpointer.start()
-        return True
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA page_size=8192")
