@@ -44,6 +44,18 @@ _PEER_KINDS = {
 }
 
 
+class _Socket(zmq.Socket[bytes]):
+    """Uses IPv6 for IPv6 addresses only: with the option always set, a name of both kinds is never tried over IPv4."""
+
+    def bind(self, addr: str) -> Any:
+        self.setsockopt(zmq.IPV6, int("[" in addr))
+        return super().bind(addr)
+
+    def connect(self, addr: str) -> Any:
+        self.setsockopt(zmq.IPV6, int("[" in addr))
+        return super().connect(addr)
+
+
 def _set_common(socket: "zmq.Socket[Any]") -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
@@ -53,7 +65,7 @@ def _set_common(socket: "zmq.Socket[Any]") -> None:
 
 def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     """Make the hub's side of ``channel``, not yet bound."""
-    socket = context.socket(_HUB_KINDS[channel])
+    socket = context.socket(_HUB_KINDS[channel], _Socket)
     _set_common(socket)
     if _HUB_KINDS[channel] == zmq.ROUTER:
         # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
@@ -80,7 +92,7 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
     While the hub is away a probe's telemetry queues up to ``SEND_HIGH_WATER`` messages and is delivered when a hub is
     back, within 1 s of its return; beyond that a non-blocking send fails and the probe counts the drop.
     """
-    socket = context.socket(_PEER_KINDS[channel])
+    socket = context.socket(_PEER_KINDS[channel], _Socket)
     _set_common(socket)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
