@@ -3,7 +3,9 @@
 import gzip
 import os
 import pickle
+import queue
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.host import processes
+from ftmon.trainer.hub.analyses.trace_analysis import TraceAnalysis
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 
 STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"
@@ -75,3 +78,31 @@ def test_a_worker_ends_with_its_hub(traces):
         worker = worker_of(hub)
         os.kill(hub.pid, signal.SIGKILL)
         eventually(lambda: not is_alive(worker), "the worker's end")
+
+
+def test_a_worker_that_is_killed_costs_its_trace_and_no_more(traces):
+    good, _ = traces
+    emitted: list[AllocatorEvents | Composition] = []
+    posted: queue.Queue[Callable[[], object]] = queue.Queue()
+    analysis = TraceAnalysis(emitted.append, posted.put)
+
+    def analyse(body: bytes) -> None:
+        analysis.submit("rank-0-1-1", body)
+        posted.get(timeout=60)()
+
+    try:
+        analyse(Path(good).read_bytes())
+        [worker] = [
+            process
+            for process in processes.descendants([os.getpid()], processes.table())
+            if processes.runs_module(process.pid, "ftmon.trainer.hub.analyses.trace_worker")
+        ]
+        os.kill(worker.pid, signal.SIGKILL)
+        eventually(lambda: not ((now := processes.same(worker)) and now.alive), "its end")
+        known = len(emitted)
+        analyse(b"a small trace, which stays in the pipe's buffer")
+        assert (len(emitted), analysis.dropped) == (known, 1)
+        analyse(Path(good).read_bytes())
+        assert len(emitted) == 2 * known > 0
+    finally:
+        analysis.close()

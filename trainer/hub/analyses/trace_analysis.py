@@ -138,5 +138,6 @@ class TraceAnalysis:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
-            with worker:  # closes its pipes, and waits for it
+            # Closes its pipes, and waits for it; a trace that it did not read is flushed once more.
+            with contextlib.suppress(BrokenPipeError), worker:
                 pass
