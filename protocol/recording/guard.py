@@ -5,6 +5,7 @@ no views or triggers but by name, small limits, and an end to every query. Time 
 asks, so that a slow disk or a loaded host does not count.
 """
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -70,21 +71,23 @@ class Guard:
 
     Args:
         path: the file, for its size and for messages.
-        seconds: processor time for one question; None for what the file's size justifies.
+        seconds: processor time for one question, besides what the file's size justifies.
         once: all questions together are bounded too: they are those of one command.
     """
 
-    def __init__(self, path: Path, seconds: float | None = None, *, once: bool = False) -> None:
+    def __init__(self, path: Path, seconds: float = _SECONDS, *, once: bool = False) -> None:
         size = 0
         for suffix in ("", "-wal"):
             with suppress(OSError):
                 size += data_bytes(f"{path}{suffix}")
         self.path = path
-        self.file_bytes = size
-        self._seconds = _SECONDS + size / _BYTES_A_SECOND if seconds is None else seconds
-        self._most_bytes = _SPARE_BYTES + _AMPLIFICATION * size
-        self._message_seconds = _MESSAGE_SECONDS + size / _BYTES_A_SECOND
-        self._left = _ALL_SECONDS + size / _ALL_BYTES_A_SECOND
+        self.file_bytes = 0
+        self._occupied = max(size, _occupied_bytes(path))
+        self._seconds = seconds
+        self._most_bytes = _SPARE_BYTES
+        self._message_seconds = _MESSAGE_SECONDS
+        self._left = _ALL_SECONDS
+        self._grant(size)
         self._once = once
         self._bytes = 0
         self._begun: float | None = None
@@ -98,12 +101,24 @@ class Guard:
     def begin(self) -> None:
         """Begin a question: its time and its bytes are counted from now on."""
         self.end()
+        occupied = _occupied_bytes(self.path)
+        if occupied > self._occupied:  # a hub's reader is open for days while the file is written
+            self._grant(occupied - self._occupied)
+            self._occupied = occupied
         self._begun = time.thread_time()
         self._until = self._begun + (min(self._seconds, max(self._left, 0.0)) if self._once else self._seconds)
         self._bytes = 0
         self._late = False
         if not self._once:
             self._on_messages = 0.0
+
+    def _grant(self, size: int) -> None:
+        """Grant the time and memory that further bytes of the file justify."""
+        self.file_bytes += size
+        self._seconds += size / _BYTES_A_SECOND
+        self._most_bytes += _AMPLIFICATION * size
+        self._message_seconds += size / _BYTES_A_SECOND
+        self._left += size / _ALL_BYTES_A_SECOND
 
     def end(self) -> None:
         """End the question: what the same thread does from now on is none of the file's."""
@@ -186,6 +201,15 @@ class Guard:
 
     def _is_late(self) -> bool:
         return self.late
+
+
+def _occupied_bytes(path: Path) -> int:
+    """Return the size on disk of a file and its log; found without opening them, which would release SQLite's locks."""
+    size = 0
+    for suffix in ("", "-wal"):
+        with suppress(OSError):
+            size += getattr(os.stat(f"{path}{suffix}"), "st_blocks", 0) * 512
+    return size
 
 
 def _text(data: bytes) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.recording import extents
 from ftmon.protocol.recording.extents import copy_data, data_bytes
-from ftmon.protocol.recording.guard import Guard
+from ftmon.protocol.recording.guard import Guard, RefusedError
 
 
 def test_holes_of_a_sparse_file_justify_nothing_and_are_not_copied(tmp_path: Path) -> None:
@@ -44,3 +44,20 @@ def test_a_file_system_that_tells_no_holes_has_one_part_and_many_parts_are_one(
     assert data_bytes(str(path)) == 3_000_000
     copy_data(path, copy)
     assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_file_that_grows_while_it_is_read_justifies_larger_answers(tmp_path: Path) -> None:
+    path, answer = tmp_path / "growing", 30 * 2**20
+    path.write_bytes(b"some data.")
+    guard = Guard(path)
+    with pytest.raises(RefusedError):
+        guard.charge(answer)
+    guard.begin()
+    with pytest.raises(RefusedError):
+        guard.charge(answer)
+    with path.open("ab") as file:
+        file.write(os.urandom(2**20))
+        file.flush()
+        os.fsync(file.fileno())
+    guard.begin()
+    guard.charge(answer)
