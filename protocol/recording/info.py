@@ -49,6 +49,8 @@ def read_info(
         firsts += every(f"SELECT seq, t FROM {table} ORDER BY seq LIMIT 1")
         lasts += every(f"SELECT seq, t FROM {table} ORDER BY seq DESC LIMIT 1")
     first, last = _moment(min(firsts, default=(0, 0.0))), _moment(max(lasts, default=(0, 0.0)))
+    # After the clock was set back the last message has an earlier time, which is that of another place as well.
+    newest = _moment((0, one("SELECT max(second) FROM clock") or 0))[1] if last[1] else 0.0
     process = ProcessId(_number(meta.get("writer_pid")), _number(meta.get("writer_start_ticks")))
     closed = bool(meta.get("closed"))
     live = not closed and not opened.missing and is_alive(process)
@@ -60,7 +62,7 @@ def read_info(
         command=_command(meta.get("command", "[]")),
         started=_time(meta.get("created")) or first[1],
         first_t=first[1],
-        last_t=last[1],
+        last_t=max(last[1], float(newest)),
         first_seq=first[0],
         last_seq=last[0],
         steps=one("SELECT count(seq) FROM steps"),

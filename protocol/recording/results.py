@@ -20,6 +20,7 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """When the run was created."""
     first_t: float
     last_t: float
+    """The time of the recording's end: the last message's, or the newest before the clock was set back."""
     first_seq: int
     last_seq: int
     steps: int

@@ -49,3 +49,15 @@ def test_a_step_that_fits_no_column_is_lost_once_and_the_others_are_not(tmp_path
     assert (writer.lost, writer.recorded) == (1, len(frames) - 1)
     with Reader(tmp_path / "r.sqlite") as reader:
         assert reader.frames(limit=10**6) == [frame for frame in frames if frame.message is not bad]
+
+
+def test_the_end_is_found_by_its_time_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    half = len(FRAMES) // 2
+    frames = [*FRAMES[:half], *(Frame(frame.seq, frame.t - 3600, frame.message) for frame in FRAMES[half:])]
+    record(tmp_path / "r.sqlite", frames, together=True)
+    with Reader(tmp_path / "r.sqlite") as reader:
+        info = reader.info()
+        assert info.last_seq == frames[-1].seq
+        assert reader.seq_at(info.last_t) == info.last_seq
+        assert frames[-1] in reader.state_at(info.last_t)
+        assert reader.frames(limit=10**6, until_t=info.last_t) == frames
