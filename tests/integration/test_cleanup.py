@@ -88,3 +88,11 @@ def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: 
     run.write_exit(ExitFile(1, time.time() - 300, "failed"))
     (found,) = orphans(join)
     assert (found.why, found.sure) == ("which failed", True)
+
+
+def test_a_run_whose_directory_cannot_be_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path) -> bool:  # as to root on a file system whose server maps it to nobody
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert cleanup.orphan_reason(RunDir("/home/somebody/run")).why == ""

@@ -123,11 +123,11 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
         run: the run's directory; if it does not exist here, it is on another host or was removed.
         join: the join file, if the run has several hosts.
     """
-    if join and not (run.path / "run.json").exists():
-        return _elsewhere(join)
-    if not run.path.exists():
-        return OrphanReason("whose directory is gone")
     try:
+        if join and not (run.path / "run.json").exists():
+            return _elsewhere(join)
+        if not run.path.exists():
+            return OrphanReason("whose directory is gone")
         content = run.read_run()
         end = run.read_exit()
         if content.host != socket.gethostname():
