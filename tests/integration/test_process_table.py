@@ -59,8 +59,8 @@ def test_marked_processes_are_found_by_the_run_in_their_environment(spawn, run):
     stranger = spawn(SLEEP, FTMON_RUN=str(run.path) + "-other")
     table = processes.table()
     assert {p.pid for p in processes.marked(run.path, table.values())} == {child.pid}
-    assert {p.pid for p in processes.marked(run.path, table.values(), 77)} == {child.pid}
-    assert processes.marked(run.path, table.values(), 78) == []
+    assert {p.pid for p in processes.marked(run.path, table.values(), [76, 77])} == {child.pid}
+    assert processes.marked(run.path, table.values(), [78]) == []
     assert stranger.poll() is None
 
 

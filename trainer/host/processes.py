@@ -142,16 +142,16 @@ def variable_of(pid: int, name: str) -> str | None:
     return None if found is None else os.fsdecode(found[len(prefix) :])
 
 
-def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None) -> list[Process]:
-    """Return the processes whose environment names ``run`` (and, if given, the rank ``rank_pid``)."""
+def marked(run: Path, processes: Iterable[Process], rank_pids: Iterable[int] | None = None) -> list[Process]:
+    """Return the processes whose environment names ``run`` (and, if given, one of the ranks ``rank_pids``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")
-    rank = None if rank_pid is None else os.fsencode(f"{RANK_PID_ENV}={rank_pid}")
+    ranks = None if rank_pids is None else {os.fsencode(f"{RANK_PID_ENV}={pid}") for pid in rank_pids}
     found: list[Process] = []
     for process in processes:
         if not process.alive:
             continue
         variables = environment_of(process.pid)
-        if wanted in variables and (rank is None or rank in variables):
+        if wanted in variables and (ranks is None or not ranks.isdisjoint(variables)):
             found.append(process)
     return found
 

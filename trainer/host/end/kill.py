@@ -134,8 +134,7 @@ class Kill(threading.Thread):
         others = {process.pid for process in self._alive(self._others, table)}
         others.update(process.pid for process in processes.descendants(others, table, apart=mains))
         found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
-        for target in self._targets:
-            found += processes.marked(self._run_path, table.values(), target.pid)
+        found += processes.marked(self._run_path, table.values(), [target.pid for target in self._targets])
         away = [daemon for daemons in escaped(self._origins, table).values() for daemon in daemons]
         found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
         return [process for process in found if process.pid not in others]
