@@ -1,8 +1,26 @@
 """Files and directories that only their user may read."""
 
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from ..errors import RunDirError
+
+
+def read_private(path: Path) -> bytes:
+    """Read a secret.
+
+    Raises:
+        OSError: it cannot be read, or is a symbolic link.
+        RunDirError: it belongs to another user, or others can read it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
+            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {path}")
+        return file.read()
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -20,6 +38,6 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Make a directory 0700, and those above it that are missing."""
+    """Make a directory and, if missing, its parent, both 0700; missing ones above them get the umask's mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)

@@ -4,14 +4,12 @@ It holds a secret, so it is 0600 in the 0700 run directory and goes to another h
 system, or over ssh's or srun's standard input. A command line or the environment only ever name its path.
 """
 
-import os
-import stat
 from pathlib import Path
 
 import msgspec
 
-from ..errors import RunDirError, UsageError
-from ..host.private_files import write_private
+from ..errors import UsageError
+from ..host.private_files import read_private, write_private
 from ..run.environment import JOIN_ENV as JOIN_ENV
 from ..run.run_options import RunOptions
 from ..run.rundir import RunDir
@@ -78,14 +76,9 @@ def read_join(path: Path) -> JoinFile:
         RunDirError: others can read it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+        data = read_private(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; copy join.json from the run's directory") from None
-    with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
-            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {path}")
-        data = file.read()
     try:
         return msgspec.json.decode(data, type=JoinFile)
     except (msgspec.MsgspecError, ValueError) as error:

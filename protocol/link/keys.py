@@ -8,9 +8,7 @@ directory: not made with ``zmq.auth.create_certificates``, which leaves secrets 
 """
 
 import logging
-import os
 import re
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ import msgspec
 import zmq
 
 from ..errors import RunDirError, UsageError
-from ..host.private_files import make_private, write_private
+from ..host.private_files import make_private, read_private, write_private
 from ..run.run_store import checked_home
 from ..run.rundir import RunDir
 
@@ -102,7 +100,7 @@ def allowed() -> dict[str, str]:
     found = {client_pair().public: "this user"}
     path = keys_dir() / "allowed"
     try:
-        lines = _read_private(path).decode("utf-8", "replace").splitlines()
+        lines = read_private(path).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return found
     for number, line in enumerate(lines, 1):
@@ -190,21 +188,11 @@ def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "Thread
 
 def _load_or_make(path: Path) -> KeyPair:
     try:
-        return msgspec.json.decode(_read_private(path), type=KeyPair)
+        return msgspec.json.decode(read_private(path), type=KeyPair)
     except FileNotFoundError:
         pass
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunDirError(f"{path}: is not a key file: {error}; remove it and a new one is made") from None
     write_private(path, msgspec.json.encode(make_pair()) + b"\n")
     # Two processes may have made one at the same time: the file decides.
-    return msgspec.json.decode(_read_private(path), type=KeyPair)
-
-
-def _read_private(path: Path) -> bytes:
-    """Read a file that must belong to this user and be closed to others."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
-            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {path}")
-        return file.read()
+    return msgspec.json.decode(read_private(path), type=KeyPair)

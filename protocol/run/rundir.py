@@ -2,16 +2,23 @@
 
 ``runs/RUN-ID/`` in the user's directory (``run_store.home``), mode 0700, holds::
 
-    run.json        the run's command and options: written once, by the process that created the run
+    run.json        the run's command and options; the launcher adds its own process
     hub.json        the connection file: the living hub's process and addresses, 0600, written after binding
     hub.lock        held by the hub while it lives
-    exit.json       the job's exit status: written once, by the launcher
+    exit.json       the job's exit status: written once, by the launcher, or by the hub if no launcher lives
+    intent.json     a request to end the run: why the job ended
     left.json       processes still alive when the job's command had ended: written before the launcher ends them
     recording.sqlite
     config.yaml     the trainer's configuration, where the trainer is ftmon's own
     prediction.json predicted time of its steps, by a dry run beside it
+    notify.json     targets of notifications
+    join.json       what other hosts need to join the run; with the key of their agents
+    curve.key, agent.key   key pairs of the hub and of the agents
     logs/           rank-0.out, rank-0.err ... one pair a rank, launcher.log, hub.log
     snapshots/      memory snapshots
+    oom/            reports of out-of-memory errors
+    stacks/         stacks saved when the run hangs
+    hosts/          a directory of each other host's
 """
 
 import contextlib

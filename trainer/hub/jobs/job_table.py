@@ -18,7 +18,7 @@ Processes that count their steps from 1 again (a loop over configurations in one
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ....protocol.messages.control import RankState
 from ....protocol.messages.jobs import Job
@@ -48,7 +48,6 @@ class JobMatch:
     """Whether its job runs concurrently with the one in the stream."""
     first_concurrent: bool = False
     """Whether it is the first process of that concurrent job."""
-    others: list[str] = field(default_factory=list[str])
 
 
 class JobTable:
