@@ -88,7 +88,8 @@ def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, g
     for first_t, gap_t, messages, reason in gaps:
         count = messages if isinstance(messages, int) else "some"
         words = sanitize(reason, 300) if isinstance(reason, str) and reason else "the reason is not known"
-        found.append(f"{count} messages between {_clock(first_t)} and {_clock(gap_t)}: {words}")
+        noun = "message" if count == 1 else "messages"
+        found.append(f"{count} {noun} between {_clock(first_t)} and {_clock(gap_t)}: {words}")
     return "; ".join(found)
 
 

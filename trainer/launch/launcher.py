@@ -279,9 +279,9 @@ class Launcher:
             names = [f"{member.pid} ({member.name})" for member in members[:8]]
             with _disk_trouble("left.json"):
                 self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
-            how = "never began" if self._status is None else ending_in_words(self._status, None)
-            listed = ", ".join(names)
-            print_own(f"the job ended ({how}) and left {len(members)} processes, ending them: {listed}")
+            how = "never began" if self._status is None else f"ended ({ending_in_words(self._status, None)})"
+            count = "1 process" if len(members) == 1 else f"{len(members)} processes"
+            print_own(f"the job {how} and left {count} to be ended: {', '.join(names)}")
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             members = sweep(self._members, on_wait=self._between_polls, term_seconds=term)
         self._reap(at_once=True)

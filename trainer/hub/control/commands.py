@@ -170,10 +170,10 @@ class Commands:
                 return "asking the ranks to stop", self._stop(caller)
             case verbs.Stacks():
                 ranks = self._ranks(verb) or self._rank_hosts.ranks
-                return f"asking {len(ranks)} ranks", self._stacks(verb, ranks)
+                return f"asking {all_ranks(ranks)}", self._stacks(verb, ranks)
             case verbs.Snapshot() | verbs.Arm() | verbs.Compose():
                 ranks = self._ranks(verb) or self._rank_hosts.ranks
-                return f"asking {len(ranks)} ranks", self._pass_on(verb, ranks)
+                return f"asking {all_ranks(ranks)}", self._pass_on(verb, ranks)
             case verbs.Release():
                 return "letting go", self._release(self._ranks(verb))
             case verbs.Console():

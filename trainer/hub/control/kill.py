@@ -20,7 +20,8 @@ from ..ranks.rank_link import Answers, RankLink
 _AGENT_SECONDS = 30.0
 """Time limit of an escalation and its check of the GPUs."""
 _CUT_OFF = (
-    f"cut off: its processes could not be reached; they end when the host is back within {BACK_SECONDS / 60:.0f} min"
+    "cut off: its processes could not be reached; "
+    f"they will be ended if the host is back within {BACK_SECONDS / 60:.0f} min"
 )
 
 
