@@ -8,7 +8,7 @@ from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose
 from ftmon.tui.widgets.drawing.line import Line, cut, spread
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
 from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, figure
+from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines, figure, words
 from ftmon.tui.widgets.lines.log_lines import log_line
 from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.lines.summary import Summary, summary_lines
@@ -126,6 +126,9 @@ def test_evidence_is_written_in_the_units_its_names_carry() -> None:
     assert figure("host_us", 4000) == "4 ms"
     assert figure("waiting_s", 34.2) == "34 s"
     assert figure("fused", False) == "no"
+    assert (words("bytes_per_s"), figure("bytes_per_s", 50.0 * 2**20)) == ("bytes", "0.049 GiB/s")
+    nested = evidence_lines({"gpu_bytes": {4711: 32 * GIB}}, 60, THEME)
+    assert [line.plain.split() for line in nested] == [["gpu"], ["4711", "32.00", "GiB"]]
 
 
 def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:

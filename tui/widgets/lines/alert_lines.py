@@ -94,8 +94,10 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
     return [*lines, *stack_lines(groups, width, theme)]
 
 
-def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3) -> list[Line]:
-    """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
+def evidence_lines(
+    evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3, unit: str = ""
+) -> list[Line]:
+    """Draw evidence as names and figures in the units that the names end in; ``unit`` is of names without one."""
     base, dim = theme.base, theme.style("dim")
     names = {
         key: f"ranks {key}" if key in _RANKS and isinstance(value, list) else words(key)
@@ -107,9 +109,10 @@ def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent
         head = Line(" " * indent + names[key].ljust(label) + "  ", dim)
         if isinstance(value, dict) and value:
             lines.append(head)
-            lines += evidence_lines(value, width, theme, indent + 2)
+            inner = {str(name): one for name, one in value.items()}  # pids are numbers
+            lines += evidence_lines(inner, width, theme, indent + 2, "_bytes" if key.endswith("_bytes") else "")
             continue
-        text = figure(key, value)
+        text = figure(key + unit, value)
         rows = [piece for part in text.splitlines() or [""] for piece in wrap(part, max(10, width - head.width - 1))]
         lines.append(head.add(rows[0], base))
         lines.extend(Line(" " * (indent + label + 2) + row, base) for row in rows[1:])
@@ -118,6 +121,7 @@ def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent
 
 def words(key: str) -> str:
     """Turn a field name into words, its unit left to the figure."""
+    key = key.removesuffix("_per_s")
     for suffix in ("_bytes", "_us", "_ms", "_s", "_seconds"):
         key = key.removesuffix(suffix)
     return key.replace("_", " ")
@@ -130,8 +134,10 @@ def figure(key: str, value: Any) -> str:
     if isinstance(value, int | float):
         if key in _MOMENTS and value > _EPOCH:
             return time_of_day(value)
+        if key.endswith("_per_s"):
+            return f"{figure(key.removesuffix('_per_s'), value)}/s"
         if key == "bytes" or key.endswith("_bytes"):
-            return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,} B"
+            return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,.0f} B"
         for suffix, unit in (("_us", 1e-6), ("_ms", 1e-3), ("_seconds", 1.0), ("_s", 1.0)):
             if key.endswith(suffix):
                 return duration(value * unit)
