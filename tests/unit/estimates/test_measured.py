@@ -43,6 +43,12 @@ def test_one_row_a_rank_is_read_in_its_unit() -> None:
     ]
 
 
+@pytest.mark.parametrize("column", ["allocated_bytes", "Allocated (bytes)", "allocated [byte]", "allocated B"])
+def test_a_column_in_bytes_is_read_as_bytes(column: str) -> None:
+    text = f"length,{column}\n128,1048576\n"
+    assert read_csv(text, guess_mapping(text))[0].figures == {"allocated": MIB}
+
+
 def test_bands_are_over_ranks_and_without_the_warm_up() -> None:
     rows = read_csv(WIDE, guess_mapping(WIDE))
     with_all, without = bands(rows, "allocated"), bands(rows, "allocated", warm_up=1)
