@@ -127,7 +127,7 @@ def z_for(tests: int) -> float:
 def _difference(name: str, before: Measure, after: Measure, gate: float | None, z: float) -> Difference:
     if not before.value:
         return Difference(name, before, after, 0.0, 0.0, "same" if not after.value else "cannot tell", False)
-    change = after.value / before.value - 1
+    change = (after.value - before.value) / abs(before.value)
     error = math.hypot(before.error, after.error) / abs(before.value)
     worse = -change if before.higher_is_better else change
     gated = before.gated and after.gated

@@ -49,6 +49,12 @@ def test_an_improvement_is_none() -> None:
     assert {one.name for one in found.differences if one.judgement == "better"} >= {"step time", "highest peak"}
 
 
+def test_a_negative_loss_that_falls_is_better() -> None:
+    before, after = (Side("c", {"loss": Measure(value, 0.001, "loss", gated=True)}) for value in (-1.0, -1.5))
+    assert compare(after, before, GATE).regressions == ["loss +33.3%"]
+    assert compare(before, after, GATE).differences[0].judgement == "better"
+
+
 def test_noise_that_is_too_large_for_the_gate_is_said_not_judged() -> None:
     found = compare(run(1, scatter=0.5, steps=30), run(2, scatter=0.5, steps=30), GATE)
     assert "step time" in found.undecided
