@@ -4,7 +4,7 @@ The numbers name a batch longer than any before, an update that the loss scaler 
 Stacks name the rest (``stack_patterns``). Where neither does, there is no cause to report.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from ...messages.memory import Cause
 from ...messages.telemetry import Hello, Step
@@ -15,16 +15,23 @@ from .stack_patterns import name_cause
 
 REPEATED_SHARE = 0.5
 """Stacks of a step that took less than this share of the spike are those of another matter."""
+STEPS_KEPT = 64
+"""Steps whose batch sizes are kept: the stacks of a step arrive some steps later."""
 
 
 class _Rank:
-    __slots__ = ("elements", "hello", "longest", "tokens")
+    __slots__ = ("elements", "hello", "longest", "sizes")
 
     def __init__(self) -> None:
         self.hello: Hello | None = None
         self.elements = 0
         self.longest: list[int] = []
-        self.tokens = 0
+        self.sizes: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)
+        """Latest steps with the elements of their largest micro-batch."""
+
+    def elements_of(self, step: int) -> int:
+        """Return the elements of a step's batch, or of the latest if the step is not known; 0: none is."""
+        return dict(self.sizes).get(step, self.sizes[-1][1] if self.sizes else 0)
 
 
 class KnownCauses:
@@ -47,7 +54,7 @@ class KnownCauses:
             return
         rank = self._ranks[step.rank]
         elements = shape[0] * shape[1] if len(shape) > 1 else shape[0]
-        rank.tokens = elements
+        rank.sizes.append((step.step, elements))
         if elements > rank.elements:
             rank.elements, rank.longest = elements, shape
 
@@ -71,10 +78,12 @@ class KnownCauses:
         """Process stacks that a rank has sent for a transient of ``transient`` bytes."""
         rank = self._ranks[cause.rank]
         if cause.transient_bytes < REPEATED_SHARE * transient:
-            self._stacks[matter] = StackCause(cause)
+            known = self._stacks.get(matter)
+            if known is None or known.named is None:
+                self._stacks[matter] = StackCause(cause)
             return
         self._settled.add(Matter("spike", cause.rank, cause.phase))
-        named = name_cause(cause, rank.tokens)
+        named = name_cause(cause, rank.elements_of(cause.step))
         found = StackCause(cause, named)
         if named.pattern:
             found = StackCause(cause, named, remedy_of(named.pattern, named.parts[0].bytes, rank.hello))

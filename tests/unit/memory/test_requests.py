@@ -52,6 +52,31 @@ def test_a_repeat_keeps_the_cause(make_sim: Any) -> None:
     assert alert.evidence["cause_pattern"] == "foreach_temporaries"
 
 
+def test_stacks_of_a_smaller_transient_do_not_replace_the_cause(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 950 * MIB, [ADAM]))
+    sim.feed(cause(30, 50 * MIB, ["/home/user/loop.py:31 main"]))
+    sim.wait(20)
+    (alert,) = sim.alerts("spike")
+    assert (alert.evidence["cause_pattern"], alert.evidence["cause_step"]) == ("foreach_temporaries", 22)
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_logits_are_recognized_by_the_batch_of_their_own_step(make_sim: Any, later: int) -> None:
+    vocabulary, length = 128_000, 2048
+    size = vocabulary * length * 4
+    sim = make_sim()
+    spike(sim, 20, size, "forward", batch_shape=[1, length])
+    for step in range(21, 21 + later):
+        sim.feed(sim.step(0, step, [sim.phase("forward", 10 * MIB, ms=4.0)], batch_shape=[1, 512]))
+    group = StackGroup(size, 1, ["/home/user/loop.py:31 main"], size)
+    sim.feed(Cause(0, 20, "forward", 0.0, "spike", size, [group], peak_bytes=7 * GIB, vocabulary=vocabulary))
+    sim.wait(20)
+    (alert,) = sim.alerts("spike")
+    assert alert.evidence["cause_pattern"] == "fp32_logits"
+
+
 def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make_sim: Any) -> None:
     sim = make_sim(4)
     sim.begin()
