@@ -48,6 +48,8 @@ class Plateau:
         self._blocks: list[float] = []
         self._block: list[float] = []
         self._began: list[int] = []
+        self._first: float | None = None
+        """Level of the run's first blocks, also after a plateau that was resolved."""
         self._at = 0
         self._lr: float | None = None
         self._top_lr = 0.0
@@ -97,9 +99,11 @@ class Plateau:
         count = max(-(-FEWEST_STEPS // self._size), int(WINDOW_SHARE * len(blocks)))
         if len(blocks) < count + 2 or len(blocks) % 4:
             return []
+        if self._first is None:
+            self._first = median(blocks[:3])
         window = blocks[-count:]
         early, late = window[: count // 2], window[count // 2 :]
-        level, before, first = median(late), median(early), median(blocks[:3])
+        level, before, first = median(late), median(early), self._first
         if level <= 0 or level < SOLVED * first or self._in_tail(row):
             return []
         error = 1.25 * spread(late, level) * (2 / len(late)) ** 0.5

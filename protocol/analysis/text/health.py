@@ -95,8 +95,8 @@ def _plateau(finding: Finding) -> Words:
         )
     return Words(
         f"the loss has been flat at {number(facts.loss)} for {facts.steps} steps",
-        f"Since step {facts.since_step} it fell by {number(facts.improvement)}. Learning rate {number(facts.lr)}, not "
-        "in the tail of its schedule.",
+        f"Since step {facts.since_step} it changed by {number(-facts.improvement)}. Learning rate {number(facts.lr)}, "
+        "not in the tail of its schedule.",
         "Evaluate whether more steps are worth their cost; a change of the learning rate can end a plateau.",
         "The loss falls again.",
     )

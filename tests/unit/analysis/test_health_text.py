@@ -100,7 +100,7 @@ CASES = [
     Case(
         Finding("loss_plateau", replace(PLATEAU, improvement=0.01, never_fell=False), severity="info"),
         "the loss has been flat at 5.01 for 1000 steps",
-        "Since step 41 it fell by 0.01. Learning rate 0.0001, not in the tail of its schedule.",
+        "Since step 41 it changed by -0.01. Learning rate 0.0001, not in the tail of its schedule.",
         "Evaluate whether more steps are worth their cost; a change of the learning rate can end a plateau.",
         "The loss falls again.",
     ),

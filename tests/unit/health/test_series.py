@@ -281,6 +281,19 @@ def test_a_loss_that_never_fell_says_so():
     assert (facts.loss, facts.first_loss) == (pytest.approx(5.0, abs=0.05), pytest.approx(5.0, abs=0.05))
 
 
+def test_a_second_plateau_is_compared_with_the_start_of_the_run():
+    def flat_twice(at: int) -> float:
+        level = 8.0 if at < 30 else 3.0 if at < 2000 else 2.9
+        return level * (1 + random.Random(at).gauss(0, 0.005))
+
+    found = fed(series(4500, flat_twice))
+    assert [(one.kind, one.state) for one in found] == [
+        ("loss_plateau", state) for state in ("raised", "resolved", "raised")
+    ]
+    assert found[2].facts.first_loss == pytest.approx(8.0, rel=0.01)
+    assert not found[2].facts.never_fell
+
+
 def norm(at: int) -> float:
     return math.exp(random.Random(at).gauss(0, 0.3))
 
