@@ -12,7 +12,6 @@ from ..allocator.snapshot.analysis import find_oom, live_stacks
 from ..allocator.snapshot.layout import Piece, layout_at
 from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
-from ..allocator.snapshot.rounding import SMALL_MOST
 from ..oom.verdict import OomContext
 from ..remedies import remedies
 from ..text.oom import explain
@@ -51,8 +50,6 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
     if found is None:
         return None
     pieces = layout_at(replay, found.entry)
-    small = found.requested_bytes <= SMALL_MOST
-    fits = [piece.largest_free_bytes for piece in pieces if piece.small == small and not piece.pool]
     frames = snapshot.frames_of(found.stack)
     return Oom(
         rank=0,
@@ -70,7 +67,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         room_bytes=found.device_free_bytes if found.device_free_bytes < found.requested_bytes else 0,
         reserved_free_bytes=found.free_bytes,
         free_blocks=sum(1 for piece in pieces for block in piece.blocks if block.state == FREE),
-        largest_free_bytes=max(fits, default=0),
+        largest_free_bytes=found.largest_usable_bytes,
         usable_free_bytes=found.usable_free_bytes,
         expandable=any(piece.expandable for piece in pieces),
         # Whether the first step was over is not in the snapshot.

@@ -121,12 +121,12 @@ class Oom(NamedTuple):
     largest_free_block_bytes: int
     usable_free_bytes: int
     """Free in blocks of the pool and stream of the request."""
+    largest_usable_bytes: int
+    """The largest of those blocks."""
     kind: str
     """``fragmentation``, ``limit`` or ``too_large``."""
     verdict: str
     stack: int
-    to_come_bytes: int = 0
-    """What the optimizer still had to allocate for its states, the request included; 0: not known, or it was none."""
 
 
 def find_oom(replay: Replay) -> Oom | None:
@@ -142,13 +142,13 @@ def find_oom(replay: Replay) -> Oom | None:
     reserved = replay.at(replay.reserved, index)
     allocated = replay.at(replay.allocated, index)
     free = sum(piece.free_bytes for piece in pieces)
-    to_come = pending_states(replay, index)
-    kind, verdict = _verdict(asked, device_free, usable, reserved, to_come)
+    kind, verdict = _verdict(asked, device_free, usable, reserved, pending_states(replay, index))
     verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
     return Oom(
         replay.device, index, asked, device_free, allocated, reserved, free,
         max((piece.largest_free_bytes for piece in pieces), default=0), sum(piece.free_bytes for piece in usable),
-        kind, verdict, columns(replay.trace.stacks, "I")[index], to_come,
+        max((piece.largest_free_bytes for piece in usable), default=0),
+        kind, verdict, columns(replay.trace.stacks, "I")[index],
     )  # fmt: skip
 
 
