@@ -19,6 +19,7 @@ _BUCKET = 500_000_000
 _SMALLER = 200_000_000
 _SUB_GROUP = 1_000_000_000
 _MICRO_BATCH = "train_micro_batch_size_per_gpu, gradient_accumulation_steps"
+_SMALLER_UNITS = "smaller FSDP units (wrap each layer): fewer parameters are gathered, and gradients reduced, at once"
 _NO_OOM = Oom(0, 0, "", 0.0, 0, 0, 0, 0, 0)
 
 
@@ -50,6 +51,11 @@ class Case(NamedTuple):
     """The same without the copies."""
     remarks: dict[str, str]
     """Text for figures that may be unknown."""
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether PyTorch shards the model: DeepSpeed's options do not apply."""
+        return self.framework == "fsdp"
 
     @property
     def on_gpu(self) -> bool:
@@ -101,6 +107,10 @@ def _next_stage(case: Case) -> int:
     return round(split * (1 - 1 / case.world))
 
 
+def _sharded(case: Case) -> int:
+    return case.states + case.oom.parts.get("gradients", 0) + case.oom.parts.get("parameters", 0)
+
+
 def _beyond_limit(case: Case) -> int:
     return min(max(0, case.oom.capacity_bytes - case.oom.device_total_bytes), case.oom.device_free_bytes)
 
@@ -124,7 +134,9 @@ TABLE = (
         "ranks make each one's partition smaller",
         when=lambda case: case.stage, frees=lambda case: case.size),
     Row("gradient_upcast", "ZeRO stage 1 or 2 divides it among the {world} ranks; offload_optimizer moves it",
-        frees=lambda case: case.size - case.size // case.world if case.world > 1 else 0),
+        when=lambda case: case.world > 1, frees=lambda case: case.size - case.size // case.world),
+    Row("gradient_upcast", "ZeRO with offload_optimizer moves it off the device", frees=lambda case: case.size),
+    Row("allgather_bucket", _SMALLER_UNITS, when=lambda case: case.fsdp),
     Row("allgather_bucket",
         "smaller stage3_prefetch_bucket_size and stage3_max_live_parameters gather fewer parameters ahead; a lower "
         "stage3_param_persistence_threshold keeps fewer", when=lambda case: case.stage == 3),
@@ -132,6 +144,7 @@ TABLE = (
         when=lambda case: case.gather <= _SMALLER),
     Row("allgather_bucket", "a smaller allgather_bucket_size: {smaller} in place of {gather:.0e} numbers",
         frees=lambda case: _smaller(case.gather, case.size)),
+    Row("reduce_bucket", _SMALLER_UNITS, when=lambda case: case.fsdp),
     Row("reduce_bucket", "a smaller reduce_bucket_size (now {reduce:.0e} numbers)",
         when=lambda case: case.reduce <= _SMALLER),
     Row("reduce_bucket", "a smaller reduce_bucket_size: {smaller} in place of {reduce:.0e} numbers",
@@ -141,8 +154,14 @@ TABLE = (
         "materializes them; a smaller micro-batch with more accumulation makes them proportionally smaller",
         frees=lambda case: case.size),
     Row("first_step_states",
+        "they stay allocated: more ranks make each one's shard smaller, an 8-bit optimizer makes them smaller, "
+        "CPUOffloadPolicy (FSDP2) or CPUOffload moves them off the device", when=lambda case: case.fsdp),
+    Row("first_step_states",
         "they stay allocated: a higher ZeRO stage divides them among the ranks, an 8-bit optimizer makes them "
         "smaller, offload_optimizer moves them off the device"),
+    Row("checkpoint_saving",
+        "save less often, or a sharded state dict instead of a full one; a save that does not fit fails the run, so "
+        "keep that much free", when=lambda case: case.fsdp),
     Row("checkpoint_saving",
         "save less often, or without gathering the weights (stage3_gather_16bit_weights_on_model_save: false); a "
         "save that does not fit fails the run, so keep that much free"),
@@ -169,7 +188,10 @@ TABLE = (
         frees=_logits, bound="about"),
     Row("zero", "ZeRO stage {next_stage}: the {split} are split over the {world} ranks.",
         "zero_optimization.stage: {next_stage}",
-        lambda case: case.world > 1 and case.stage < 3, _next_stage, "about"),
+        lambda case: case.world > 1 and case.stage < 3 and not case.fsdp, _next_stage, "about"),
+    Row("offload", "Keep parameters, gradients and optimizer states in host memory.",
+        "fully_shard(..., offload_policy=CPUOffloadPolicy())",
+        lambda case: case.on_gpu and case.fsdp, _sharded, "at most"),
     Row("offload", "Keep the optimizer's states in host memory and compute the update there.",
         "zero_optimization.offload_optimizer.device: cpu",
         lambda case: case.on_gpu and not case.offloads, lambda case: case.states, "about"),
@@ -178,6 +200,8 @@ TABLE = (
         lambda case: case.oom.parameter_bytes if case.oom.optimizer_implementation == "foreach" else 0, "at most"),
     Row("eight_bit", "An optimizer with 8-bit states.", "bitsandbytes.optim.AdamW8bit",
         frees=lambda case: round(case.own_states * _STATES_8BIT), bound="about"),
+    Row("buckets", "Smaller FSDP units: wrap each layer, so that fewer parameters are gathered and reduced at once.",
+        "fully_shard(layer)", lambda case: case.fsdp),
     Row("buckets", "Smaller buckets{bucket}.",
         "zero_optimization.reduce_bucket_size, allgather_bucket_size, stage3_prefetch_bucket_size"),
     Row("expandable_segments", "Expandable segments keep free memory in one piece.",
@@ -201,6 +225,8 @@ TABLE = (
         frees=_beyond_limit, bound="at most"),
     Row("request", "Check the line that allocates it: it requests more than the device has."),
     Row("device", "Use a device with more memory, more devices, a smaller model, or LoRA."),
+    Row("checkpoint", "Save shards instead of a whole model.", "StateDictOptions(full_state_dict=False)",
+        lambda case: case.fsdp),
     Row("checkpoint", "Save shards instead of a whole model.",
         "stage3_gather_16bit_weights_on_model_save: false"),
 )

@@ -228,7 +228,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if by_phase == "logits" and (not order or order[0] == "longer_batch"):
         return "logits", order, sure
     if order:
-        return order[0], order[1:], order[0] not in ("leak", "outside") or bool(found.get("outside"))
+        return order[0], order[1:], order[0] != "leak" and (order[0] != "outside" or bool(found.get("outside")))
     if by_phase:
         return by_phase, [], sure
     if oom.measure == "cuda" and oom.device_free_bytes >= oom.requested_bytes:

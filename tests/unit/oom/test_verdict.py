@@ -1,5 +1,7 @@
 """Why an allocation failed: each cause is told from its own numbers, and nothing is claimed that they do not say."""
 
+from typing import get_args
+
 import msgspec
 import pytest
 from failed_allocations import GIB, HELLO, MIB, OOMS, PROCESSES, of
@@ -103,12 +105,23 @@ def test_steps_that_begin_with_ever_more_are_a_leak_with_its_rate() -> None:
     verdict = judge(of(starts=starts), OomContext(HELLO))
     assert (verdict.kind, verdict.figures["leak"]) == ("leak", 59 * 200 * MIB)
     assert not verdict.sure
+    listed = OomContext(HELLO, [ProcessMemory(HELLO.pid, 78 * GIB, HELLO.rank)])
+    verdict = judge(of(starts=starts), listed)
+    assert (verdict.kind, verdict.sure, "outside" in verdict.figures) == ("leak", False, True)
 
 
 def test_growth_that_came_at_once_or_that_falls_back_is_no_leak() -> None:
     assert steady_growth([10, 20, 30, 30, 30, 30, 30, 30, 30, 30, 30, 90]) is None
     assert steady_growth([10, 20, *[30, 40] * 8]) is None
     assert steady_growth([0, 50, *range(50, 60)]) == 9
+
+
+@pytest.mark.parametrize("cause", get_args(OomKind))
+def test_a_run_sharded_by_pytorch_gets_no_options_of_deepspeed(cause: OomKind) -> None:
+    around = OomContext(msgspec.structs.replace(HELLO, framework="fsdp", zero_stage=None))
+    for remedy in remedies(of(phase="backward"), OomVerdict(cause, "", ""), around):
+        assert "zero" not in (remedy.text + remedy.setting).lower()
+        assert "stage3" not in remedy.setting
 
 
 def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed() -> None:
