@@ -6,8 +6,9 @@ A finding is about one volume of one host; the volumes are those that the run wr
   ``HORIZON_S`` at that rate and within ``LOOKAHEAD`` times as long as the fall has lasted. So a checkpoint that is
   being written is none, unless it takes a third of what was left when it began; nor are the first checkpoints of
   which a few are kept: what falls in bursts is judged by the latest alone before there are ``FEWEST_BURSTS``.
-- *next write*: twice or more, ``BURST_BYTES`` and more were written at once (a checkpoint), and what was left
-  ``SETTLED_S`` after the last is less than the largest of them.
+- *next write*: twice or more, ``BURST_BYTES`` and more were written at once (a checkpoint, at ``BURST_PER_S`` or
+  more without a pause of ``BURST_GAP_S``), and what was left ``SETTLED_S`` after the last is less than the largest of
+  them.
 - *low*: little is left whatever the rate.
 
 Resolved when none of these has held for ``CALM_S``.
@@ -29,6 +30,8 @@ HORIZON_S = 1200.0
 LOOKAHEAD = 2.0
 LEAST_FALL = 8 * 2**20
 BURST_BYTES = 256 * 2**20
+BURST_PER_S = 2 * 2**20
+"""Bytes per second from which a fall is part of a burst; logs take less."""
 BURST_GAP_S = 10.0
 FEWEST_BURSTS = 5
 SETTLED_S = 30.0
@@ -68,11 +71,11 @@ class _Volume:
         self.fell_at = 0.0
 
     def add(self, t: float, free: int) -> None:
-        before = self.samples[-1][1] if self.samples else free
+        since, before = self.samples[-1] if self.samples else (t, free)
         self.samples.append((t, free))
         while self.samples[0][0] < t - KEPT_S:
             self.samples.popleft()
-        if free < before:
+        if before - free > BURST_PER_S * (t - since):
             if self.burst_from is None:
                 self.burst_from = before
             self.fell_at = t

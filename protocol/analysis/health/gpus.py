@@ -122,12 +122,13 @@ class Gpus:
         """Take in an error that the driver reported."""
         if message.code in IGNORED:
             return []
-        key = message.host, message.bus, message.code
+        gpu = message.bus or str(message.index)
+        key = message.host, gpu, message.code
         self._xids[key] = count = self._xids.get(key, 0) + 1
         what, severity = meaning(message.code)
         facts = XidFacts(message.host, message.code, message.index, message.bus, count, message.text, what)
         state: State = "raised" if count == 1 else "updated"
-        name = f"{message.host}:{message.bus or message.index}:{message.code}"
+        name = f"{message.host}:{gpu}:{message.code}"
         return [Finding("gpu_xid", facts, state, severity, key=name)]
 
     def _memory(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:

@@ -100,6 +100,14 @@ def test_a_checkpoint_that_will_not_fit_next_time_is_told():
     assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
 
 
+def test_logs_that_grow_for_hours_are_no_checkpoints():
+    free, samples = 50 * GIB, []
+    for at in range(2100):
+        free -= 20 * MIB if at % 1050 < 1000 else 0  # twice 19.5 GiB, 20 MiB every 30 s
+        samples.append((30.0 * at, free))
+    assert fed(samples) == []
+
+
 def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
     low = fed([(0, GIB), (2, GIB)])
     assert [one.severity for _, one in low] == ["warning"]

@@ -125,6 +125,8 @@ def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counte
     assert kinds(gpus.xid(Xid("n", 1.0, 13, 0))) == ["gpu_xid"]
     (again,) = gpus.xid(Xid("n", 2.0, 13, 0))
     assert (again.state, again.facts.count) == ("updated", 2)
+    (other,) = gpus.xid(Xid("n", 3.0, 13, 1))
+    assert (other.state, other.facts.count, other.key) == ("raised", 1, "n:1:13"), "another GPU, from NVML"
 
 
 def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
