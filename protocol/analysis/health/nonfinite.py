@@ -72,6 +72,8 @@ class _Case:
     steps: int = 0
     first_ranks: set[int] = field(default_factory=set[int])
     ranks: set[int] = field(default_factory=set[int])
+    finite_elsewhere: bool = False
+    """Kept, since the good steps of the ranks go back for ``KEPT_STEPS`` only."""
     raised: bool = False
 
 
@@ -155,6 +157,7 @@ class NonFinite:
             case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
             case.good, known = _good(rank), False
             case.first_ranks.clear()
+            case.finite_elsewhere = False
         if step.step == case.first_step:
             case.first_ranks.add(step.rank)
         if case.raised and (not known or case.steps % UPDATE_STEPS == 0):
@@ -172,6 +175,7 @@ class NonFinite:
         return [self._finding(case, "resolved", precision)] if case.raised else []
 
     def _finding(self, case: _Case, state: Literal["raised", "updated", "resolved"], precision: str) -> Finding:
+        case.finite_elsewhere |= any(case.first_step in rank.good for rank in self._ranks.values())
         facts = NonFiniteFacts(
             case.value,
             case.first_rank,
@@ -181,7 +185,7 @@ class NonFinite:
             case.lr,
             case.steps,
             sum(rank.bad or bool(rank.good) for rank in self._ranks.values()),
-            any(case.first_step in rank.good for rank in self._ranks.values()),
+            case.finite_elsewhere,
             precision,
         )
         return Finding(self._kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)
