@@ -34,6 +34,11 @@ def first_line(text: str, limit: int = 200) -> str:
     return sanitize(line.strip(), limit)
 
 
+def counted(count: int, noun: str) -> str:
+    """Count things whose plural ends in s: ``1 message``, ``1,204 messages``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Name a few ranks within a sentence: ``rank 3``, ``ranks 0, 1 and 4``; only count more: ``512 ranks``."""
     if len(ranks) == 1:
@@ -100,11 +105,11 @@ def duration(seconds: float) -> str:
         return "? s"
     if seconds < 0:
         return "-" + duration(-seconds)
-    if seconds < 0.001:
+    if seconds < 0.0009995:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:

@@ -68,6 +68,15 @@ def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
     assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
 
 
+def test_that_other_ranks_were_finite_is_kept_for_the_whole_run():
+    steps = [
+        step(at, rank, loss=math.nan if rank == 1 and at >= 30 else 2.0) for at in range(1, 200) for rank in (0, 1)
+    ]
+    found = [one for one in fed(steps, hello(0, 2), hello(1, 2)) if one.kind == "nan_loss"]
+    assert found[-1].facts.steps >= 100
+    assert all(one.facts.finite_elsewhere for one in found)
+
+
 def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
     steps = [step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)]
     late = [step(6, 0, loss=math.nan), step(5, 1, loss=math.nan), step(6, 1, loss=math.nan)]
@@ -411,7 +420,13 @@ def test_one_rank_of_four_that_waits_for_data_is_not_an_input_bound_run():
 
 @pytest.mark.parametrize(
     ("workers", "wait", "whole", "needed"),
-    [(0, 100_000, 200_000, 2), (0, 300_000, 400_000, 4), (4, 50_000, 150_000, 6), (2, 100_000, 100_000, 0)],
+    [
+        (0, 100_000, 200_000, 2),
+        (0, 300_000, 400_000, 4),
+        (4, 50_000, 150_000, 6),
+        (2, 100_000, 100_000, 0),
+        (8, 190_000, 200_000, 160),
+    ],
 )
 def test_the_workers_that_hide_a_wait(workers: int, wait: float, whole: float, needed: int):
     assert workers_needed(DataLoaderInfo(workers=workers), wait, whole) == needed
