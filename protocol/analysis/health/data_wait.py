@@ -33,7 +33,7 @@ class DataWaitFacts(msgspec.Struct, frozen=True):
     """How long a step waits, and what loads the data."""
 
     share: float
-    """Of the step, median over ranks."""
+    """Of the step, of the rank that waits longest."""
     wait_ms: float
     step_ms: float
     window_steps: int
@@ -184,4 +184,4 @@ def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float
     if loader is None or compute <= 0:
         return 0
     cost = wait_us if loader.workers == 0 else loader.workers * step_us
-    return min(64, int(-(-cost // compute)) + (loader.workers == 0))
+    return int(-(-cost // compute)) + (loader.workers == 0)

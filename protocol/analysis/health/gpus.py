@@ -149,13 +149,7 @@ class Gpus:
         return self._settle("gpu_memory_errors", gpu, facts, bad, not bad, severity)
 
     def _pcie(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
-        width, widest, gen, fastest = (
-            message.pcie_width,
-            message.pcie_width_max,
-            message.pcie_gen,
-            message.pcie_gen_max,
-        )
-        narrow = bool(width and widest and width < widest) or bool(gen and fastest and gen < fastest)
+        narrow = is_narrow(message)
         if gpu.busy:
             gpu.narrow.append((message.time, narrow))
         while gpu.narrow and gpu.narrow[0][0] < message.time - 2 * WINDOW_S:
@@ -172,10 +166,10 @@ class Gpus:
         facts = self._facts(
             gpu.last,
             message,
-            pcie_gen=gen,
-            pcie_gen_max=fastest,
-            pcie_width=width,
-            pcie_width_max=widest,
+            pcie_gen=message.pcie_gen,
+            pcie_gen_max=message.pcie_gen_max,
+            pcie_width=message.pcie_width,
+            pcie_width_max=message.pcie_width_max,
             replays=replays,
         )
         return self._settle("pcie_degraded", gpu, facts, bad, over, "warning")
@@ -231,6 +225,12 @@ class Gpus:
             del gpu.standing[kind]
             return [Finding(kind, known, "resolved", severity, key=key)]
         return []
+
+
+def is_narrow(link: DeviceHealth | DeviceFacts) -> bool:
+    """Return whether a PCIe link is slower or narrower than the device and its slot allow."""
+    gen, fastest, width, widest = link.pcie_gen, link.pcie_gen_max, link.pcie_width, link.pcie_width_max
+    return bool(width and widest and width < widest) or bool(gen and fastest and gen < fastest)
 
 
 def _figures(kind: str, facts: DeviceFacts) -> object:

@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from ...text import all_ranks, duration, gib, sanitize
+from ...text import all_ranks, counted, duration, gib, sanitize
 from ..findings import Finding
 from ..health.checkpoints import CheckpointFacts
 from ..health.compiles import CompileFacts
 from ..health.data_wait import DataWaitFacts
 from ..health.disks import DiskFacts
 from ..health.divergence import DivergenceFacts
-from ..health.gpus import DeviceFacts, XidFacts
+from ..health.gpus import DeviceFacts, XidFacts, is_narrow
 from ..health.gradients import GradientFacts
 from ..health.nonfinite import NonFiniteFacts
 from ..health.plateau import PlateauFacts
@@ -170,6 +170,10 @@ def _loader(facts: DataWaitFacts) -> str:
     return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
 
 
+_MOST_WORKERS = 64
+"""Worker processes that may help on a host whose CPUs are not known."""
+
+
 def _loader_remedy(facts: DataWaitFacts) -> str:
     loader = facts.loader
     if loader is None:
@@ -178,17 +182,20 @@ def _loader_remedy(facts: DataWaitFacts) -> str:
             "(tokenize, decode) the data once, before the run."
         )
     parts: list[str] = []
-    most = loader.cpus or 64
+    most = loader.cpus or _MOST_WORKERS
     if not facts.workers_needed:
         pass
-    elif facts.workers_needed <= max(most, 1):
+    elif facts.workers_needed <= most:
         parts.append(
             f"num_workers={max(facts.workers_needed, loader.workers + 1)} would hide the wait, if workers scale"
         )
     else:
+        few = facts.workers_needed <= 2 * most
+        needed = f"about {facts.workers_needed}" if few else f"more than {2 * most}"
+        cpus = f", but this rank may use {counted(loader.cpus, 'CPU')}" if loader.cpus else ""
         parts.append(
-            f"hiding it takes about {facts.workers_needed} workers, but this rank may use {most} CPUs: make each "
-            "sample cheaper (tokenize or decode once, before the run)"
+            f"hiding it takes {needed} workers{cpus}: make each sample cheaper (tokenize or decode once, before the "
+            "run)"
         )
     if not loader.workers and not parts:
         parts.append("num_workers above 0 loads batches in the background")
@@ -211,7 +218,7 @@ def _recompilation(finding: Finding) -> Words:
         else ""
     )
     return Words(
-        f"torch.compile keeps recompiling {facts.function}: {facts.recompiles} times",
+        f"torch.compile keeps recompiling {facts.function}: {counted(facts.recompiles, 'time')}",
         f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
         "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
         "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
@@ -279,14 +286,16 @@ def _memory_errors(finding: Finding) -> Words:
     parts: list[str] = []
     if facts.uncorrected:
         new = f", {facts.new_errors} of them during this run" if facts.new_errors else ", none of them during this run"
-        parts.append(f"{facts.uncorrected} uncorrectable ECC errors since its driver was loaded{new}")
+        errors = counted(facts.uncorrected, "uncorrectable ECC error")
+        parts.append(f"{errors} since its driver was loaded{new}")
     if facts.remap_failed:
         parts.append("a memory row could not be remapped")
     if facts.remap_pending:
         parts.append("a memory row waits to be remapped at the next reset")
+    wrong = " Results computed with it cannot be trusted." if facts.new_errors or facts.remap_failed else ""
     return Words(
         f"{_gpu(facts)} has memory errors: {parts[0] if parts else 'none'}",
-        f"{'; '.join(parts)}. Results computed with it cannot be trusted.",
+        f"{'; '.join(parts)}.{wrong}",
         "Drain the host and reset the GPU (nvidia-smi -r); if errors recur, or remapping failed, have it replaced.",
         "NVML reports no errors any more.",
     )
@@ -307,15 +316,25 @@ def _xid(finding: Finding) -> Words:
 
 def _pcie(finding: Finding) -> Words:
     facts: DeviceFacts = finding.facts
-    link = f"PCIe gen {facts.pcie_gen} x{facts.pcie_width}, of gen {facts.pcie_gen_max} x{facts.pcie_width_max}"
-    replays = f" {facts.replays} replays within 40 s." if facts.replays else ""
+    replays = f"{counted(facts.replays, 'replay')} within 40 s"
+    if is_narrow(facts) or not facts.replays:
+        now, most = _link(facts.pcie_gen, facts.pcie_width), _link(facts.pcie_gen_max, facts.pcie_width_max)
+        title = f"has a degraded link: PCIe {now}, of {most}"
+        seen = "Under load its link to the host is slower than the device and its slot allow."
+        seen += f" It retransmits packets: {replays}." if facts.replays else ""
+    else:
+        title = f"has a degraded link: {replays}"
+        seen = f"Its link to the host retransmits packets: {replays}."
     return Words(
-        f"{_gpu(facts)} has a degraded link: {link}",
-        f"Under load its link to the host is slower than the device and its slot allow, or retransmits "
-        f"packets.{replays} Copies, offloading and collectives without NVLink are slowed down.",
+        f"{_gpu(facts)} {title}",
+        f"{seen} Copies, offloading and collectives without NVLink are slowed down.",
         "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
         "The link has recovered.",
     )
+
+
+def _link(gen: int | None, width: int | None) -> str:
+    return " ".join([*([f"gen {gen}"] if gen else []), *([f"x{width}"] if width else [])])
 
 
 def _nvlink(finding: Finding) -> Words:

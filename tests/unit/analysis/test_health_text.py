@@ -197,7 +197,7 @@ CASES = [
     Case(
         Finding("gpu_memory_errors", replace(GPU, remap_pending=True), key="n:0"),
         "GPU 0 of n has memory errors: a memory row waits to be remapped at the next reset",
-        "a memory row waits to be remapped at the next reset. Results computed with it cannot be trusted.",
+        "a memory row waits to be remapped at the next reset.",
         "Drain the host and reset the GPU (nvidia-smi -r); if errors recur, or remapping failed, have it replaced.",
         "NVML reports no errors any more.",
     ),
@@ -218,8 +218,8 @@ CASES = [
     Case(
         Finding("pcie_degraded", replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=8, pcie_width_max=16), key="n:0"),
         "GPU 0 of n has a degraded link: PCIe gen 5 x8, of gen 5 x16",
-        "Under load its link to the host is slower than the device and its slot allow, or retransmits packets. Copies, "
-        "offloading and collectives without NVLink are slowed down.",
+        "Under load its link to the host is slower than the device and its slot allow. Copies, offloading and "
+        "collectives without NVLink are slowed down.",
         "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
         "The link has recovered.",
     ),
@@ -318,6 +318,20 @@ def test_ranks_that_wait_for_data_and_what_loads_it() -> None:
             "or decode once, before the run).",
         ),
         (
+            LOADER,
+            160,
+            False,
+            "Try: hiding it takes more than 32 workers, but this rank may use 16 CPUs: make each sample cheaper "
+            "(tokenize or decode once, before the run).",
+        ),
+        (
+            DataLoaderInfo(),
+            65,
+            False,
+            "Try: hiding it takes about 65 workers: make each sample cheaper (tokenize or decode once, before the "
+            "run).",
+        ),
+        (
             DataLoaderInfo(workers=4, prefetch_factor=2, cpus=16),
             3,
             True,
@@ -373,6 +387,8 @@ def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
     old = said("gpu_memory_errors", replace(GPU, uncorrected=3))
     counted = "3 uncorrectable ECC errors since its driver was loaded"
     assert old.title == f"GPU 0 of n has memory errors: {counted}, none of them during this run"
+    assert "cannot be trusted" not in old.text
+    assert " 1 uncorrectable ECC error since " in said("gpu_memory_errors", replace(GPU, uncorrected=1)).title
     new = said("gpu_memory_errors", replace(GPU, uncorrected=3, new_errors=2, remap_failed=True, remap_pending=True))
     assert new.title == f"GPU 0 of n has memory errors: {counted}, 2 of them during this run"
     assert new.text == (
@@ -387,7 +403,12 @@ def test_an_xid_of_a_gpu_that_is_not_known() -> None:
 
 def test_a_link_that_retransmits() -> None:
     link = replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=16, pcie_width_max=16, replays=200)
-    assert "or retransmits packets. 200 replays within 40 s. Copies, " in said("pcie_degraded", link).text
+    words = said("pcie_degraded", link)
+    assert words.title == "GPU 0 of n has a degraded link: 200 replays within 40 s"
+    assert words.text.startswith("Its link to the host retransmits packets: 200 replays within 40 s. Copies, ")
+    narrow = said("pcie_degraded", replace(GPU, pcie_width=8, pcie_width_max=16, replays=1))
+    assert narrow.title == "GPU 0 of n has a degraded link: PCIe x8, of x16"
+    assert "its slot allow. It retransmits packets: 1 replay within 40 s. Copies, " in narrow.text
 
 
 def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> None:
