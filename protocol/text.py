@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from unicodedata import combining, east_asian_width
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _UNSAFE = (
@@ -26,6 +27,13 @@ _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*_UNSAFE, 0x200C, 0x2
 def sanitize(text: str, limit: int = 4096) -> str:
     """Make one untrusted line safe for a terminal: no escapes, control, bidirectional or invisible characters."""
     return _ANSI.sub("", text[: limit * 4]).translate(_CONTROL)[:limit]
+
+
+def cells_of(text: str) -> int:
+    """Return the width of a line in a terminal, in cells: East Asian wide letters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(each) in "WF" else not combining(each) for each in text)
 
 
 def first_line(text: str, limit: int = 200) -> str:

@@ -7,7 +7,7 @@ from ...protocol.analysis.sweep.text import left_text
 from ...protocol.text import gib
 from ..model.sweep import Dots, SweepModel, TableRow, now
 from .base.canvas import Canvas
-from .drawing.line import Line, cut, spread
+from .drawing.line import Line, cut, spread, width_of
 from .drawing.theme import Theme
 from .plots.plot import Curve, plot_cells, row_line, sign_of
 from .state.app_state import AppState
@@ -93,18 +93,19 @@ def table_lines(
     end = len(rows) - below
     shown = rows[max(0, end - height + 1) : end]
     widths = [
-        max(len(head), *(len(row.cells[column]) for row in shown if column < len(row.cells)), 0) if shown else len(head)
+        max(width_of(text) for text in (head, *(row.cells[column] for row in shown if column < len(row.cells))))
         for column, head in enumerate(heads)
     ]
-    first = Line(" ", theme.base)
+    first, dim = Line(" ", theme.base), theme.style("dim")
     for head, cells in zip(heads, widths, strict=True):
-        first.add(head.ljust(cells + 2), theme.style("dim"))
+        first.join(Line(head, dim).pad(cells + 2, dim))
     lines = [first]
     for row in shown:
         tone = _TONES.get(row.verdict, "error")
         line = Line(_sign(row.verdict, theme), theme.style(tone))
         for cell, cells in zip(row.cells, widths, strict=False):
-            line.add(cell.ljust(cells + 2), theme.style("text" if row.verdict == "done" else "dim"))
+            style = theme.style("text" if row.verdict == "done" else "dim")
+            line.join(Line(cell, style).pad(cells + 2, style))
         if row.text:
             line.add(cut(row.text, max(1, width - line.width), theme.glyphs.ellipsis), theme.style(tone))
         lines.append(line)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ...sweep.rows import Budget, Goal, Plan, Predicted, Row, Settings, Value, Verdict
-from ...text import duration, gib
+from ...text import cells_of, duration, gib
 from ..estimates.curve import Piece
 from ..text.curve import describe_curve
 from . import columns
@@ -161,8 +161,11 @@ def _wanted_table(pooled: Sequence[Pooled], wanted: Sequence[str]) -> list[list[
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with its columns below each other; the last column is not padded."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    widths = [max(cells_of(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(text + " " * (width - cells_of(text)) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def unit_of(axis: str) -> str:

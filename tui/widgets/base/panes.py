@@ -3,6 +3,7 @@
 from textual.binding import Binding
 
 from ....protocol.messages.control import Alert
+from ....protocol.text import counted
 from ..drawing.line import Line, spread
 from ..drawing.theme import Theme
 from ..lines.alert_lines import alert_line
@@ -58,10 +59,10 @@ class AlertStrip(Canvas):
                 glyph, tone = theme.severity(severity)
                 right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
         total = len(self.app_state.model.alerts)
-        right.add(f" {'of ' if right.width else ''}{total} alert{'' if total == 1 else 's'} ", theme.style("dim"))
+        right.add(f" {'of ' if right.width else ''}{counted(total, 'alert')} ", theme.style("dim"))
         right.add(dash, rule)
-        gap = width - left.width - right.width
-        return left.add(dash * max(0, gap), rule).join(right)
+        gap = max(0, width - left.width - right.width)
+        return spread(left.add(dash * gap, rule), right, width, theme.base)
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:

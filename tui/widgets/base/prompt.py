@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textual.events import Key
 from textual.message import Message
 
-from ..drawing.line import Line
+from ..drawing.line import Line, tail
 from ..state.app_state import AppState
 from .canvas import Canvas
 
@@ -41,7 +41,7 @@ class Prompt(Canvas, can_focus=True):
         theme = self.theme
         line = Line(f" {self.label} ", theme.style("accent", bold=True))
         room = max(1, width - line.width - 2)
-        line.add(self.text[-room:], theme.base)
+        line.add(tail(self.text, room), theme.base)
         if self.has_focus:
             line.add(" ", theme.style("background", "accent", reverse=not theme.color))
         if not self.text and self.hint:

@@ -21,7 +21,26 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
         return ""
     if width_of(text) <= width:
         return text
-    return set_cell_size(text, width - 1).rstrip() + ellipsis
+    return set_cell_size(text, width - width_of(ellipsis)).rstrip() + ellipsis
+
+
+def tail(text: str, width: int) -> str:
+    """Return the end of a text that fits in ``width`` cells."""
+    text = text[-width:] if width > 0 else ""
+    while width_of(text) > width:
+        text = text[1:]
+    return text
+
+
+def fitting(parts: Iterable[str], gap: str, width: int) -> str:
+    """Join as many of the first parts as fit in ``width`` cells."""
+    joined = ""
+    for part in parts:
+        longer = joined + gap + part if joined else part
+        if width_of(longer) > width:
+            break
+        joined = longer
+    return joined
 
 
 class Line:

@@ -9,7 +9,7 @@ from ...model.events import PhaseRates, allocated_bytes, allocations, phase_rate
 from ...model.rank import RankModel
 from ...model.timeline import EMPTY
 from ..drawing.figures import count, gib_signed, milliseconds
-from ..drawing.line import Line, cut
+from ..drawing.line import Line, cut, fitting
 from ..drawing.theme import Theme
 from ..plots.memory_graph import Column, Scale, memory_graph
 
@@ -120,7 +120,8 @@ def free_line(rank: RankModel, width: int, theme: Theme) -> Line | None:
     words += [f"rounding {gib_words(last.rounding_bytes)}"] if last.rounding_bytes else []
     words += [f"waiting for a stream {gib_words(last.pending_bytes)}"] if last.pending_bytes else []
     words += [f"{last.segments:,} segments"] if last.segments else []
-    return line.add(cut("   " + f" {theme.glyphs.dot} ".join(words), width - line.width, ""), theme.style("dim"))
+    more = fitting(words, f" {theme.glyphs.dot} ", width - line.width - 3)
+    return line.add(f"   {more}", theme.style("dim"))
 
 
 def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:

@@ -7,7 +7,7 @@ from textual.message import Message
 
 from ...model.console import ConsoleSession, is_complete
 from ..base.canvas import Canvas
-from ..drawing.line import Line
+from ..drawing.line import Line, cut, tail, width_of
 from ..state.app_state import AppState
 
 
@@ -47,14 +47,14 @@ class ConsoleInput(Canvas, can_focus=True):
         theme = self.theme
         line = Line(" ... " if self.before else " >>> ", theme.style("accent", bold=True))
         room = max(4, width - line.width - 1)
-        begin = max(0, self.cursor - room + 1)
-        shown, at = self.text[begin : begin + room], self.cursor - begin
-        line.add(shown[:at], theme.base)
+        before = tail(self.text[: self.cursor], room - 2)
+        after = cut(self.text[self.cursor : self.cursor + room], room - width_of(before), "")
+        line.add(before, theme.base)
         if self.has_focus:
-            line.add(shown[at : at + 1] or " ", theme.style("background", "accent", reverse=not theme.color))
-            line.add(shown[at + 1 :], theme.base)
+            line.add(after[:1] or " ", theme.style("background", "accent", reverse=not theme.color))
+            line.add(after[1:], theme.base)
         else:
-            line.add(shown[at:], theme.base)
+            line.add(after, theme.base)
             if not self.text:
                 line.add("enter: type", theme.style("faint"))
         return [line]

@@ -1,12 +1,12 @@
 """The card of one rank: its title in the rule above, the memory graph, figures, phase shares, the device's health."""
 
-import textwrap
 from collections.abc import Sequence
 
 from ....protocol.text import duration, sanitize
 from ..drawing.figures import gib, step_time
-from ..drawing.line import Line, cut, spread, width_of
+from ..drawing.line import Line, cut, fitting, spread, width_of
 from ..drawing.theme import Theme
+from ..drawing.wrapping import wrap
 from ..plots.memory_graph import Column, Scale, memory_graph
 from ..plots.phase_bar import SHORT, phase_bar
 from ..state.rank_view import RankView
@@ -48,8 +48,8 @@ def title(view: RankView, width: int, theme: Theme, selected: bool) -> Line:
     if view.state != "training":
         right.add(" " + state_words(view), theme.style(tone, bold=view.in_trouble)).add(" ", theme.base)
     right.add(dash, rule)
-    gap = width - left.width - right.width
-    return left.add(dash * max(0, gap), rule).join(right).fit(width, theme.base)
+    gap = max(0, width - left.width - right.width)
+    return spread(left.add(dash * gap, rule), right, width, theme.base)
 
 
 def name(view: RankView, theme: Theme) -> str:
@@ -96,7 +96,7 @@ def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
     if view.in_trouble and width_of(view.text) + 2 > width:
         glyph, tone = theme.state(view.state)
         style = theme.style(tone)
-        first, *rest = textwrap.wrap(sanitize(view.text), width - 2)
+        first, *rest = wrap(view.text, width - 2)
         second = cut(" ".join(rest), width - 2, theme.glyphs.ellipsis)
         return [Line(f"{glyph} {first}", style), Line(f"  {second}", style)]
     return [phase_bar(view.shares, width, theme), health(view, width, theme)]
@@ -109,17 +109,17 @@ def health(view: RankView, width: int, theme: Theme) -> Line:
         return Line(cut(f"{glyph} {view.text or view.state}", width, theme.glyphs.ellipsis), theme.style(tone)).fit(
             width, theme.base
         )
-    line = Line(health_words(view, theme), theme.style("dim"))
     right = Line()
     if view.throttled:
         right.add(f"{theme.glyphs.warning} {view.throttled}", theme.style("warning"))
     elif view.step_seconds is not None:
         right.add(f"{step_time(view.step_seconds)}/step", theme.style("dim"))
+    line = Line(health_words(view, width - right.width, theme), theme.style("dim"))
     return spread(line, right, width, theme.base)
 
 
-def health_words(view: RankView, theme: Theme) -> str:
-    """Return utilisation, power and temperature, or the host's of a rank on the CPU."""
+def health_words(view: RankView, width: int, theme: Theme) -> str:
+    """Return utilisation, power and temperature, or the host's of a rank on the CPU, as far as they fit."""
     words: list[str] = []
     label = "util" if view.measure == "cuda" else "host CPU"
     if view.utilization is not None:
@@ -131,4 +131,4 @@ def health_words(view: RankView, theme: Theme) -> str:
     if view.host_memory is not None:
         used, total = view.host_memory
         words.append(f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB")
-    return "  ".join(words)
+    return fitting(words, "  ", width)

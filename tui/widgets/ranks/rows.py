@@ -38,9 +38,12 @@ def label(view: RankView, width: int, height: int, theme: Theme, selected: bool)
     line = Line(theme.glyphs.selected if selected else " ", theme.style("accent"))
     line.add(f"{view.rank:>3} ", theme.style("accent" if selected else "text", bold=True))
     line.add(glyph + " ", theme.style(tone))
-    spikes = Line(f"{theme.glyphs.spike} {view.spikes}" if view.spikes else "", theme.style("warning"))
+    spikes = Line(f"{theme.glyphs.spike} {view.spikes} " if view.spikes else "", theme.style("warning"))
     if view.in_trouble or view.state != "training":
-        line.add(cut(state_words(view), width - line.width - 1), theme.style(tone, bold=view.in_trouble))
+        line.add(
+            cut(state_words(view), width - line.width - 1, theme.glyphs.ellipsis),
+            theme.style(tone, bold=view.in_trouble),
+        )
     elif height == 1:
         line.join(spikes)
         if view.host:
@@ -77,7 +80,7 @@ def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
     in_trouble = view.in_trouble and bool(view.text)
     if height > 1:
         bar = phase_bar(view.shares, width - 1, theme)
-        health = trouble if in_trouble else Line(cut(health_words(view, theme), width - 1, ""), theme.style("dim"))
+        health = trouble if in_trouble else Line(health_words(view, width - 1, theme), theme.style("dim"))
         return fill([bar, health], width, height, theme)
     if in_trouble:
         return fill([trouble], width, height, theme)
