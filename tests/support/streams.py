@@ -284,7 +284,7 @@ class Stream:
                 temperature_c=float(draw.randrange(58, 68)),
                 sm_clock_mhz=1980,
                 memory_clock_mhz=3201,
-                throttle_reasons=["sw_power_cap"] if draw.random() < 0.1 else [],
+                throttle_reasons=["power cap"] if draw.random() < 0.1 else [],
                 processes=[ProcessMemory(4000 + rank, used - GIB, rank, "python3.11")],
             )
         for host in sorted(hosts):

@@ -26,6 +26,7 @@ BUSY_PERCENT = 50.0
 REPLAYS = 100
 """PCIe replays within ``WINDOW_S`` that are no longer chance."""
 HINDERING = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
+"""NVML's reasons that slow a GPU down unintended; a power cap is how it runs under full load."""
 
 State = Literal["raised", "updated", "resolved"]
 

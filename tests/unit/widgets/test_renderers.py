@@ -1,13 +1,17 @@
 """Renderers on plain values: what they say, and that they keep their width."""
 
+from dataclasses import replace
+
 import pytest
 from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.logs import LogEntry
 from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, milliseconds, step_time
 from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose
-from ftmon.tui.widgets.drawing.line import Line, cut, spread
+from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
 from ftmon.tui.widgets.drawing.theme import Theme
+from ftmon.tui.widgets.drawing.wrapping import wrap
 from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines, figure, words
 from ftmon.tui.widgets.lines.log_lines import log_line
 from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
@@ -16,10 +20,13 @@ from ftmon.tui.widgets.plots.memory_graph import Scale
 from ftmon.tui.widgets.plots.phase_bar import cells_of, phase_bar
 from ftmon.tui.widgets.plots.spark import spark
 from ftmon.tui.widgets.ranks import heat
-from ftmon.tui.widgets.ranks.card import card
+from ftmon.tui.widgets.ranks.card import card, health_words, title
 from ftmon.tui.widgets.ranks.rank_grid import plan
+from ftmon.tui.widgets.ranks.rows import label
 from ftmon.tui.widgets.state.rank_view import RankView
-from ftmon.tui.widgets.state.view_models import nice_top
+from ftmon.tui.widgets.state.view_models import nice_top, throttle_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 GIB = 2**30
 THEME = Theme()
@@ -214,7 +221,57 @@ def test_lines_are_cut_and_padded_by_cells() -> None:
     base = THEME.base
     assert Line("日本語", base).fit(5, base).width == 5
     assert cut("日本語", 4) == "日…"
+    assert [cut("1.23e+10", 8, ""), cut("1.23e+10!", 8, ""), cut("日本語", 5, "")] == ["1.23e+10", "1.23e+10", "日本"]
+    assert [tail("abc", 2), tail("日本語", 5), tail("日本語", 0)] == ["bc", "本語", ""]
     assert spread(Line("left", base), Line("right", base), 12, base).plain == "left   right"
+
+
+@given(st.text("ab 日本\u0301-", max_size=60), st.integers(8, 20))
+def test_wrapped_lines_fit_in_their_cells_and_lose_nothing_but_blanks(text: str, width: int) -> None:
+    lines = wrap(text, width)
+    assert max(width_of(line) for line in lines) <= width
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_text_is_wrapped_at_blanks_and_long_words_anywhere() -> None:
+    assert wrap("one two three", 8) == ["one two", "three"]
+    assert wrap("  x = 1", 20) == ["  x = 1"]
+    assert wrap("in 日本語のファイル now", 10) == ["in 日本語", "のファイル", "now"]
+    assert wrap("", 10) == [""]
+
+
+def test_at_the_end_of_a_narrow_card_stand_state_and_spikes() -> None:
+    hung = replace(HUNG, host="ip-10-0-112-34", spikes=3)
+    line = title(hung, 36, THEME, selected=False)
+    assert line.width == 36
+    assert line.plain.endswith("3  hung 34 s ─")
+
+
+def test_spikes_and_the_host_stand_apart_in_a_row() -> None:
+    (line,) = label(replace(VIEW, host="node7", spikes=3), 20, 1, THEME, selected=False)
+    assert " 3 node7" in line.plain
+
+
+def test_what_does_not_fit_of_the_health_is_left_out_whole() -> None:
+    assert health_words(VIEW, 24, THEME) == "util 98 %  612 W  64 °C"
+    assert health_words(VIEW, 22, THEME) == "util 98 %  612 W"
+
+
+def test_every_ascii_row_is_ascii() -> None:
+    (line,) = label(replace(HUNG, state="unreachable"), 12, 1, Theme(DARK, ASCII), selected=False)
+    assert line.plain.isascii()
+
+
+@pytest.mark.parametrize(
+    ("reasons", "shown"),
+    [
+        (["power cap"], ""),
+        (["application clocks", "sync boost", "display clocks"], ""),
+        (["power cap", "thermal (hardware)"], "thermal (hardware)"),
+    ],
+)
+def test_only_what_slows_a_gpu_unintended_is_a_warning(reasons: list[str], shown: str) -> None:
+    assert throttle_of(DeviceSample("n", "gpu", 0, "H", 0.0, 1, 2, throttle_reasons=reasons)) == shown
 
 
 def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:

@@ -2,6 +2,7 @@
 
 from math import floor
 
+from ....protocol.analysis.health.gpus import HINDERING
 from ....protocol.messages.telemetry import DeviceSample
 from ....protocol.run.endings import ending_in_words
 from ....protocol.text import sanitize
@@ -56,7 +57,7 @@ class Views:
             utilization=_rounded(sample.utilization_percent) if sample else None,
             power=_rounded(sample.power_w) if sample else None,
             temperature=_rounded(sample.temperature_c) if sample else None,
-            throttled=_throttle(sample),
+            throttled=throttle_of(sample),
             host_memory=(_steady(sample.used_bytes), sample.total_bytes) if sample and cpu else None,
         )
 
@@ -91,10 +92,9 @@ def _device_name(rank: RankModel) -> str:
     return "CPU" if rank.hello.device.kind == "cpu" else f"GPU {rank.hello.device.index}"
 
 
-def _throttle(sample: DeviceSample | None) -> str:
-    quiet = ("gpu_idle", "none", "idle", "applications_clocks_setting")
-    reasons = [reason for reason in (sample.throttle_reasons if sample else []) if reason.lower() not in quiet]
-    return reasons[0].replace("_", " ") if reasons else ""
+def throttle_of(sample: DeviceSample | None) -> str:
+    """Return what slows a device down unintended; empty: nothing does."""
+    return next((reason for reason in sample.throttle_reasons if reason in HINDERING), "") if sample else ""
 
 
 def columns_of(columns: Columns, cpu: bool) -> list[Column | None]:
