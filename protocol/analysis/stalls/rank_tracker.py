@@ -377,8 +377,9 @@ class RankTracker:
         known = tracked.state is not None and tracked.state.state in ("stopped", "gone")
         if known or tracked.fact is None or self.now - since < STOPPED_S:
             return []
-        why = TRACED if tracked.fact.is_traced else STOPPED
-        return self._set(tracked, "stopped", f"{why}; signal CONT lets it go on")
+        traced = tracked.fact.is_traced  # such a process ignores signal CONT
+        words = f"{TRACED}: continue it there, or detach" if traced else f"{STOPPED}; signal CONT lets it go on"
+        return self._set(tracked, "stopped", words)
 
     def _withstands(self, tracked: TrackedRank) -> list[Message]:
         """Record whether a rank whose end was requested is stuck in the kernel, where no signal reaches it."""

@@ -36,10 +36,10 @@ def hang(finding: Finding) -> Words:
 def stopped(finding: Finding) -> Words:
     """A rank stopped by a signal."""
     facts: StoppedFacts = finding.facts
+    go_on = "A debugger continues it, or detaches from it" if facts.traced else f"'kill -CONT {facts.pid}' continues it"
     return Words(
         f"rank {finding.rank} is {TRACED if facts.traced else STOPPED}",
-        f"Its process exists but does not run; the other ranks will wait for it. 'kill -CONT {facts.pid}' "
-        "continues it, 'ftmon kill' ends it.",
+        f"Its process exists but does not run; the other ranks will wait for it. {go_on}; 'ftmon kill' ends it.",
     )
 
 
@@ -57,7 +57,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
     """Return the evidence as plain values."""
     facts = finding.facts
     if isinstance(facts, StoppedFacts):
-        return {"pid": facts.pid, "process_state": "T"}
+        return {"pid": facts.pid, "process_state": "t" if facts.traced else "T"}
     if isinstance(facts, UnreachableFacts):
         return {"ranks": list(finding.ranks[:RANKS_LISTED])}
     return _hang_evidence(facts)
@@ -198,13 +198,19 @@ def _lock(verdict: Verdict) -> Words:
 
 def _alone(verdict: Verdict) -> Words:
     """Ranks are stuck without holding up others."""
-    worst = max(verdict.views.values(), key=lambda view: view.age)
-    stands = f"{ranks_in_words(verdict.hung)} made no progress for {duration(verdict.age)}, {where(worst)}"
-    return Words(
-        stands,
-        f"{stands} of step {worst.step}; that phase usually allows {duration(worst.patience)} at most. "
-        "The stacks show the line.",
-    )
+    views = sorted(verdict.views.values(), key=lambda view: -view.age)
+    who = f"{ranks_in_words(verdict.hung)} made no progress"
+    if len({where(view) for view in views}) == 1:
+        worst, age, place = views[0], duration(verdict.age), where(views[0])
+        title = f"{who} for {age}, {place}"
+        text = f"{who} for {age} in step {worst.step}, {place}"
+        text += f"; that phase usually allows {duration(worst.patience)} at most."
+    else:
+        each = [(f"rank {view.rank} for {duration(view.age)}", view) for view in views[:4]]
+        title = f"{who}: " + "; ".join(f"{rank}, {where(view)}" for rank, view in each)
+        text = f"{who}: " + "; ".join(f"{rank} in step {view.step}, {where(view)}" for rank, view in each)
+        text += f". Such phases usually allow {duration(max(view.patience for view in views))} at most."
+    return Words(title, f"{text} The stacks show the line.")
 
 
 def _unclear(verdict: Verdict) -> Words:

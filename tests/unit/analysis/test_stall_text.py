@@ -75,8 +75,14 @@ def found(**fields: Any) -> Evidence:
         (
             verdict("alone", (), (0,), of=[view(0, phase="forward")]),
             "rank 0 made no progress for 10 s, in forward",
-            "rank 0 made no progress for 10 s, in forward of step 12; that phase usually allows 8.0 s at most. The "
+            "rank 0 made no progress for 10 s in step 12, in forward; that phase usually allows 8.0 s at most. The "
             "stacks show the line.",
+        ),
+        (
+            verdict("alone", (), (1, 2), of=[view(1, phase="forward", age=40.0), view(2, phase="data", age=90.0)]),
+            "ranks 1 and 2 made no progress: rank 2 for 1 m 30 s, in data loading; rank 1 for 40 s, in forward",
+            "ranks 1 and 2 made no progress: rank 2 for 1 m 30 s in step 12, in data loading; rank 1 for 40 s in step "
+            "12, in forward. Such phases usually allow 8.0 s at most. The stacks show the line.",
         ),
         (
             verdict(
@@ -216,6 +222,8 @@ def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
     assert text.evidence(stopped) == {"pid": 101, "process_state": "T"}
     traced = Finding("stopped", StoppedFacts(101, True), rank=1, ranks=(1,))
     assert text.words(traced).title == "rank 1 is traced by a debugger"
+    assert "CONT" not in text.words(traced).text, "it would stay stopped"
+    assert text.evidence(traced) == {"pid": 101, "process_state": "t"}
     unheard = Finding("unreachable", UnreachableFacts("nothing heard of it"), ranks=(1, 2))
     assert text.words(unheard).title == "ranks 1 and 2 unreachable: nothing heard of it"
     assert text.evidence(unheard) == {"ranks": [1, 2]}

@@ -231,6 +231,17 @@ def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped
     assert [alert for alert in sim.alerts("hang") if alert.evidence.get("process_state")] == []
 
 
+@pytest.mark.parametrize(("proc_state", "by_signal"), [("T", True), ("t", False)])
+def test_signal_cont_is_named_only_for_a_rank_that_it_continues(make_sim: Any, proc_state: str, by_signal: bool):
+    sim = make_sim(1)
+    sim.begin()
+    for _ in range(8):
+        sim.fact(0, proc_state=proc_state)
+        sim.wait(0.5)
+    assert sim.state(0).state == "stopped"
+    assert ("CONT" in sim.state(0).text) is by_signal
+
+
 def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evidence(make_sim: Any):
     sim = make_sim(4, cuda=False)
     sim.begin()
