@@ -9,7 +9,7 @@ from .result import Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
 _GIB = 1 << 30
-_PARTS = {"optimizer_states": "optimizer states", "master_copies": "master copies"}
+_PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
 _MOST_ROWS = 4
 _LEAST_SHARE = 0.005
 """Of a peak: smaller parts are shown together."""

@@ -4,22 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...protocol.analysis.memory.footprint import footprint
+from ...protocol.analysis.text.words import PART_LABELS
 from ...protocol.messages.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
 from ...protocol.messages.telemetry import PHASES, DeviceSample, Step
 from .rank import RankModel
 
-LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states",
-    "master_copies": "fp32 master copies",
-    "partitions": "ZeRO partitions",
-    "buckets": "buckets",
-    "activations": "activations",
-    "temporaries": "temporaries",
-    "other": "other, held by torch",
-    "unattributed": "not attributed",
-}
+LABELS = PART_LABELS | {"other": "other, held by torch"}
 """Labels of the parts on screen."""
 
 REASONS = {

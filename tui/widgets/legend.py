@@ -98,7 +98,7 @@ PART_WORDS = {
     "parameters": "the model's weights as it computes with them",
     "gradients": "gradients of the weights",
     "optimizer_states": "Adam's moments and the like",
-    "master_copies": "fp32 copies that mixed precision updates",
+    "master_copies": "the weights that mixed precision updates",
     "partitions": "ZeRO's flat partitions that are none of these",
     "buckets": "communication and reduction buffers",
     "activations": "saved in a forward for its backward",

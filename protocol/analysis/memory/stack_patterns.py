@@ -66,7 +66,7 @@ WORDS = {
     "first_step_states": "the optimizer's states, which its first step creates",
     "allgather_bucket": "a buffer that parameters are gathered into",
     "reduce_bucket": "a bucket that gradients are reduced in",
-    "gradient_upcast": "a copy of the gradients, in fp32 for the update",
+    "gradient_upcast": "a copy of the gradients for the update",
     "fp32_logits": "logits in fp32 and the loss",
     "checkpoint_saving": "copies made to save a checkpoint",
     "recomputation": "activations computed again by gradient checkpointing",

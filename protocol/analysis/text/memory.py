@@ -130,7 +130,7 @@ def _common_causes(name: str, zero_stage: int | None, measure: str) -> str:
     """Name common causes, where neither the numbers nor stacks have named one yet."""
     common = ""
     if name == "optimizer":
-        zero = "the fp32 copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
+        zero = "the copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
         common = f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). "
     elif name in ("forward", "backward"):
         common = "Common causes: a longer batch, logits in fp32, or a gather of parameters. "

@@ -8,8 +8,8 @@ from ...messages.telemetry import Oom
 from ...text import duration, first_line, gib
 from ..findings import Finding
 from ..oom.detector import Uncaught
-from ..oom.verdict import ALONE, FITTING, OomContext, judge
-from .words import Added, Words
+from ..oom.verdict import ALONE, FITTING, OomContext, elements, judge
+from .words import PART_LABELS, Added, Words
 
 _REMEDIES_TOLD = 3
 _NAMES: dict[OomKind, str] = {
@@ -33,13 +33,6 @@ _MORE: dict[OomKind, str] = {
     "leak": ": allocated memory grows from step to step",
 }
 """Additions to a verdict's name in its title."""
-_PART_WORDS = {
-    "optimizer_states": "optimizer states",
-    "master_copies": "fp32 master copies",
-    "partitions": "ZeRO partitions",
-    "temporaries": "temporaries of the phase",
-    "unattributed": "not attributed",
-}
 
 
 def failed_allocation(finding: Finding) -> Words:
@@ -136,7 +129,7 @@ def shape_words(shape: Sequence[int]) -> str:
 def parts_words(parts: dict[str, int], most: int = 5) -> str:
     """List the largest parts: ``activations 31.00 GiB, parameters 15.00 GiB``."""
     order = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{_PART_WORDS.get(name, name)} {gib(size)}" for name, size in order[:most] if size > 0)
+    return ", ".join(f"{PART_LABELS.get(name, name)} {gib(size)}" for name, size in order[:most] if size > 0)
 
 
 def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
@@ -172,7 +165,7 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
     if kind == "logits":
         size = f", {gib(found['logits'])} in fp32" if "logits" in found else ""
         longer = ""
-        if oom.largest_shape and _elements(oom.batch_shape) > _elements(oom.largest_shape) > 0:
+        if oom.largest_shape and elements(oom.batch_shape) > elements(oom.largest_shape) > 0:
             longer = f" The batch is larger than any before ({shape_words(oom.largest_shape)})."
         words = f" x {oom.vocabulary:,} vocabulary entries" if oom.vocabulary else ""
         return (
@@ -260,13 +253,6 @@ def _held(oom: Oom) -> str:
 
 def _had_room(oom: Oom) -> bool:
     return oom.device_free_bytes >= oom.requested_bytes > 0
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count if shape else 0
 
 
 def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:

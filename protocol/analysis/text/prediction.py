@@ -4,14 +4,8 @@ from collections.abc import Sequence
 
 from ...text import gib
 from ..estimates.live import Compared
+from .words import PART_LABELS
 
-_PARTS = {
-    "optimizer_states": "optimizer states",
-    "master_copies": "fp32 master copies",
-    "partitions": "ZeRO partitions",
-    "other": "other memory of PyTorch",
-    "unattributed": "memory outside known blocks",
-}
 _PHASES = {"optimizer": "the optimizer step"}
 _ALIKE_SHARE = 0.25
 """If the differences of all phases agree within this share, they are reported as one."""
@@ -47,7 +41,7 @@ def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
         f"{error * 100:.0f} %"
     )
     if most.parts:
-        named = ", ".join(f"{_PARTS.get(name, name)} {_signed(size)}" for name, size in most.parts)
+        named = ", ".join(f"{PART_LABELS.get(name, name)} {_signed(size)}" for name, size in most.parts)
         taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
         return [*sentences, f"{text}: {named}{taken}"]
     return [*sentences, text + _by_phase(found, parted, most)]

@@ -3,6 +3,20 @@
 import math
 from typing import Any, NamedTuple
 
+PART_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "master_copies": "master weights",
+    "partitions": "ZeRO partitions",
+    "buckets": "buckets",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "other": "other memory",
+    "unattributed": "not attributed",
+}
+"""Labels of ``protocol.messages.memory.PARTS`` and of what is in none."""
+
 
 class Words(NamedTuple):
     """A finding in words."""
