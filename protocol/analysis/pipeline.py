@@ -217,7 +217,8 @@ class Detectors:
         for frame in frames:
             message = frame.message
             if isinstance(message, Alert):
-                self._store.restore(message)
+                if not self._store.restore(message):
+                    continue
                 finding = self._findings.restore(message)
                 if finding is not None and finding.kind in self._restorers:
                     self._restorers[finding.kind](finding)

@@ -239,10 +239,19 @@ class AlertStore:
             alerts += self._send(key, self._entries[key], now, at_once=everything)
         return alerts
 
-    def restore(self, alert: Alert) -> None:
-        """Restore an alert from the recording, so that it continues under the same id."""
+    def restore(self, alert: Alert) -> bool:
+        """Restore an alert from the recording, so that it continues under the same id.
+
+        Returns:
+            Whether it is of the present job: False for the end of what had ended an earlier one.
+        """
+        standing = [entry for entry in self._past if entry.alert.id != alert.id]
+        if len(standing) < len(self._past):
+            self._past = standing
+            return False
         self._entries[key_of(alert)] = _Entry(alert, alert.time, restored=True)
         self._next_id = max(self._next_id, alert.id + 1)
+        return True
 
     def _send(self, key: Key, entry: _Entry, now: float, *, at_once: bool) -> list[Alert]:
         if not at_once and not entry.may_send(now):

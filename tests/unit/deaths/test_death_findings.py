@@ -8,6 +8,7 @@ from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Fo
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
 from ftmon.protocol.messages.control import RankState
+from ftmon.protocol.messages.jobs import Job
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Step
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -114,6 +115,31 @@ def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of
     assert (after.id, after.evidence["ended"], list(after.evidence["then"])) == (before.id, "exit code 1", ["1"])
     assert after.evidence["error"] == "KeyError: 'ids'"
     assert new.alerts("died") == []
+
+
+def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_restart_of_the_hub(make_sim: Any):
+    old = make_sim(1)
+    old.begin()
+    old.feed(Job(number=1, time=old.now, state="training", started=old.now))
+    old.train(1, 3)
+    old.fact(0, alive=False, exit_code=3)
+    old.wait(5)
+    (first,) = old.alerts("died")
+    old.sent += old.detectors.begin_job(old.now)
+    old.feed(Job(number=2, time=old.now, state="training", started=old.now))
+    old.feed(old.step(0, 1))
+    assert not old.store.past
+    new = make_sim(1)
+    new.seq, new.now = old.seq, old.now + 1
+    new.detectors.restore(old.frames)
+    assert not new.store.past, "it is over already"
+    new.begin()
+    new.train(1, 3)
+    new.fact(0, alive=False, exit_code=3)
+    new.wait(5)
+    (second,) = new.alerts("died")
+    assert second.id > first.id
+    assert (second.time > first.time, second.count) == (True, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
