@@ -27,8 +27,6 @@ class Ranked(msgspec.Struct, frozen=True):
 
     option: Option
     fits: bool
-    spare_bytes: int
-    """Free on the device at the peak; negative where it does not fit."""
     lacking_bytes: int
     """What is missing on the device and on the host; 0 where it fits."""
     saved_bytes: int
@@ -67,7 +65,6 @@ def _judge(base: Option, one: Option, capacity: int, host_capacity: int | None, 
     return Ranked(
         one,
         not one.refused and not lacking,
-        capacity - one.peak_bytes,
         lacking,
         base.peak_bytes - one.peak_bytes,
         gpu_seconds / _gpu_seconds(base) if _gpu_seconds(base) else 1.0,

@@ -35,10 +35,8 @@ class Glyphs:
     knob: str
     track: str
     track_past: str
-    up: str
     back: str
     """Points at what stands to its left."""
-    enter: str
     ellipsis: str
     scroll: str
     degree: str
@@ -76,9 +74,7 @@ UNICODE = Glyphs(
     knob="●",
     track="─",
     track_past="━",
-    up="↑",
     back="◂",
-    enter="↵",
     ellipsis="…",
     scroll="┃",
     degree="°C",
@@ -123,9 +119,7 @@ ASCII = Glyphs(
     knob="O",
     track="-",
     track_past="=",
-    up="^",
     back="<",
-    enter="enter",
     ellipsis="~",
     scroll="|",
     degree="C",

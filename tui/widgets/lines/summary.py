@@ -19,7 +19,6 @@ class Summary:
 
     name: str
     state: str = "starting"
-    text: str = ""
     trouble: str = ""
     """Trouble of ranks in a few words, such as ``1 hung, 3 waiting``."""
     job: int = 0
@@ -45,13 +44,11 @@ class Summary:
     """Model FLOPs utilisation, 0 to 1."""
     step_seconds: float | None = None
     peak: int = 0
-    peak_rank: int | None = None
     capacity: int = 0
     predicted: int = 0
     """Predicted peak, with that batch, of the phase with the highest peak; 0: not known."""
     parted: bool = False
     """They differ by more than the prediction's expected error."""
-    model: str = ""
     setup: str = ""
     """Parameters, ZeRO stage, ranks: shown where there is room."""
     connection: str = ""

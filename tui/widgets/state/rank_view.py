@@ -1,6 +1,6 @@
 """What a card, a row or a heat cell shows of one rank: plain values, ready to draw."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
 """Rank states that are shown in place of power and temperature."""
@@ -37,7 +37,6 @@ class RankView:
     throttled: str = ""
     host_memory: tuple[int, int] | None = None
     """Used and total bytes of the host, for a rank on the CPU."""
-    extra: dict[str, str] = field(default_factory=dict)
 
     @property
     def in_trouble(self) -> bool:

@@ -183,7 +183,6 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
         mfu=None if model.mfu is None else round(model.mfu, 2),
         step_seconds=float(f"{rates.seconds_per_step:.2g}") if rates.seconds_per_step else None,
         peak=peak.bytes if peak else 0,
-        peak_rank=peak.rank if peak else None,
         capacity=fit.capacity_bytes,
         predicted=expected.predicted_bytes if expected is not None else 0,
         parted=expected is not None and expected.parted,
