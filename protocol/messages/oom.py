@@ -1,7 +1,7 @@
 """The report of an out-of-memory error: the moment of every rank, a verdict in words, and what to try, in order.
 
 The hub makes it of a rank's ``Oom`` and what it knows of all the others; ``ftmon oom FILE`` makes one of a snapshot.
-The rules are in the package ``oomreport``.
+The rules are in ``analysis.oom.verdict`` and ``analysis.remedies``.
 """
 
 from typing import Literal

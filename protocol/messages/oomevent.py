@@ -57,7 +57,7 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     peak_bytes: Whole = 0
     """The highest peak of the steps before: allocated (CUDA), or resident (CPU)."""
     starts: list[Whole] = []
-    """Allocated at the beginning of each of the last steps, oldest first."""
+    """Allocated at the beginning of steps, evenly spaced over the whole run, oldest first."""
     parts: dict[str, Whole] = {}
     """What was allocated, by part (``memory.PARTS``); adds up to ``allocated_bytes`` where ``parts_note`` is empty."""
     parts_note: str = ""

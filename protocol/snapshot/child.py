@@ -1,4 +1,4 @@
-"""The process that unpickles: ``python -m ...allocator.snapshot.child FILE`` writes a snapshot's columns to stdout.
+"""The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes a snapshot's columns to stdout.
 
 Restricting what a pickle may name does not bound what it may cost: one opcode can ask for gigabytes, and a tuple nested
 a million times overflows the C stack when it is hashed. Here either ends this process alone. It also gives the memory

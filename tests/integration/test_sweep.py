@@ -66,7 +66,7 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: 
     assert len(home.runs()) == 4, "only the run that was lost is run again"
     wait_until_nothing_is_left(lost)
     assert "2 runs have their rows already" in done.stderr
-    assert "budget: 30 m 00 s, 10.00 of money" in done.stderr
+    assert "budget: 30 m 00 s (10.00)" in done.stderr
 
     answer = json.loads(done.stdout)
     rows = {row["settings"]["what"]: row for row in answer["rows"]}

@@ -14,7 +14,7 @@ STATE_WORDS = {
     "training": "it makes progress",
     "waiting": "it is in a collective that others have not entered",
     "hung": "no progress for longer than the phase's time limit",
-    "held": "waits at an out-of-memory error (--on-oom hold)",
+    "held": "it waits at an out-of-memory error (--on-oom hold)",
     "stopped": "the process is stopped (SIGSTOP)",
     "gone": "there is no process any more",
     "unreachable": "no messages arrive from its host",
@@ -28,7 +28,7 @@ PHASE_WORDS = {
     "backward": "backward pass, gradient reduction included",
     "optimizer": "optimizer step",
     "wait": "inside collective calls (not part of the phases)",
-    "other": "between phases",
+    "other": "between phases, evaluations, checkpoints",
 }
 
 

@@ -84,10 +84,10 @@ def predicted_text(predicted: Predicted | None) -> str:
 
 
 def budget_text(budget: Budget) -> str:
-    """Return the whole budget: ``2 h 00 m, 28.64``; ``no limit``."""
+    """Return the whole budget: ``2 h 00 m (28.64)``, money in brackets; ``no limit``."""
     if budget.seconds is None:
         return "no limit"
-    money = f", {budget.seconds / 3600 * budget.price_per_hour:,.2f} of money" if budget.price_per_hour else ""
+    money = f" ({budget.seconds / 3600 * budget.price_per_hour:,.2f})" if budget.price_per_hour else ""
     return duration(budget.seconds) + money
 
 
@@ -169,7 +169,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def unit_of(axis: str) -> str:
-    """Return what one of an axis is: ``token``, ``row``, or ``step of NAME``."""
+    """Return what one of an axis is: ``token``, ``row``, or the axis's own name."""
     name = axis.rpartition(".")[2]
     return _UNITS.get(name, name)
 

@@ -7,7 +7,7 @@ import msgspec
 
 from ...messages.hosts import KernelKill
 from ...run.endings import ending_in_words, exhausted_memory
-from ...text import duration, first_line, gib, ranks_in_words, sanitize
+from ...text import counted, duration, first_line, gib, ranks_in_words, sanitize
 from ..deaths.facts import (
     Ended,
     EndedEarly,
@@ -22,7 +22,7 @@ from ..deaths.facts import (
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from .endings import library_hint, signal_hint
-from .words import Added, Words, sentence
+from .words import Added, Words, sentence, stop
 
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 _MOST_ERROR = 500
@@ -36,7 +36,7 @@ def failure(finding: Finding) -> Words:
     why = ", its peer killed as asked" if facts.peer_killed else ""
     return Words(
         f"rank {finding.rank} failed{where}{why}: {first_line(facts.error, _MOST_ERROR)}",
-        f"An exception ended the script in step {finding.step}: {first_line(facts.error, 1000)}.",
+        f"An exception ended the script in step {finding.step}: {stop(first_line(facts.error, 1000))}",
         sentence(library_hint(facts.error)),
     )
 
@@ -49,7 +49,7 @@ def ended_early(finding: Finding) -> Words:
     return Words(
         f"{who} ended early, after {after}; rank {facts.lost} lost the connection in step {finding.step}",
         f"The script of {who} ended without an error after {after}, while rank {facts.lost} continued and "
-        f"communicated with it in step {finding.step}: {first_line(facts.error)}.",
+        f"communicated with it in step {finding.step}: {stop(first_line(facts.error))}",
         "Give every rank the same number of batches (DistributedSampler, drop_last, "
         "torch.distributed.algorithms.Join), and end with a barrier.",
     )
@@ -166,7 +166,7 @@ def _kill_evidence(kill: KernelKill, pid: int) -> list[str]:
         )
     if kill.kills:
         recent = f"{kill.recent_kills} of them just before"
-        found.append(f"its control group counts {kill.kills} out-of-memory kills, {recent}")
+        found.append(f"its control group counts {counted(kill.kills, 'out-of-memory kill')}, {recent}")
     found += [f"the group may use {gib(limit)}" for limit in kill.limits_bytes]
     if kill.resident_bytes:
         found.append(f"its resident memory was {gib(kill.resident_bytes)} at the last sample")

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from ...text import sanitize
+from ...text import counted, sanitize
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
 from ..health.hub import LossFacts, RecordingFacts
@@ -26,7 +26,7 @@ def telemetry_lost(finding: Finding) -> Words:
     facts: LossFacts = finding.facts
     names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
     return Words(
-        f"{facts.total} messages of telemetry lost, {facts.new} just now from {names}",
+        f"{counted(facts.total, 'message')} of telemetry lost, {facts.new} just now from {names}",
         "Charts and tables have gaps; the training is not affected. A probe drops messages instead of waiting when "
         "the hub is down for long or cannot keep up.",
     )

@@ -9,7 +9,7 @@ from ...text import duration, first_line, gib
 from ..findings import Finding
 from ..oom.detector import Uncaught
 from ..oom.verdict import ALONE, FITTING, OomContext, elements, judge
-from .words import PART_LABELS, Added, Words
+from .words import PART_LABELS, Added, Words, stop
 
 _REMEDIES_TOLD = 3
 _NAMES: dict[OomKind, str] = {
@@ -52,7 +52,7 @@ def uncaught(finding: Finding) -> Words:
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
-        f"{first_line(facts.error, 1000)}. The script did not catch it and failed in step {finding.step}.",
+        f"{stop(first_line(facts.error, 1000))} The script did not catch it and failed in step {finding.step}.",
         "Use a smaller micro-batch with more accumulation, gradient checkpointing, or a higher ZeRO stage.",
     )
 

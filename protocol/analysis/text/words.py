@@ -44,6 +44,11 @@ def sentence(clause: str) -> str:
     return f"{clause[0].upper()}{clause[1:]}." if clause else ""
 
 
+def stop(clause: str) -> str:
+    """End a clause with a full stop, unless it ends with one."""
+    return clause if clause.endswith(".") else f"{clause}."
+
+
 def number(value: float | None) -> str:
     """Format a figure in four significant digits; ``?`` for None."""
     if value is None:

@@ -183,3 +183,13 @@ def test_a_refusal_of_the_trainer_is_whole_in_its_title():
     refusal = "SystemExit: model.config: " + "an explanation, " * 18 + "so set data.sequence_length to 64"
     words = text.words(Finding("failure", ScriptFailure(refusal, "", []), rank=0, step=0))
     assert words.title == f"rank 0 failed: {refusal}"
+
+
+@pytest.mark.parametrize("error", ["RuntimeError: an illegal memory access was encountered.", "KeyError: 'ids'"])
+def test_an_error_ends_with_one_full_stop(error: str) -> None:
+    failure = Finding("failure", ScriptFailure(error, "", []), rank=0, step=7)
+    uncaught = Finding("oom_failure", Uncaught(error, ""), rank=0, step=7)
+    ended = error.rstrip(".") + "."
+    assert text.words(failure).text.startswith(f"An exception ended the script in step 7: {ended}")
+    assert text.words(uncaught).text.startswith(f"{ended} The script did not catch it")
+    assert ".." not in text.words(failure).text + text.words(uncaught).text

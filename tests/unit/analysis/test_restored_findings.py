@@ -70,6 +70,8 @@ def test_what_is_added_goes_by_its_name_not_by_the_words_that_are_there():
 def test_the_monitors_own_troubles_in_words():
     lost = Finding("telemetry_lost", LossFacts(12, 2, {}, ("rank-1-4711-99", "agent")))
     assert text.words(lost).title == "12 messages of telemetry lost, 2 just now from agent, rank 1"
+    one = Finding("telemetry_lost", LossFacts(1, 1, {}, ("agent",)))
+    assert text.words(one).title == "1 message of telemetry lost, 1 just now from agent"
     assert text.over(resolved(lost.matter, Resolution("calm"))) == "None lost since."
     full = Finding("not_recording", RecordingFacts("No space left on device", 7))
     assert text.words(full).title == "not recording: No space left on device"

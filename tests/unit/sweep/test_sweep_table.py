@@ -1,7 +1,8 @@
 """Which rows of a sweep are shown where they do not all fit."""
 
 import pytest
-from ftmon.protocol.analysis.sweep.text import aligned
+from ftmon.protocol.analysis.sweep.text import aligned, budget_text
+from ftmon.protocol.sweep.rows import Budget
 from ftmon.protocol.text import cells_of
 from ftmon.tui.model.sweep import TableRow
 from ftmon.tui.widgets.drawing.line import width_of
@@ -26,3 +27,8 @@ def test_columns_stand_below_each_other_whatever_their_letters_take() -> None:
     drawn = [line.plain for line in table_lines(table[0], rows, 60, 5, 0, Theme())]
     assert {width_of(line[: line.index(row[1])]) for line, row in zip(drawn, table, strict=True)} == {9}
     assert all(cells_of(one) == width_of(one) for row in table for one in row)
+
+
+def test_a_budget_in_words() -> None:
+    assert [budget_text(Budget(7200.0, price)) for price in (None, 14.32)] == ["2 h 00 m", "2 h 00 m (28.64)"]
+    assert budget_text(Budget()) == "no limit"

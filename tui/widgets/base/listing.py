@@ -52,7 +52,7 @@ class Listing(Canvas):
             line.add(self.theme.glyphs.scroll if inside else " ", style)
 
     def move(self, delta: int) -> None:
-        """Move the selection; moving up ends following, reaching the end begins it again where it is wanted."""
+        """Move the selection, which ends following."""
         total = self.count()
         self.selected = max(0, min(self.selected + delta, total - 1))
         self.follow = False

@@ -1,6 +1,6 @@
 """Text about fragmentation: the meaning of the figures, and remedies if there are any."""
 
-from ....text import gib
+from ....text import counted, gib
 from .layout import Fragmentation, matters
 
 
@@ -42,9 +42,7 @@ def fragmentation_words(found: Fragmentation) -> list[str]:
     if found.free_small:
         lines.append(f"{gib(found.free_small)} is free in segments of small blocks, for requests up to 1 MiB only")
     if found.free_private:
-        lines.append(
-            f"{gib(found.free_private)} is free in {found.pools} private pools, of use to nothing outside them"
-        )
+        lines.append(f"{gib(found.free_private)} is free in {counted(found.pools, 'private pool')}, of no use outside")
     if found.streams > 1:
         lines.append(f"{found.streams} streams have segments of their own: what one has free, another cannot use")
     if found.expandable:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ....code_owner import library_of
 from ....snapshot.model import Snapshot
+from ....text import counted
 from .stacks import Tally, frame_words
 
 Key = tuple[int, ...]
@@ -166,4 +167,4 @@ def node_words(node: Node) -> str:
         return frame_words(innermost)
     names = dict.fromkeys(library_of(snapshot.frames[frame].filename) for frame in reversed(frames))
     names.pop("", None)
-    return f"{frame_words(innermost)}  (+{more} frames in {', '.join(list(names)[:3])})"
+    return f"{frame_words(innermost)}  (+{counted(more, 'frame')} in {', '.join(list(names)[:3])})"
