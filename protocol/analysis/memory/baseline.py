@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation to standard deviation for a normal distribution."""
+from ..health.recent import MAD_TO_SIGMA
+
 FEW = 8
 """With fewer values than this the largest stands for the usual one: too little is known to call anything unusual."""
 

@@ -7,13 +7,12 @@ from itertools import pairwise
 
 from ...messages.telemetry import Hello, PhaseRecord, Step
 from ...sweep.rows import PhaseFigures, RankRow
+from ..health.recent import MAD_TO_SIGMA
 
 _BLOCKS = 16
 """Neighbouring steps are alike (clocks, data), so the error is that of means of so many blocks, not of single steps."""
 RESIDENT_ERROR = 0.01
 """Of the resident set of CPU ranks, which the kernel counts in batches, and glibc gives back when it pleases."""
-_MAD_TO_SD = 1.4826
-"""Standard deviation over the median absolute deviation, of a normal distribution."""
 
 
 def figures(
@@ -63,7 +62,7 @@ def standard_error(values: Sequence[float]) -> float:
     cuts = [round(len(values) * number / count) for number in range(count + 1)]
     blocks = [statistics.median(values[begin:end]) for begin, end in pairwise(cuts)]
     middle = statistics.median(blocks)
-    deviation = _MAD_TO_SD * statistics.median(abs(block - middle) for block in blocks)
+    deviation = MAD_TO_SIGMA * statistics.median(abs(block - middle) for block in blocks)
     return deviation * math.sqrt(math.pi / 2) / math.sqrt(len(blocks))
 
 
