@@ -162,7 +162,7 @@ def _by_stacks(found: StackCause) -> str:
         )
     if not found.pattern:
         elsewhere = found.named.elsewhere
-        where = ": its allocations came from native code"
+        where = ": its allocations came from native code" if cause.groups else f": they show none ({cause.note})"
         if elsewhere.where:
             where = f"; most of it, {gib(elsewhere.bytes)}, in {elsewhere.where}"
         return f"Cannot tell the cause by the stacks of step {cause.step}{where}. {cost}"

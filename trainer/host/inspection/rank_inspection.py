@@ -85,7 +85,9 @@ def why_silent(target: DumpTarget, is_locked: bool) -> str:
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:
         return "its process is gone"
-    if process.state in ("T", "t"):
+    if process.state == "t":
+        return "its process is stopped by a debugger; continue it there, or detach"
+    if process.state == "T":
         return f"its process is stopped by a signal; 'kill -CONT {target.pid}' lets it go on"
     if process.state == "D":
         return f"its process is {kernel_sleep(activity.wchan(target.pid, target.pid))}: the kernel has to return first"
