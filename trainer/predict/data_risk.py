@@ -15,7 +15,6 @@ from ..recipe.data.encode import Encoder
 from ..recipe.data.order import Order
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.sources import Records
-from ..recipe.evaluation.examples import hold_out
 from .result import DataRisk, RiskyStep
 
 _MOST_NAMED = 3
@@ -56,10 +55,7 @@ def read(config: Config) -> tuple[Records, Examples]:
     forms = pipeline.record_formats(records, config)
     tokenizer = pipeline.load_tokenizer(config, records, forms)
     folder = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)
-    examples = pipeline.examples(folder, records, config)
-    if config.evaluation.share:
-        examples, _ = hold_out(examples, config.evaluation.share, config.training.seed)
-    return records, examples
+    return records, pipeline.examples(folder, records, config)
 
 
 def find(

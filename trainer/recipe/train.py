@@ -70,8 +70,8 @@ def setup(config: Config, world: World) -> Trainer:
     if world.is_first:
         _prepare_output(config, output, keep=bool(found))
     with monitor.phase("init"):
-        tokens, examples = prepare.prepare(config, world, monitor, output, found[0] if found else None)
-        examples, held_out = evaluation_examples.split(config, world, monitor, tokens, examples)
+        tokens, documents, examples = prepare.prepare(config, world, monitor, output, found[0] if found else None)
+        held_out = evaluation_examples.held_out(config, world, monitor, tokens, documents)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1

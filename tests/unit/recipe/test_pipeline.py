@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 
@@ -16,6 +17,7 @@ from ftmon.trainer.recipe.data import encode, pipeline, sources
 from ftmon.trainer.recipe.data.config import Data, File
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
+from ftmon.trainer.recipe.evaluation.config import Evaluation
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
 
@@ -125,7 +127,7 @@ def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_ru
         "at column 2; 'ftmon data check' lists more"
     )
     examples = build(of(path, max_refused=0.6), tokenizer)
-    assert (len(examples.rows), examples.read, examples.left_out) == (2, 5, 3)
+    assert (len(examples.rows), examples.read, examples.report.refused.count) == (2, 5, 3)
     assert examples.report.notes()[0].startswith("note: 3 of 5 records refused, the first a.jsonl:2: response is null")
 
 
@@ -189,3 +191,42 @@ def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path: Path, t
     found = Counter(tokenizer.decode(ids).count("four") for ids in documents(build(config, tokenizer)))
     assert found == {0: 4, 1: 3}
     assert documents(build(config, tokenizer)) == documents(build(config, tokenizer))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    # Long texts are split: their pieces must stay on one side.
+    wanted = [*texts(one, 40, 60, seed=1), *texts(two, 40, 60, seed=2)]
+    config = Config(
+        data=Data(files=[File(str(one), 3.0), File(str(two), 0.5)], packing=packing),
+        training=Training(sequence_length=32),
+        evaluation=Evaluation(share=0.25),
+    )
+    records = sources.read(config)
+    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
+    folder = pipeline.encode(records, encoder, tokenizer, config)
+    trained, aside = pipeline.examples(folder, records, config), pipeline.held_out(folder, config)
+
+    def used(examples: Examples) -> Counter[int]:
+        return Counter(record for row in range(len(examples.rows)) for record in set(examples.rows.records(row)))
+
+    assert len(used(aside)) == 20
+    assert not set(used(aside)) & set(used(trained))
+    assert "lengths" not in aside.rows[0]
+    held = Counter(token for ids in documents(aside) for token in ids)
+    assert held == Counter(
+        token for record in used(aside) for token in [*tokenizer(wanted[record])["input_ids"], tokenizer.eos_token_id]
+    )
+    left = [set(range(40)) - set(used(aside)), set(range(40, 80)) - set(used(aside))]
+    trained_records = [set(used(trained)) & part for part in left]
+    assert trained_records[0] == left[0]
+    assert len(trained_records[1]) == round(len(left[1]) / 2)
+    assert pipeline.held_out(folder, config).key == aside.key
+
+
+def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    texts(tmp_path / "a.jsonl", 1, 200)
+    config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
+    with pytest.raises(ConfigError, match="1 records cannot be split"):
+        build(config, tokenizer)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
 from ....protocol.errors import ConfigError, FtmonError, UsageError
@@ -47,12 +48,6 @@ class Examples:
     """Name of the content: equal for equal token ids and labels in equal order, whatever files they came from."""
     report: Report = field(default_factory=Report)
     """What became of the records."""
-
-    @property
-    def left_out(self) -> int:
-        """Records that are not trained on."""
-        report = self.report
-        return report.refused.count + report.dropped.count + report.unlabelled.count
 
 
 class Rows:
@@ -162,7 +157,7 @@ def encode(
 
 
 def examples(folder: Path, records: Records | None, config: Config) -> Examples:
-    """Make the rows of encoded documents.
+    """Make the rows to train on from encoded documents; those that ``evaluation.share`` sets aside are left out.
 
     Args:
         folder: of the documents.
@@ -173,17 +168,45 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
         ConfigError: nothing is left to train on.
     """
     documents = store.Documents(folder)
-    used = _weighted(documents, records, config)
-    if not used:
+    trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
+    return _examples(documents, trained, config, config.data.packing)
+
+
+def held_out(folder: Path, config: Config) -> Examples:
+    """Make the rows that ``evaluation.share`` sets aside: each document once, whatever its file's weight, not packed.
+
+    Raises:
+        ConfigError: there are too few records to set any aside.
+    """
+    documents = store.Documents(folder)
+    return _examples(documents, numpy.flatnonzero(_set_aside(documents, config)), config, packing=False)
+
+
+def _set_aside(documents: store.Documents, config: Config) -> NDArray[numpy.bool_]:
+    """Return which documents are evaluated on: whole records, drawn before weights repeat them."""
+    share = config.evaluation.share
+    if not share:
+        return numpy.zeros(len(documents), bool)
+    records = numpy.unique(documents.records)
+    count = max(1, round(share * len(records)))
+    if count >= len(records):
+        raise ConfigError(f"evaluation.share: {len(records)} records cannot be split into training and evaluation")
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(config.training.seed)).numpy()
+    return numpy.isin(documents.records, records[order[:count]])
+
+
+def _examples(documents: store.Documents, used: NDArray[numpy.int64], config: Config, packing: bool) -> Examples:
+    if not len(used):
         raise ConfigError(
             "data: no record holds a token to learn within training.sequence_length; 'ftmon data check' shows why"
         )
     labels = documents.label_tokens()
-    if config.data.packing:
+    chosen = used.tolist()
+    if packing:
         lengths = documents.lengths[used].tolist()
-        rows = [[used[index] for index in row] for row in best_fit(lengths, config.training.sequence_length)]
+        rows = [[chosen[index] for index in row] for row in best_fit(lengths, config.training.sequence_length)]
     else:
-        rows = [[document] for document in used]
+        rows = [[document] for document in chosen]
     ends = numpy.cumsum([len(row) for row in rows])
     flat = numpy.concatenate([numpy.asarray(row) for row in rows])
 
@@ -193,7 +216,7 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
 
     content = hashlib.blake2b(documents.digest.encode() + flat.tobytes() + ends.tobytes(), digest_size=8)
     return Examples(
-        Rows(documents, rows, config.data.packing),
+        Rows(documents, rows, packing),
         summed(documents.lengths),
         summed(labels),
         documents.report.read,
@@ -216,22 +239,24 @@ def cache_folder() -> Path:
     return Path(HF_DATASETS_CACHE) / "ftmon-tokens"
 
 
-def _weighted(documents: store.Documents, records: Records | None, config: Config) -> list[int]:
-    """List the documents of an epoch: each as often as its file's weight says, a fraction drawn with the seed."""
+def _weighted(
+    documents: store.Documents, trained: NDArray[numpy.int64], records: Records | None, config: Config
+) -> NDArray[numpy.int64]:
+    """Return the documents of an epoch: each as often as its file's weight says, a fraction drawn with the seed."""
     if records is None or all(source.weight == 1 for source in records.sources):
-        return list(range(len(documents)))
-    chosen: list[int] = []
-    sources = numpy.array([records.source_of(int(record))[0] for record in documents.records], numpy.int64)
+        return trained
+    chosen: list[NDArray[numpy.int64]] = []
+    sources = numpy.array([records.source_of(int(record))[0] for record in documents.records[trained]], numpy.int64)
     for number, source in enumerate(records.sources):
-        own = numpy.flatnonzero(sources == number)
+        own = trained[sources == number]
         # By record, so that all pieces of a split text are used equally often.
         of = numpy.unique(documents.records[own])
         generator = numpy.random.default_rng([config.training.seed, number])
         times = numpy.full(len(of), int(source.weight))
         rest = round(len(of) * (source.weight - int(source.weight)))
         times[generator.permutation(len(of))[:rest]] += 1
-        chosen += numpy.repeat(own, times[numpy.searchsorted(of, documents.records[own])]).tolist()
-    return chosen
+        chosen.append(numpy.repeat(own, times[numpy.searchsorted(of, documents.records[own])]))
+    return numpy.concatenate(chosen)
 
 
 def _processes(records: Records, config: Config) -> int:

@@ -16,8 +16,10 @@ from .encode import Encoder
 from .pipeline import Examples
 
 
-def prepare(config: Config, world: World, monitor: Monitor, output: Path, resumed: Path | None) -> tuple[Any, Examples]:
-    """Return the tokenizer and the encoded examples. All ranks call this.
+def prepare(
+    config: Config, world: World, monitor: Monitor, output: Path, resumed: Path | None
+) -> tuple[Any, Path, Examples]:
+    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this.
 
     Raises:
         ConfigError: the data or the tokenizer do not fit the configuration; in all ranks.
@@ -37,10 +39,12 @@ def prepare(config: Config, world: World, monitor: Monitor, output: Path, resume
         if config.data.chat_template:
             template.choose(made, config.data)
     with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
-        result = pipeline.examples(folder, sources.read(config), config)
+        # Files are read and hashed whole, in every rank: only where their weights differ.
+        weighted = any(file.weight != 1 for file in config.data.files)
+        result = pipeline.examples(folder, sources.read(config) if weighted else None, config)
     for line in result.report.notes():
         world.log(line)
-    return made, result
+    return made, folder, result
 
 
 def first_encodes(world: World, encode: Callable[[], Path]) -> Path:

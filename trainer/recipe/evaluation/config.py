@@ -16,7 +16,7 @@ class Evaluation(Section, frozen=True):
     split: str = ""
     """A split of the data set `data.name`, such as validation."""
     share: Annotated[float, msgspec.Meta(ge=0.0, le=0.5)] = 0.0
-    """Share of the training examples that is set aside for evaluation, drawn from `training.seed`."""
+    """Share of the training records that is set aside for evaluation, drawn from `training.seed`."""
     every: AtLeast0 = 0
     """Steps between evaluations; 0: at the end alone."""
     at_end: bool = True

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
@@ -16,56 +15,29 @@ from ..engine.distributed import World
 from ..monitor import Monitor
 
 
-def split(
-    config: Config, world: World, monitor: Monitor, tokens: Any, examples: Examples
-) -> tuple[Examples, Examples | None]:
-    """Return the examples to train on and those to evaluate on (None without evaluation). All ranks call this.
+def held_out(config: Config, world: World, monitor: Monitor, tokens: Any, trained: Path) -> Examples | None:
+    """Return the examples to evaluate on; None without evaluation. All ranks call this.
 
     Args:
         config: the resolved configuration.
         world: the ranks; rank 0 encodes, the others read its results from disk.
         monitor: gets the activity.
         tokens: the tokenizer.
-        examples: all encoded training examples.
+        trained: folder of the training's encoded documents, of which ``evaluation.share`` sets some aside.
 
     Raises:
-        ConfigError: the evaluation data cannot be read, or nothing is left on one side.
+        ConfigError: the evaluation data cannot be read, or there is nothing to evaluate on.
     """
     settings = config.evaluation
     if not settings.on:
-        return examples, None
-    if settings.share:
-        trained, held_out = hold_out(examples, settings.share, config.training.seed)
-    else:
-        trained, held_out = examples, _encoded(config, world, monitor, tokens)
-    if settings.limit:
-        held_out = _rows(held_out, range(min(settings.limit, len(held_out.rows))), "")
-    return trained, held_out
-
-
-def hold_out(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
-    """Split examples at random into those to train on and those to evaluate on; the same split for the same seed.
-
-    Raises:
-        ConfigError: there are too few to split.
-    """
-    count = len(examples.rows)
-    chosen = max(1, round(share * count))
-    if chosen >= count:
-        raise ConfigError(f"evaluation.share: {count} examples cannot be split into training and evaluation")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out, trained = sorted(order[:chosen]), sorted(order[chosen:])
-    return _rows(examples, trained, f"-without-{share:g}-{seed}"), _rows(examples, held_out, "")
-
-
-def _rows(examples: Examples, chosen: Any, suffix: str) -> Examples:
-    where = list(chosen)
+        return None
+    found = pipeline.held_out(trained, config) if settings.share else _encoded(config, world, monitor, tokens)
+    count = min(settings.limit or len(found.rows), len(found.rows))
     return dataclasses.replace(
-        examples,
-        rows=examples.rows.select(where),
-        tokens=examples.tokens[where],
-        label_tokens=examples.label_tokens[where],
-        key=examples.key + suffix,
+        found,
+        rows=found.rows.select(range(count)),
+        tokens=found.tokens[:count],
+        label_tokens=found.label_tokens[:count],
     )
 
 
