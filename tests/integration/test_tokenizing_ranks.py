@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 from ftmon.trainer.recipe.config.schema import Config, Tokenizer, Training
-from ftmon.trainer.recipe.data import handover, pipeline, sources
+from ftmon.trainer.recipe.data import handover, pipeline, prepare, sources
 from ftmon.trainer.recipe.data.config import Data
 from ftmon.trainer.recipe.data.encode import Encoder
+from ftmon.trainer.recipe.monitor import Monitor
 from small_tokenizer import family_tokenizer
 
 
@@ -81,3 +84,55 @@ def test_several_processes_write_what_one_writes(tmp_path: Path, cache: Path) ->
         made_at.rename(tmp_path / f"done-{processes}")
     assert results[:2] == results[2:]
     assert results[1]["report"]["refused"] == {"count": 1, "first": [["a.jsonl:40", "response is null"]]}
+
+
+class ThreadWorld:
+    """Ranks that are threads of this process; all the data preparation needs of a process group."""
+
+    def __init__(self, rank: int, shared: list[str], barrier: Barrier) -> None:
+        self.is_first = rank == 0
+        self._shared, self._barrier = shared, barrier
+
+    def barrier(self) -> None:
+        self._barrier.wait(60)
+
+    def share_text(self, text: str) -> str:
+        if self.is_first:
+            self._shared[:] = [text]
+        self._barrier.wait(60)
+        (found,) = self._shared
+        self._barrier.wait(60)
+        return found
+
+    def log(self, text: str) -> None:
+        pass
+
+
+def test_every_rank_has_the_template_that_rank_0_chose_and_texts_need_none(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    family_tokenizer(None, adds_bos=True).save_pretrained(str(folder))
+    (tmp_path / "unusable.jinja").write_text("{{ raise_exception('no') }}")
+
+    def templates(path: Path, template: str) -> list[Any]:
+        config = Config(
+            data=Data(path=str(path), chat_template=template),
+            training=Training(sequence_length=64),
+            tokenizer=Tokenizer(name=str(folder)),
+        )
+        shared, barrier = list[str](), Barrier(2)
+
+        def rank(number: int) -> Any:
+            world: Any = ThreadWorld(number, shared, barrier)
+            made, _, examples = prepare.prepare(config, world, Monitor(), tmp_path, None)
+            assert len(examples.rows) == 2
+            return made.chat_template
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(rank, range(2)))
+
+    one, two = templates(chats(tmp_path / "chats.jsonl", "red", "blue"), "chatml")
+    assert one == two
+    assert one.startswith("{{ bos_token }}")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "hello"}\n{"text": "world"}\n')
+    assert templates(texts, str(tmp_path / "unusable.jinja")) == [None, None]

@@ -1,5 +1,6 @@
 """The tokenizer and the encoded examples of a run."""
 
+import json
 import os
 import secrets
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from ..config.schema import Config
 from ..engine.distributed import World
 from ..model import tokenizer
 from ..monitor import Monitor
-from . import handover, pipeline, sources, template
+from . import handover, pipeline, sources
 from .encode import Encoder
 from .pipeline import Examples
 
@@ -36,8 +37,8 @@ def prepare(
     folder = first_encodes(world, encode)
     if made is None:
         made = tokenizer.load(config, kept)
-        if config.data.chat_template:
-            template.choose(made, config.data)
+    # Rank 0 has chosen it, if there are chats.
+    made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
     with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
         # Files are read and hashed whole, in every rank: only where their weights differ.
         weighted = any(file.weight != 1 for file in config.data.files)
