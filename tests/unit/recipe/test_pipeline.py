@@ -171,9 +171,12 @@ def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
     tokenizer.chat_template += " "
     build(of(path), tokenizer)
     assert folders() == 5
+    tokenizer.eos_token = "<|end|>"
+    build(of(path), tokenizer)
+    assert folders() == 6
     chats(path, "red", "changed")
     assert build(of(path), tokenizer).key != key
-    assert folders() == 6
+    assert folders() == 7
 
 
 def test_damaged_tokens_on_disk_are_made_anew(tmp_path: Path, tokenizer: Any, cache: Path) -> None:

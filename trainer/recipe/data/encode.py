@@ -8,6 +8,7 @@ import msgspec
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
+from ..model.tokenizer import start_token
 from . import formats
 from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .template import Chat, ChatTemplate, Span, choose
@@ -83,7 +84,7 @@ class Encoder:
             )
         if data.truncation == "split" and chats:
             raise ConfigError("data.truncation: split is for text; use keep_start, keep_end or drop for chats")
-        self._start = self._start_token()
+        self._start = start_token(tokenizer)
 
     @property
     def settings(self) -> str:
@@ -207,12 +208,6 @@ class Encoder:
             whole.ends = [end - excess for end in whole.ends if end - excess >= start]
         whole.cut = excess
         return [whole]
-
-    def _start_token(self) -> int | None:
-        """Return the token that the tokenizer itself begins a text with, if it does."""
-        first: list[int] = self._tokenizer("a")["input_ids"][:1]
-        start = self._tokenizer.bos_token_id
-        return start if start is not None and first == [start] else None
 
 
 def _split(whole: Encoded, limit: int) -> list[Encoded]:

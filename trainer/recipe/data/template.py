@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.errors import ConfigError
+from ..model.tokenizer import special_tokens, start_token
 from .config import Data
 from .instrument import RenderError, Template
 from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
@@ -46,7 +47,8 @@ class Chat(NamedTuple):
 def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     """Return the chat template of a configuration; None where ``data.chat_template`` is none.
 
-    A template that the configuration names becomes the tokenizer's, so that it is saved with the model.
+    It becomes the tokenizer's, so that it is saved with the model. Where the tokenizer begins texts with BOS and the
+    template does not write it, ``{{ bos_token }}`` is put before it: rendered chats are tokenized without additions.
 
     Raises:
         ConfigError: there is none, or it cannot be used for training.
@@ -69,7 +71,13 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
             "data.chat_template: the tokenizer has no chat template, and the data are chats; give one of "
             f"{', '.join(shipped())} or the path of a Jinja file (plain works with any tokenizer)"
         )
-    return ChatTemplate(tokenizer, name or "the tokenizer's")
+    chosen = ChatTemplate(tokenizer, name or "the tokenizer's")
+    if start_token(tokenizer) is None or chosen.begins(str(tokenizer.bos_token)):
+        return chosen
+    start = "{{ bos_token }}"
+    own: Any = tokenizer.chat_template
+    tokenizer.chat_template = {k: start + text for k, text in own.items()} if isinstance(own, dict) else start + own
+    return ChatTemplate(tokenizer, chosen.name)
 
 
 class ChatTemplate:
@@ -78,16 +86,18 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.name = name
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, "documents": None}
-        self._special = _special_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         self._templates = {has_tools: self._compile(tokenizer, has_tools) for has_tools in (False, True)}
         self._variant = 0
         self.source: str = "\0".join(template.source for template in self._templates.values())
         """The template's text, of both templates if there is another one for tools."""
-        self.ends: set[str] = set()
-        """Tokens that end an assistant's turn."""
         self._header = self._asked = ""
         self._by_prefix = False
         self._prove(tokenizer)
+
+    def begins(self, token: str) -> bool:
+        """Return whether a chat begins with this token."""
+        return self._templates[False].plain(_PROBE, **self._variables, tools=None).startswith(token)
 
     def render(self, chat: Conversation) -> Chat:
         """Render a conversation.
@@ -160,7 +170,6 @@ class ChatTemplate:
                     + ", so the model would never learn to stop; give another template, such as plain, or one with "
                     "{{ eos_token }} behind the assistant's content"
                 )
-            self.ends.add(self._end_token(text[: turn.end]))
 
     def _render(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> Chat:
         tools = chat.tools or None
@@ -269,13 +278,10 @@ class ChatTemplate:
     def _ended(self, text: str, start: int, end: int, index: int) -> Span:
         """Cut a turn behind the token that ends it: what follows that is not generated."""
         end = max(start, len(text[:end].rstrip()))
-        if self._end_token(text[start:end]):
+        if any(text.endswith(token, start, end) for token in self._special):
             return Span(start, end, index, True)
         following = next((token for token in self._special if text.startswith(token, end)), None)
         return Span(start, end + len(following or ""), index, following is not None)
-
-    def _end_token(self, text: str) -> str:
-        return next((token for token in self._special if text.endswith(token)), "")
 
 
 class _Variant(NamedTuple):
@@ -351,13 +357,6 @@ def _with_name(tool: dict[str, Any], name: Callable[[str], str]) -> dict[str, An
 def _holds_none(chat: Conversation) -> bool:
     own = " ".join(f"{message.content or ''} {message.reasoning} {message.tool_calls}" for message in chat.messages)
     return "None" in f"{own} {chat.tools}"
-
-
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Return the tokens that can end a turn, longest first."""
-    found = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    found |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
-    return sorted((token for token in found if token.strip()), key=len, reverse=True)
 
 
 def _common(one: str, other: str) -> str:

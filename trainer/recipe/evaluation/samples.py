@@ -7,6 +7,7 @@ import torch
 from ..engine.distributed import World
 from ..model.loss import IGNORED
 from ..model.positions import room
+from ..model.tokenizer import end_tokens
 
 
 def prompt_of(row: dict[str, list[int]]) -> list[int]:
@@ -51,7 +52,7 @@ def generate(
                     max_new_tokens=room(engine.module.config, len(ids), longest, trained),
                     do_sample=False,
                     pad_token_id=tokens.pad_token_id,
-                    eos_token_id=tokens.eos_token_id,
+                    eos_token_id=end_tokens(engine.module, tokens),
                 )
             answer = made[0, len(ids) :].tolist()
             result.append((tokens.decode(ids), tokens.decode(answer)))

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config.schema import Config
 from ..engine.distributed import World
+from ..model.tokenizer import end_tokens
 from ..monitor import Progress
 from . import card, push, weights
 from .card import Results
@@ -90,10 +91,7 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
     plain.config.use_cache = own
     generation = plain.generation_config
     if generation is not None:
-        known = generation.eos_token_id
-        ends = [known] if isinstance(known, int) else list(known or [])
-        if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-            ends.append(tokenizer.eos_token_id)
+        ends = end_tokens(plain, tokenizer)
         generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
         if generation.pad_token_id is None:
             generation.pad_token_id = tokenizer.pad_token_id

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -96,8 +97,46 @@ def loads_back(tokenizer: Any, folder: Path) -> bool:
     return len(again) == len(tokenizer) and again(sample)["input_ids"] == tokenizer(sample)["input_ids"]
 
 
+def start_token(tokenizer: Any) -> int | None:
+    """Return BOS, if the tokenizer begins a text with it."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    start = tokenizer.bos_token_id
+    return start if start is not None and first == [start] else None
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the special tokens, which alone can end a turn, longest first."""
+    found = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
+    return sorted((token for token in found if token.strip()), key=len, reverse=True)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the model's, EOS, and the one that the chat template writes after it."""
+    known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = list(known) if isinstance(known, list | tuple) else [known]
+    found += [tokenizer.eos_token_id, _template_end(tokenizer)]
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+def _template_end(tokenizer: Any) -> int | None:
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    content = "9f3a"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError, TypeError):
+        return None  # it refuses such a conversation
+    after = text.rpartition(content)[2]
+    # The longest first: of two that begin at the same place, the tokenizer takes that one.
+    written = [token for token in special_tokens(tokenizer) if token in after]
+    return tokenizer.convert_tokens_to_ids(min(written, key=after.index)) if written else None
+
+
 def fingerprint(tokenizer: Any) -> str:
-    """Name a tokenizer by what it does: its vocabulary and rules, and its chat template."""
+    """Name a tokenizer by what it does: its vocabulary and rules, its special tokens' roles, and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256((rules + str(tokenizer.chat_template)).encode()).hexdigest()[:16]
+    roles = sorted(tokenizer.special_tokens_map.items())
+    return hashlib.sha256(f"{rules}{roles}{tokenizer.chat_template}".encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ import numpy
 from .....protocol.errors import ConfigError
 from ...config.schema import Config
 from ...model.shape import check
+from ...model.tokenizer import special_tokens
 from .. import formats, pipeline, sources, store
 from ..encode import Encoded, Encoder
 from ..lines import JsonLines
@@ -103,7 +104,7 @@ class _Counting:
         self._answers: dict[bytes, tuple[int, bytes]] = {}
         self._bos = tokenizer.bos_token_id
         self._unknown = tokenizer.unk_token_id
-        self._special = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = special_tokens(tokenizer)
         facts.bos = str(tokenizer.bos_token or "")
 
     def record(self, number: int, record: Any, made: Sequence[Encoded], kept: Sequence[Encoded]) -> None:
