@@ -25,6 +25,8 @@ class TrainState(msgspec.Struct):
     """Name of the encoded examples' content."""
     examples: int = 0
     """Rows of the encoded examples: what an epoch is made of."""
+    order: str = ""
+    """How an epoch orders them, in words; empty in checkpoints of earlier versions."""
     sequence_length: int = 0
     """``training.sequence_length``."""
     micro_batch: int = 0

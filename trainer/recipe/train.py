@@ -77,7 +77,7 @@ def setup(config: Config, world: World) -> Trainer:
         total *= len(config.debug.lengths) or 1
         engine, model = make_engine(config, world, tokens, total)
         fused_loss = fused.set_up(model, config, world)
-        state = _fresh_state(config, examples, world)
+        state = _fresh_state(config, examples, order, world)
         base = identity.base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         resuming = Resuming(found, skipped, base, step)
@@ -107,13 +107,14 @@ def setup(config: Config, world: World) -> Trainer:
     return trainer
 
 
-def _fresh_state(config: Config, examples: Examples, world: World) -> TrainState:
+def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
     """Return the state of a run that has done nothing yet."""
     training = config.training
     return TrainState(
         seed=training.seed,
         data_key=examples.key,
         examples=len(examples.rows),
+        order=order.kind,
         sequence_length=training.sequence_length,
         micro_batch=training.micro_batch,
         grad_accumulation=training.grad_accumulation,

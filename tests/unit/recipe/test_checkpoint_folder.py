@@ -16,6 +16,7 @@ STATE = TrainState(
     seed=1,
     data_key="k",
     examples=100,
+    order="shuffled",
     sequence_length=64,
     micro_batch=2,
     grad_accumulation=2,
@@ -107,6 +108,7 @@ def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
     [
         ("seed", {"seed": 2}),
         ("data", {"data_key": "other"}),
+        ("data", {"order": "shuffled, grouped by length"}),
         ("sequence_length", {"sequence_length": 32}),
         ("micro_batch", {"micro_batch": 4}),
         ("grad_accumulation", {"grad_accumulation": 1}),
@@ -121,6 +123,11 @@ def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, o
     assert len(notes) == 1
     for key, value in values.items():
         assert getattr(resumed, key) == value
+
+
+def test_a_checkpoint_that_does_not_name_its_order_resumes() -> None:
+    old = changed(step=8, batches=9, order="")
+    assert compatible.position(old, changed(), [], Path("c")) == (STATE, [])
 
 
 def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:

@@ -54,6 +54,21 @@ def test_without_shuffling_the_data_is_read_as_it_stands() -> None:
     assert list(islice(order(8, 0, 1, shuffle=False), 3)) == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_orders_of_one_kind_are_equal(shuffle: bool, group: bool, packing: bool) -> None:
+    tokens = numpy.random.default_rng(0).integers(1, 1000, 400)
+    rows = Examples(range(400), tokens, numpy.ones(400, numpy.int64), 400)
+
+    def one(**data: bool) -> Order:
+        return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=Data(**data)), 0, 1)
+
+    mine = one(shuffle=shuffle, group_by_length=group, packing=packing)
+    for other in (one(shuffle=False), one(group_by_length=False), one()):
+        assert (mine.kind == other.kind) == (list(islice(mine, 50)) == list(islice(other, 50)))
+
+
 def test_data_that_does_not_fill_one_step_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"one step takes 8 examples \(.*\), and there are 7"):
         order(7, 0, 2)

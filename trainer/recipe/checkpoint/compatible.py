@@ -10,7 +10,7 @@ from ..state import TrainState
 from .manifest import Manifest
 
 _IDENTITY = (
-    *("seed", "data_key", "examples", "sequence_length", "micro_batch", "grad_accumulation", "ranks"),
+    *("seed", "data_key", "examples", "order", "sequence_length", "micro_batch", "grad_accumulation", "ranks"),
     "sequence_parallel_size",
 )
 _CONSEQUENCES = {
@@ -78,6 +78,9 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
         )
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
+    if saved.order and saved.order != now.order:
+        text = f"data.shuffle, data.group_by_length: the examples were {saved.order} and are {now.order}"
+        changes.setdefault("data", text)
     sizes = ""
     if saved.global_batch != now.global_batch:
         whole, rest = divmod(saved.global_batch, now.global_batch // now.grad_accumulation)

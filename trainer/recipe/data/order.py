@@ -53,6 +53,13 @@ class Order:
                 f"there {'is' if count == 1 else 'are'} {count}: give more data, or make the batch smaller"
             )
 
+    @property
+    def kind(self) -> str:
+        """How an epoch is ordered, in words."""
+        if not self._shuffle:
+            return "in the data's order"
+        return "shuffled, grouped by length" if self._group else "shuffled"
+
     def __iter__(self) -> Iterator[list[int]]:
         epoch, offset = divmod(self.first_step, self.steps_per_epoch)
         while True:
