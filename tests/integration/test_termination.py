@@ -26,6 +26,22 @@ libc = ctypes.CDLL(None)
 while True:
     libc.sleep(1000)
 """
+EVALUATES = """
+import time
+from ftmon.trainer.recipe import termination as module
+module._LEAST_SECONDS = 0.1
+termination = module.Termination()
+termination.step()
+with termination.busy():
+    print("ready", flush=True)
+    while not termination.requested:
+        time.sleep(0.01)
+    time.sleep(1)
+termination.step()
+termination.acknowledge()
+termination.close()
+print("saved", flush=True)
+"""
 WITH_WORKER = """
 import os, signal, sys, time
 from ftmon.trainer.recipe.termination import Termination
@@ -54,6 +70,10 @@ def signalled(script: str) -> tuple[int, str]:
 
 def test_a_training_that_makes_steps_ends_by_itself() -> None:
     assert signalled(STEPS_ON) == (0, "saved\n")
+
+
+def test_a_training_that_evaluates_takes_its_next_step_and_ends_by_itself() -> None:
+    assert signalled(EVALUATES) == (0, "saved\n")
 
 
 def test_a_training_thread_that_is_stuck_dies_of_the_signal() -> None:

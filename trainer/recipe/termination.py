@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 
 _LEAST_SECONDS = 5.0
@@ -27,6 +29,7 @@ class Termination:
         self._usual_s = 0.0
         self._last = time.monotonic()
         self._acknowledged = False
+        self._busy = False
         self._active = threading.current_thread() is threading.main_thread()
         if not self._active:
             return
@@ -47,6 +50,17 @@ class Termination:
         now = time.monotonic()
         self._usual_s, self._last = now - self._last, now
         self._steps += 1
+
+    @contextmanager
+    def busy(self) -> Generator[None]:
+        """Count what runs within as progress: evaluations and checkpoints take longer than steps."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._last = time.monotonic()
+            self._steps += 1
+            self._busy = False
 
     def acknowledge(self) -> None:
         """Record that the run is ending because of it: what is left to do gets its time."""
@@ -96,7 +110,8 @@ class Termination:
         while self._active and not self._acknowledged:
             before = self._steps
             time.sleep(max(_LEAST_SECONDS, _STEPS * self._usual_s))
-            if self._steps == before and self._active and not self._acknowledged:
+            stuck = self._steps == before and not self._busy
+            if stuck and self._active and not self._acknowledged:
                 _die()
 
 

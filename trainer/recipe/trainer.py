@@ -149,26 +149,28 @@ class Trainer(Stepper):
             health.check_skipped(skipped, config, state.step)
             broken = lines.not_a_number >= config.training.stop_after_nan
             stop = flag.exchange(self.monitor.stop_requested() or termination.requested, broken)
-            if flag.broken:
-                self.checkpoints.wait()
-                health.refuse_nan(state.step, self.output / "checkpoints")
-            evaluated = None if result.skipped else self._evaluate(lines)
-            every = config.checkpoint.every
-            due = not result.skipped and bool(
-                (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
-            )
-            if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
-                # After the last step of a run without other checkpoints, the exported model has the best weights.
-                due = due or bool(every) or not (self.ended and config.output.save_model)
-            if stop:
-                termination.acknowledge()
-            if (stop or due) and not self._is_broken(lines):
-                self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
+            with termination.busy():
+                if flag.broken:
+                    self.checkpoints.wait()
+                    health.refuse_nan(state.step, self.output / "checkpoints")
+                evaluated = None if result.skipped else self._evaluate(lines)
+                every = config.checkpoint.every
+                due = not result.skipped and bool(
+                    (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
+                )
+                if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
+                    # After the last step of a run without other checkpoints, the exported model has the best weights.
+                    due = due or bool(every) or not (self.ended and config.output.save_model)
+                if stop:
+                    termination.acknowledge()
+                if (stop or due) and not self._is_broken(lines):
+                    self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
         flag.finish()
         lines.flush()
         self.last_loss = lines.last_loss
-        self.checkpoints.wait()
-        self.world.barrier()
+        with termination.busy():
+            self.checkpoints.wait()
+            self.world.barrier()
         termination.close()
         return stop and not self.ended
 
