@@ -1,5 +1,6 @@
 """The loss in chunks equals the plain one, with its gradients, for whatever a model does to its logits."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,12 +10,13 @@ pytest.importorskip("deepspeed")
 
 import torch
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config, Model
+from ftmon.trainer.recipe.config.schema import Config, Model, Training
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.model import fused
 from ftmon.trainer.recipe.model.linear_cross_entropy import LogitTransform, chunk_tokens, linear_cross_entropy
 from ftmon.trainer.recipe.model.loss import use_summed_loss
 from small_shape import SMALL_SHAPE
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -22,6 +24,7 @@ class OneRank:
     """Stands for the ranks: this process alone."""
 
     has_values = True
+    on_gpu = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -130,6 +133,30 @@ def test_a_frozen_weight_gets_no_gradient_and_a_chunk_fits_its_size() -> None:
     assert chunk_tokens(32_000, trained=False) > chunk_tokens(151_936, trained=False)
 
 
+class Made(TorchDispatchMode):
+    """Collects the shapes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(result.shape)} if isinstance(result, torch.Tensor) else set()
+        return result
+
+
+def test_an_evaluation_computes_the_same_loss_and_no_gradient() -> None:
+    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(200, 16, requires_grad=True)
+    targets = torch.arange(9)
+    trained = linear_cross_entropy(hidden, weight, None, targets, chunk=4)
+    with torch.no_grad(), Made() as made:
+        loss = linear_cross_entropy(hidden, weight, None, targets, chunk=4)
+    assert torch.equal(loss, trained)
+    assert (4, 200) in made.shapes
+    assert not made.shapes & {(200, 16), (9, 16)}
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
@@ -213,3 +240,17 @@ def test_fp16_keeps_full_logits_as_sums_of_unscaled_gradients_overflow() -> None
     assert "overflow in fp16" in ranks.said[0]
     with pytest.raises(ConfigError, match="overflow in fp16"):
         fused.set_up(model_of("llama").half(), config("on"), world())
+
+
+def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) -> None:
+    from ftmon.trainer.recipe.model import load
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    shape = AutoConfig.for_model("gemma3", text_config=SMALL_SHAPE, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    named = Config(model=Model(name=str(tmp_path)), training=Training(precision="fp32"))
+    made = load.make(named, {}, range(SMALL_SHAPE["vocab_size"]), world())
+    assert not hasattr(made.config, "vocab_size")
+    with pytest.raises(ConfigError, match="has 320 tokens, fewer than the tokenizer's 321"):
+        load.make(named, {}, range(321), world())

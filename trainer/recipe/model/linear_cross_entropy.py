@@ -61,12 +61,13 @@ def linear_cross_entropy(
         chunk: tokens at a time; 0: ``chunk_tokens``.
         compiled: let ``torch.compile`` make one pass of what comes after the linear layer; the first call takes long.
 
-    The gradients can be taken once: they are scaled in place.
+    The gradients can be taken once: they are scaled in place. Under ``no_grad`` none are computed.
     """
     chosen = transform or LogitTransform()
-    loss: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, chosen, chunk or chunk_tokens(weight.shape[0], weight.requires_grad), compiled
-    )
+    # ``ctx.needs_input_grad`` does not depend on it, and within ``forward`` it is off.
+    with_grad = torch.is_grad_enabled()
+    size = chunk or chunk_tokens(weight.shape[0], weight.requires_grad and with_grad)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, chosen, size, compiled, with_grad)
     return loss
 
 
@@ -81,9 +82,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         chunk: int,
         compiled: bool,
+        with_grad: bool,
     ) -> torch.Tensor:
         after_linear = _compiled() if compiled else _after_linear
-        wanted: tuple[bool, ...] = ctx.needs_input_grad[:3]
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Summed over chunks in fp32, whatever the weights' type.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -123,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the gradients of a fused loss can be taken once")
         grads, ctx.grads = ctx.grads, None
-        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), None, None, None, None)
+        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), None, None, None, None, None)
 
 
 def _after_linear(

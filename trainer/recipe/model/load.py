@@ -50,9 +50,10 @@ def make(
     if world.on_gpu and config.model.quantization != "none":
         # Weights were whole on the GPU, several at a time, before they were held in 4 bits.
         torch.cuda.empty_cache()
-    if len(tokenizer) > model.config.vocab_size:
+    vocabulary = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"model: its vocabulary has {model.config.vocab_size} tokens, fewer than the tokenizer's {len(tokenizer)}; "
+            f"model: its vocabulary has {vocabulary} tokens, fewer than the tokenizer's {len(tokenizer)}; "
             "use the model's own tokenizer (tokenizer.name empty), or a matching one"
         )
     use_summed_loss(model)
