@@ -149,6 +149,7 @@ def test_a_sharegpt_function_call_is_a_tool_call() -> None:
             "chat",
             "message 2: content is a number, not text",
         ),
+        ({"messages": [{**CHAT[0], "content": []}, CHAT[1]]}, "chat", "message 1: content is an empty list, not text"),
         ({"messages": CHAT[:1]}, "chat", "has no assistant message (roles: user)"),
         (
             {"messages": [CHAT[0], {"role": "bot", "content": "Hello."}]},
@@ -188,6 +189,15 @@ def test_a_record_that_does_not_match_is_refused_with_the_reason(record: Any, fo
     with pytest.raises(RefusedError) as raised:
         formats.convert(record, form, Data())
     assert str(raised.value).startswith(reason)
+
+
+def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
+    for before in (CHAT[:1], [{"role": "system", "content": "S"}, *CHAT[:1]]):
+        record = {"prompt": before, "completion": CHAT[1:] * 2, "system": "S"}
+        made = formats.convert(record, "instruction", Data())
+        assert isinstance(made, Conversation)
+        assert [message.role for message in made.messages] == ["system", "user", "assistant", "assistant"]
+        assert (made.messages[0].content, made.prompt) == ("S", 2)
 
 
 def test_columns_that_fit_no_format_are_refused_by_name() -> None:

@@ -114,6 +114,10 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
     assert learned(tokenizer, document).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
     chat[1]["reasoning_content"] = "Red is a colour of France"
     assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
+    chat[1] = {**CHAT[2], "content": "<think>\nRed is a colour of France\n</think>\n\nRed."}
+    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
+    chat[1]["content"] = "<think>\n\n</think>\n\nRed."
+    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from . import formats
 from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .template import Chat, ChatTemplate, Span, choose
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Raised with every change of this package that changes tokens or labels; tokens of another version are not used."""
 
 

@@ -166,7 +166,8 @@ def _message_lists(record: Record, data: Data) -> Conversation:
     before = _entries(record, data.prompt_column)
     after = _entries(record, response_column(record, data))
     messages = [message_of(entry, number) for number, entry in enumerate([*before, *after], 1)]
-    return conversation(messages, len(before), record.get(data.tools_column))
+    messages = _with_system(record, messages)
+    return conversation(messages, len(messages) - len(after), record.get(data.tools_column))
 
 
 def _alpaca(record: Record, data: Data) -> Conversation:

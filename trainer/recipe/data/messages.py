@@ -120,7 +120,8 @@ def content_of(value: Any, where: str) -> str | None:
                 raise RefusedError(f"{where} holds a part of type {what}; only text is trained on")
             texts.append(text)
         return "".join(texts)
-    raise RefusedError(f"{where}: content is {kind(value)}, not text")
+    what = "an empty list" if isinstance(value, list) else kind(value)
+    raise RefusedError(f"{where}: content is {what}, not text")
 
 
 def text_of(record: dict[str, Any], column: str) -> str:

@@ -182,9 +182,7 @@ class ChatTemplate:
         if chat.tools or any(message.tool_calls for message in chat.messages):
             self._refuse_lost_calls(template, messages, chat)
         _refuse_lost(chat, text, messages)
-        lost = sum(
-            bool(message.reasoning.strip()) and message.reasoning.strip() not in text for message in chat.messages
-        )
+        lost = sum(any(one not in text for one in _reasoning(message)) for message in chat.messages)
         return Chat(text, turns, lost)
 
     def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> None:
@@ -315,6 +313,12 @@ def _call_for_template(call: dict[str, Any], variant: _Variant) -> dict[str, Any
         return call
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _reasoning(message: Message) -> list[str]:
+    """Return the texts of an assistant's reasoning: what the record keeps apart, and what its content begins with."""
+    before = (message.content or "").rpartition("</think>")[0] if message.role == ASSISTANT else ""
+    return [message.reasoning.strip(), before.strip().removeprefix("<think>").strip()]
 
 
 def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> None:
