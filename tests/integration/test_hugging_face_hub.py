@@ -10,6 +10,19 @@ import fake_hub
 
 PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.push import push; "
 PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
+PUSH_LAST = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.export import push, save
+from ftmon.trainer.recipe.monitor import Monitor
+world = World()
+assert dist.is_initialized()
+upload = push.push
+push.push = lambda *arguments: f"{upload(*arguments)}, in a group: {dist.is_initialized()}"
+save.push_last(Path(sys.argv[1]), sys.argv[2], world, Monitor())
+"""
 UNREACHABLE = """
 import sys, time
 time.sleep = lambda seconds: None  # the pauses between the hub library's 24 attempts add up to 92 s
@@ -61,6 +74,14 @@ def test_a_model_is_pushed_to_a_private_repository_with_every_file(tmp_path: Pat
     assert refused.startswith("note: the model could not be pushed to me/poems: ")
     assert refused.endswith(f"it is whole in {model}: hf upload me/poems {model}")
     assert "\n" not in refused
+
+
+def test_ranks_have_left_their_group_when_rank_0_pushes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with fake_hub.serving() as hub:
+        said = run(PUSH_LAST, str(tmp_path), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN=hub.token)
+        assert f"pushed to {hub.address}/me/poems, in a group: False\n" in said
+        assert hub.files["me/poems"] == {"config.json": b"{}"}
 
 
 def test_a_hub_that_cannot_be_reached_is_said_in_one_line_for_data_and_for_a_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from .data.positions import WithCounts
 from .engine.distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
 from .export.card import Results
-from .export.save import save_model
+from .export.save import push_last, save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
@@ -226,6 +226,8 @@ class Trainer(Stepper):
                     f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
                     "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
                 )
+            if self.config.output.push:
+                push_last(folder, self.config.output.push, self.world, self.monitor)
         log(f"finished: {state.step} steps, {state.tokens:,} tokens")
 
     def _better(self) -> str:

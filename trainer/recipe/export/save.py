@@ -7,7 +7,7 @@ from typing import Any
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..model.tokenizer import end_tokens
-from ..monitor import Progress
+from ..monitor import Monitor, Progress
 from . import card, push, weights
 from .card import Results
 from .weights import ExportError
@@ -56,12 +56,19 @@ def save_model(
         raise
     if world.is_first:
         _replace(folder, part)
-        if config.output.push:
-            if progress is not None:
-                progress.send(equal, f"pushing to {config.output.push}")
-            world.log(push.push(folder, config.output.push))
     world.barrier()
     return equal
+
+
+def push_last(folder: Path, repository: str, world: World, monitor: Monitor) -> None:
+    """Leave the process group, then upload a folder from rank 0. All ranks call this, and communicate no more.
+
+    An upload may take hours: ranks that wait for it in a collective end the run when that times out.
+    """
+    world.leave()
+    if world.is_first:
+        with monitor.phase("checkpoint"), monitor.activity("export", f"pushing to {repository}"):
+            world.log(push.push(folder, repository))
 
 
 def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config, part: Path, final: Path) -> None:
