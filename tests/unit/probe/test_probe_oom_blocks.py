@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
-from ftmon.trainer.probe.oom import snapshot_file
+from ftmon.trainer.probe.memory import snapshot_file
 from ftmon.trainer.probe.oom.blocks import holders, parts, pieces, uses
 from ftmon.trainer.probe.oom.history import STARTS, OomHistory
 from ftmon.trainer.probe.phases.marks import Mark
@@ -68,9 +68,9 @@ def test_who_held_most_is_named_by_stack(found: dict[str, Any]) -> None:
 
 
 def test_the_snapshot_is_written_for_its_owner_alone_and_opens_again(found: dict[str, Any], tmp_path: Path) -> None:
-    path, size, note = snapshot_file.write_snapshot(tmp_path, 3, 7, dict(found))
+    path, size, note = snapshot_file.write_snapshot(tmp_path / "own.pickle", dict(found))
     assert path is not None
-    assert path.name.startswith("rank-3-step-7-oom-")
+    assert path == tmp_path / "own.pickle"
     assert (size, note) == (path.stat().st_size, "")
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert pickle.loads(path.read_bytes())["segments"] == found["segments"]
@@ -81,7 +81,7 @@ def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
 ) -> None:
     whole = len(pickle.dumps(found, protocol=4))
     monkeypatch.setattr(snapshot_file, "MOST_BYTES", whole * 3 // 4)
-    path, size, note = snapshot_file.write_snapshot(tmp_path, 0, 1, dict(found))
+    path, size, note = snapshot_file.write_snapshot(tmp_path / "a.pickle", dict(found))
     assert path is not None
     assert size <= whole * 3 // 4
     assert note.startswith("only its last ")
@@ -93,11 +93,11 @@ def test_a_disk_without_room_is_said_and_nothing_is_raised(
     found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_file, "SPARE_BYTES", 1 << 62)
-    path, _, note = snapshot_file.write_snapshot(tmp_path, 0, 1, dict(found))
+    path, _, note = snapshot_file.write_snapshot(tmp_path / "a.pickle", dict(found))
     assert path is None
     assert "of the disk are free" in note
     monkeypatch.undo()
-    path, _, note = snapshot_file.write_snapshot(tmp_path / "missing", 0, 1, dict(found))
+    path, _, note = snapshot_file.write_snapshot(tmp_path / "missing" / "a.pickle", dict(found))
     assert path is None
     assert note == "no snapshot: No such file or directory"
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ....protocol.run.environment import JOIN_ENV, PLACE_ENV, RUN_ENV
+from ..guard import log_error
 
 _agent: "subprocess.Popen[bytes] | None" = None
+_failed = False
 
 
 def folder() -> str:
@@ -44,11 +46,18 @@ def settle() -> None:
 def tend() -> None:
     """Start another agent when this host's has died; costs nothing on the hub's host, and little elsewhere.
 
-    Raises:
-        OSError: it cannot be started.
+    If it cannot be started, the rank's log says so once, until an attempt succeeds.
     """
-    if PLACE_ENV in os.environ:
+    global _failed
+    if PLACE_ENV not in os.environ:
+        return
+    try:
         start_agent()
+        _failed = False
+    except OSError as error:
+        if not _failed:
+            log_error("this host's agent cannot be started", error)
+        _failed = True
 
 
 def start_agent() -> None:

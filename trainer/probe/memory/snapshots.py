@@ -4,15 +4,14 @@ Stacks cost 23 % of a step (measured on an H200), so they are recorded only from
 passed. Writing the snapshot then blocks the training, for a second or so on a large model: it was requested.
 """
 
-import os
-import pickle
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.messages.telemetry import SnapshotTaken
+from ..guard import log_error
 from .annotations import PhaseMarks
 from .capture_context import Answer, CaptureContext
+from .snapshot_file import write_snapshot
 
 STEPS = 2
 """The step under way when the request came is half over; the one after it is whole."""
@@ -59,18 +58,22 @@ class Snapshots:
         if self._tracker.step < self._from_step + STEPS and time.monotonic() < self._deadline:
             return
         wanted, self._wanted = self._wanted, []
+        taken: SnapshotTaken | None = None
         try:
-            taken = self._capture(first.reason)
+            taken, note = self._capture(first.reason)
         except Exception as error:
-            for one in wanted:
-                one.answer(False, f"{type(error).__name__}: {error}", {})
-            raise
+            log_error("a memory snapshot failed", error)
+            note = f"{type(error).__name__}: {error}"
         finally:
             self._recording.off()  # the reader of the numbers switches it on again
             self._recording.release()
             self._deadline = 0.0
         for one in wanted:
-            one.answer(True, taken.path, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
+            if taken is None:
+                one.answer(False, note, {})
+            else:
+                text = f"{taken.path} ({note})" if note else taken.path
+                one.answer(True, text, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
 
     def _begin(self) -> bool:
         if self._deadline:
@@ -82,22 +85,19 @@ class Snapshots:
         self._from_step, self._deadline = self._tracker.step, time.monotonic() + patience
         return True
 
-    def _capture(self, reason: str) -> SnapshotTaken:
+    def _capture(self, reason: str) -> tuple[SnapshotTaken | None, str]:
+        """Write a snapshot; return it, and what is wrong with it or why there is none."""
         import torch
 
         found: Any = torch.cuda.memory._snapshot()
         rank, step = self._rank.rank, self._tracker.step
         index = self._rank.device.memory.device_index
         self._phase_marks.annotate(found, index, step + 1, list(self._tracker.marks))
-        path = self._rank.run.snapshots / f"rank-{rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
-        size = _write(path, pickle.dumps(found, protocol=4))
+        name = f"rank-{rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
+        path, size, note = write_snapshot(self._rank.run.snapshots / name, found)
+        if path is None:
+            return None, note
         entries = sum(len(trace) for trace in found["device_traces"])
         taken = SnapshotTaken(rank, step, time.time(), str(path), size, reason, entries)
         self._send(taken)
-        return taken
-
-
-def _write(path: Path, data: bytes) -> int:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        return file.write(data)
+        return taken, note

@@ -18,6 +18,7 @@ from .. import guard
 from ..memory.annotations import PhaseMarks
 from ..memory.composition.storages import Storages
 from ..memory.composition.walk import Roots, walk
+from ..memory.snapshot_file import write_snapshot
 from ..phases.outbox import Outbox
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
@@ -27,7 +28,6 @@ from . import blocks
 from .history import OomHistory
 from .hold import Hold
 from .peers import peers
-from .snapshot_file import write_snapshot
 
 FULL_REPORTS = 3
 """A script may catch the error and try again, many times: only the first few are worth a snapshot each."""
@@ -218,7 +218,8 @@ class OomReporter:
         parts, note = blocks.parts(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
         step = self._tracker.step + 1
         self._phase_marks.annotate(found, failed.device, step, list(self._tracker.marks))
-        path, size, trouble = write_snapshot(self._rank.run.snapshots, self._rank.rank, step, found)
+        name = f"rank-{self._rank.rank}-step-{step}-oom-{time.strftime('%H%M%S')}.pickle"
+        path, size, trouble = write_snapshot(self._rank.run.snapshots / name, found)
         if path is not None:
             entries = sum(map(len, found["device_traces"]))
             self._outbox.hand_over(SnapshotTaken(self._rank.rank, step, time.time(), str(path), size, "oom", entries))

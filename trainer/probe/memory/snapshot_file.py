@@ -1,9 +1,8 @@
-"""The memory snapshot of an out-of-memory error, written into the run's folder: bounded, and never fatal."""
+"""Memory snapshots as files in the run's folder: bounded, and never fatal."""
 
 import os
 import pickle
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ SPARE_BYTES = 512 * 2**20
 """Room that is left on the disk for the run itself."""
 
 
-def write_snapshot(folder: Path, rank: int, step: int, found: dict[str, Any]) -> tuple[Path | None, int, str]:
+def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int, str]:
     """Write a snapshot as ``torch.cuda.memory._dump_snapshot`` does.
 
     Args:
-        folder: the run's folder of snapshots.
-        rank: the rank.
-        step: the step in the making.
+        path: the file, in the run's folder of snapshots.
         found: result of ``torch.cuda.memory._snapshot``; traces that are too long are cut in place.
 
     Returns:
@@ -34,9 +31,8 @@ def write_snapshot(folder: Path, rank: int, step: int, found: dict[str, Any]) ->
         note = (
             f"only its last {max(map(len, found['device_traces'])):,} entries, to keep it under {MOST_BYTES >> 20} MiB"
         )
-    path = folder / f"rank-{rank}-step-{step}-oom-{time.strftime('%H%M%S')}.pickle"
     try:
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(path.parent).free
         if free < len(data) + SPARE_BYTES:
             return None, 0, f"no snapshot: {len(data) >> 20} MiB, and only {free >> 20} MiB of the disk are free"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
