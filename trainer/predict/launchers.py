@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...protocol.errors import UsageError
+from ..probe.rank.roles import parse_program
 from . import accelerate_launch
 from .launched import Launched
 
@@ -28,8 +29,8 @@ _LAUNCHING_MODULES = {
 _A_HOST = ("num_gpus", "nproc_per_node")
 _HOSTS = ("num_nodes", "nnodes")
 _SWITCHES = (
-    *("standalone", "no_python", "run_path", "no_local_rank", "enable_each_rank_log", "force_multi", "use_env"),
-    *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training"),
+    *("standalone", "no_python", "run_path", "no_local_rank", "virtual_local_rank", "force_multi", "use_env"),
+    *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training", "q", "quiet"),
 )
 """Options of the launchers that take no value."""
 
@@ -72,21 +73,21 @@ def _check_script(script: str, is_module: bool) -> None:
 
 
 def _after_python(words: list[str]) -> tuple[str, list[str]]:
-    """Return the launcher that Python runs as a module, or an empty name, and what follows."""
-    rest = list(words)
-    while rest and rest[0] in ("-u", "-O", "-B", "-P", "-E", "-s", "-I"):
-        rest.pop(0)
-    if len(rest) > 1 and rest[0] == "-m" and rest[1] in _LAUNCHING_MODULES:
-        return _LAUNCHING_MODULES[rest[1]], rest[2:]
-    return "", rest
+    """Return the launcher that Python runs as a module, or an empty name, and what follows Python's own options."""
+    program = parse_program(["python", *words])
+    if program.module in _LAUNCHING_MODULES:
+        return _LAUNCHING_MODULES[program.module], list(program.arguments)
+    if program.module:
+        return "", ["-m", program.module, *program.arguments]
+    if not program.script and "-c" in words:
+        raise UsageError(f"predict -- takes a script, not python -c; {_FLAGS}")
+    return "", [program.script, *program.arguments] if program.script else []
 
 
 def _script(words: list[str]) -> tuple[bool, list[str]]:
     """Return whether Python is to run a module, and its name or the script's with its arguments."""
     if words and words[0] == "-m":
         return True, words[1:]
-    if words and words[0] == "-c":
-        raise UsageError(f"predict -- takes a script, not python -c; {_FLAGS}")
     return False, words
 
 

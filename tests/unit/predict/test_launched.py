@@ -21,6 +21,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("python train.py --lr 1", 1, ["--lr", "1"]),
         ("/usr/bin/python3.11 -u train.py", 1, []),
+        ("python -W ignore -X dev -uB train.py -W x", 1, ["-W", "x"]),
+        ("python -W ignore -m torch.distributed.run --virtual-local-rank --nproc_per_node 2 train.py", 2, []),
+        ("deepspeed -q --enable_each_rank_log logs --num_gpus 2 train.py", 2, ["--local_rank=0"]),
         ("deepspeed train.py --deepspeed ds.json", None, ["--local_rank=0", "--deepspeed", "ds.json"]),
         ("deepspeed --num_gpus 4 --num_nodes=2 train.py", 8, ["--local_rank=0"]),
         ("deepspeed --no_local_rank --include localhost:0,2,3 train.py", 3, []),
