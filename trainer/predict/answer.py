@@ -13,6 +13,7 @@ from ...protocol.analysis.estimates.host_and_disk import checkpoint_bytes
 from ...protocol.analysis.estimates.roofline import Operation, StepTime, Work, step_time
 from ...protocol.host.gpus import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
+from ..recipe.optim import support
 from . import ranks
 from .jobs import Prepared
 from .result import Point, Prediction
@@ -23,7 +24,7 @@ EXPECTED_ERRORS = {
     "allocated_peak_bytes": Figure(0, 0.02, f"{_H200S}; the update of PyTorch's foreach AdamW was 6 % higher there"),
     "reserved_peak_bytes": Figure(0, 0.06, _H200S),
     "host_bytes": Figure(0, 0.05, "tensors of the dry run; the processes themselves, some 2 GiB a rank, come on top"),
-    "checkpoint_bytes": Figure(0, 0.02, "16-bit weights, and fp32 copies and two states of what is trained"),
+    "checkpoint_bytes": Figure(0, 0.02, "weights, master copies and optimizer states; of muon's states the most"),
 }
 """Those of ``nvml_bytes`` and ``step_seconds`` are in ``beside_pytorch`` and ``time``."""
 
@@ -67,7 +68,7 @@ def predict(
         gpu=name_of(job.gpu),
         trainable=first.trainable,
         positions=first.positions,
-        checkpoint_bytes=checkpoint_bytes(_kept_weights(job, first), first.trainable, kept=0),
+        checkpoint_bytes=_checkpoint_bytes(job, first),
         price_per_gpu_hour=price_per_gpu_hour,
         expected_errors=EXPECTED_ERRORS,
         sequence_parallel_size=job.sequence_parallel_size,
@@ -75,9 +76,18 @@ def predict(
     )
 
 
-def _kept_weights(job: Prepared, run: ranks.RankRun) -> int:
-    """Return the parameters whose weights a checkpoint holds: of our own trainer's adapters, theirs alone."""
-    return run.trainable if job.config is not None and job.config.lora.rank else run.parameters
+def _checkpoint_bytes(job: Prepared, run: ranks.RankRun) -> int:
+    """Return the size of a checkpoint: with our own trainer's adapters it holds their weights alone."""
+    config = job.config
+    if config is None:
+        return checkpoint_bytes(run.parameters, run.trainable, kept=0)
+    return checkpoint_bytes(
+        run.trainable if config.lora.rank else run.parameters,
+        run.trainable,
+        kept=0,
+        weight_bytes=4 if config.training.precision == "fp32" else 2,
+        state_bytes=support.state_bytes(config),
+    )
 
 
 def capacity_of(job: Prepared) -> int:

@@ -80,16 +80,22 @@ def host_memory(
 
 
 def checkpoint_bytes(
-    parameters: int, trainable: int, kept: int = 1, optimizer: bool = True, exported: bool = False
+    parameters: int,
+    trainable: int,
+    kept: int = 1,
+    weight_bytes: int = WEIGHT_BYTES,
+    state_bytes: float = MASTER_BYTES + STATE_BYTES,
+    exported: bool = False,
 ) -> int:
     """Return the disk space of checkpoints, over all ranks.
 
     Args:
-        parameters: all parameters; bf16 weights are written once.
-        trainable: those with a master copy and two Adam states in fp32.
+        parameters: all parameters; their weights are written once.
+        trainable: those with optimizer states.
         kept: how many checkpoints stand at once; while one is written there is one more.
-        optimizer: they can be resumed from.
-        exported: a model folder in bf16 is written besides.
+        weight_bytes: of a parameter, in the training precision.
+        state_bytes: optimizer states of a trained parameter, a master copy included; 0: the checkpoint has none.
+        exported: a model folder in the training precision is written besides.
     """
-    one = parameters * WEIGHT_BYTES + (trainable * (MASTER_BYTES + STATE_BYTES) if optimizer else 0)
-    return one * (kept + 1) + (parameters * WEIGHT_BYTES if exported else 0)
+    weights = parameters * weight_bytes
+    return (weights + round(trainable * state_bytes)) * (kept + 1) + (weights if exported else 0)

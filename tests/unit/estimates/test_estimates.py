@@ -149,7 +149,7 @@ def test_offload_takes_sixteen_bytes_a_parameter_over_all_ranks() -> None:
 
 def test_checkpoints_take_fourteen_bytes_a_trained_parameter_and_one_more_while_written() -> None:
     assert checkpoint_bytes(10**9, 10**9, kept=1) == 2 * 14 * 10**9
-    assert checkpoint_bytes(10**9, 10**6, kept=2, optimizer=False, exported=True) == 3 * 2 * 10**9 + 2 * 10**9
+    assert checkpoint_bytes(10**9, 10**6, kept=2, state_bytes=0, exported=True) == 3 * 2 * 10**9 + 2 * 10**9
 
 
 def test_an_epochs_price_is_that_of_its_gpu_hours() -> None:

@@ -4,12 +4,14 @@ import copy
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.recipe.optim import adamw, blocks
+from ftmon.trainer.recipe.config.schema import Config, Training
+from ftmon.trainer.recipe.optim import adamw, blocks, support
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
 from ftmon.trainer.recipe.optim.rounding import random_bits, salt, to_bfloat16
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -271,3 +273,21 @@ def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatc
 def test_where_torch_compile_is_switched_off_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert not adamw.compiles(torch.device("cpu"), "bf16")
+
+
+@pytest.mark.parametrize("kind", ["torch", "adamw_bf16", "adamw_8bit"])
+def test_the_bytes_predicted_of_states_in_a_checkpoint_are_those_that_the_optimizer_keeps(kind: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(512 * 256))
+    parameter.grad = torch.ones_like(parameter)
+    made: torch.optim.Optimizer = torch.optim.AdamW([parameter])
+    if kind != "torch":
+        made = SmallStateAdamW([parameter], states="8bit" if kind == "adamw_8bit" else "bf16", **SETTINGS)
+    made.step()
+    kept = sum(state.nbytes for state in made.state[parameter].values() if isinstance(state, torch.Tensor))
+    config = Config(
+        optimizer=msgspec.structs.replace(Config().optimizer, kind=kind),  # type: ignore[arg-type]
+        training=Training(precision="bf16"),
+    )
+    assert support.state_bytes(config) == pytest.approx(4 + kept / parameter.numel(), rel=1e-3)
+    without = msgspec.structs.replace(config.optimizer, master_weights="none")
+    assert support.state_bytes(msgspec.structs.replace(config, optimizer=without)) == support.state_bytes(config) - 4

@@ -45,6 +45,20 @@ def states(config: Config) -> str:
     return kind if config.optimizer.master_weights == "fp32" else f"{kind} without master weights"
 
 
+def state_bytes(config: Config) -> float:
+    """Return the optimizer states of a trained parameter in a checkpoint, master copy included, in bytes.
+
+    Of Muon that is the most: hidden matrices have one running average instead of two.
+    """
+    # 8-bit averages have an fp32 scale for each block of 256.
+    averages = {"adamw_bf16": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}.get(config.optimizer.kind, 8.0)
+    # ZeRO keeps and writes a flat fp32 copy of fp32 weights too.
+    has_masters = config.optimizer.master_weights == "fp32" and bool(
+        config.training.precision != "fp32" or config.zero.stage
+    )
+    return averages + 4 * has_masters
+
+
 def converts(held: str) -> bool:
     """Return whether states with this name go through DeepSpeed's universal format, to another number of ranks."""
     return held == "adamw"
