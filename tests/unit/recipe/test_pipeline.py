@@ -179,6 +179,20 @@ def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
     assert folders() == 7
 
 
+def test_a_tokenization_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
+    config = of(chats(tmp_path / "a.jsonl", "red", "blue"))
+    records = sources.read(config)
+
+    def interrupt(done: int) -> None:
+        assert list(cache.iterdir())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
+        pipeline.encode(records, encoder, tokenizer, config, progress=interrupt)
+    assert list(cache.iterdir()) == []
+
+
 def test_damaged_tokens_on_disk_are_made_anew(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
     path = chats(tmp_path / "a.jsonl", "red", "blue")
     before = documents(build(of(path), tokenizer))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -143,14 +144,17 @@ def encode(
     documents = store.opened(folder)
     if documents is None:
         made = store.scratch(folder)
-        processes = _processes(records, config)
-        if processes > 1:
-            if log is not None:
-                log(f"tokenizing {len(records):,} records with {processes} processes")
-            _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
-        else:
-            store.write(encoder, records, 0, len(records), made, progress)
-        store.publish(made, folder)
+        try:
+            processes = _processes(records, config)
+            if processes > 1:
+                if log is not None:
+                    log(f"tokenizing {len(records):,} records with {processes} processes")
+                _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
+            else:
+                store.write(encoder, records, 0, len(records), made, progress)
+            store.publish(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)  # gigabytes, if it has not become the folder
         documents = store.Documents(folder)
     documents.report.check(config.data.max_refused)
     return folder
