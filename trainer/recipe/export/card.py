@@ -46,7 +46,7 @@ def text(config: Config, results: Results) -> str:
     rows: list[tuple[str, str]] = [
         ("base model", source),
         ("parameters", f"{results.parameters:,}, of which {results.trained:,} were trained ({how})"),
-        ("data", f"{config.data.path or config.data.name}: {state.examples:,} examples (content {state.data_key})"),
+        ("data", f"{_data(config)}: {state.examples:,} examples (content {state.data_key})"),
         ("optimizer steps", f"{state.step:,} of {state.global_batch} examples"),
         ("tokens", f"{state.tokens:,}, of which {state.label_tokens:,} carried loss"),
         ("precision", f"{config.training.precision}, ZeRO-{config.zero.stage}, {state.ranks} ranks"),
@@ -66,12 +66,17 @@ def text(config: Config, results: Results) -> str:
     )
 
 
+def _data(config: Config) -> str:
+    data = config.data
+    return data.path or data.name or ", ".join(f"{file.path} (weight {file.weight:g})" for file in data.files)
+
+
 def _metadata(config: Config) -> str:
     lines = ["---", "pipeline_tag: text-generation", "tags:", "- ftmon"]
     lines.append(f"library_name: {'peft' if config.lora.rank and not config.lora.merge else 'transformers'}")
     if config.model.name and not Path(config.model.name).exists():
         lines.append(f"base_model: {config.model.name}")
-    if config.data.name:
+    if config.data.name and not Path(config.data.name).exists():
         lines += ["datasets:", f"- {config.data.name}"]
     return "\n".join([*lines, "---", "", ""])
 
