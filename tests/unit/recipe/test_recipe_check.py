@@ -65,6 +65,17 @@ def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: 
     assert resolve.resolve(loaded(data, "run.device=cpu")).gpus == []
 
 
+def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(data.parent))
+    (data.parent / "poems").mkdir()
+    settled = resolve.resolve(loaded(data, "data.path=", "data.name=~/poems", "run.device=cpu")).config
+    assert settled.data.name == str(data.parent / "poems")
+    named = resolve.resolve(loaded(data, "data.path=", "data.name=me/poems", "run.device=cpu")).config
+    assert named.data.name == "me/poems"
+
+
 def test_ranks_on_gpus_have_few_host_threads_unless_the_host_computes(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +108,8 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
             ["data.path=/etc/hostname"],
             "data.path /etc/hostname: must end in .jsonl, .json, .csv, .tsv, .txt or .parquet",
         ),
-        (["data.path=", "data.name=./a.jsonl"], "data.name ./a.jsonl looks like a file; give it as data.path"),
+        (["data.path=", "data.name=/etc/hostname"], "data.name /etc/hostname: is a file; give it as data.path"),
+        (["data.path=", "data.name=~/nowhere"], "data.name ~/nowhere: no such folder; give a file as data.path"),
         (["data.response_column=answer"], "data.format cannot be determined from the columns (prompt, response)"),
         (
             ["data.format=instruction", "data.response_column=answer"],

@@ -53,8 +53,9 @@ def check_data(loaded: Loaded) -> None:
             "data", f"has both a {given[0]} and {'' if given[1] == 'files' else 'a '}{given[1]}; leave one out"
         )
     # A folder may be a data set as the hub has them: files of several splits, named in a card.
-    if data.name and is_path(data.name) and not Path(data.name).is_dir():
-        raise loaded.error("data.name", f"{data.name} looks like a file; give it as data.path")
+    if is_path(data.name) and not (folder := Path(data.name).expanduser()).is_dir():
+        what = "is a file; give it as data.path" if folder.exists() else "no such folder; give a file as data.path"
+        raise loaded.error("data.name", f"{data.name}: {what}")
     if data.train_on_prompt and data.train_on != "assistant":
         raise loaded.error("data.train_on_prompt", f"and data.train_on={data.train_on} differ; leave the former out")
     template = Path(data.chat_template).expanduser()

@@ -100,6 +100,7 @@ def _settle_paths(config: Config) -> Config:
     data = msgspec.structs.replace(
         config.data,
         path=_absolute(config.data.path),
+        name=_absolute_if_folder(config.data.name),
         files=[msgspec.structs.replace(file, path=_absolute(file.path)) for file in config.data.files],
         chat_template=_template_path(config.data.chat_template),
     )
