@@ -138,7 +138,7 @@ def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
         time.time(),
         this_process(),
         runs,
-        repeats=wanted.repeats,
+        repeats=1 if searched else wanted.repeats,
         budget=wanted.budget,
         search=wanted.search,
         timeout=wanted.timeout,

@@ -1,10 +1,14 @@
 """Sweep files: what they mean, and what is refused, with line and fix."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.sweep import jobs, spec
+from ftmon.protocol.sweep.rows import Planned
+from ftmon.trainer.sweep import jobs, show, spec
+from ftmon.trainer.sweep.__main__ import _plan
 
 CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"
 
@@ -49,6 +53,20 @@ def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_p
     assert "training.sequence_length=64" in words
     assert "debug.lengths=[16, 64]" in words
     assert jobs.fingerprint(found) != jobs.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
+
+
+@pytest.mark.parametrize(("goal", "repeats"), [("largest", 1), ("fastest", 3)])
+def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, repeats: int) -> None:
+    text = f"command: python {{a}} {{b}}\naxes: {{a: [1, 2]}}\nrepeats: 3\nsearch: {{goal: {goal}, axis: b, low: 1, high: 8}}\n"
+    if goal == "fastest":
+        text = "command: python {a}\naxes: {a: [1, 2]}\nrepeats: 3\nsearch: {goal: fastest}\n"
+    wanted = read(tmp_path, text)
+    predictor: Any = SimpleNamespace(notes=[], capacity_bytes=None, plan=lambda grid: list(map(Planned, grid)))
+    plan = _plan(wanted, predictor, False)
+    printed: list[str] = []
+    show.Lines(wanted, printed.append).plan(plan, 0, 0.0)
+    assert plan.repeats == repeats
+    assert ("x 3 repeats" in printed[0]) == (repeats == 3)
 
 
 def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
