@@ -1,6 +1,6 @@
 """One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by DeepSpeed's launcher.
 
-Without CONFIG it reads the run directory's ``config.yaml``. What it reads is settled already (see ``check.resolve``).
+Without CONFIG it reads the run directory's ``config.yaml``. What it reads is settled already (see ``config.resolve``).
 """
 
 import gc

@@ -187,8 +187,8 @@ def test_a_tokenization_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Any
         assert list(cache.iterdir())
         raise KeyboardInterrupt
 
+    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
     with pytest.raises(KeyboardInterrupt):
-        encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
         pipeline.encode(records, encoder, tokenizer, config, progress=interrupt)
     assert list(cache.iterdir()) == []
 

@@ -14,9 +14,8 @@ from ....protocol.errors import UsageError
 from ..checkpoint import manifest as manifests
 from ..checkpoint.manifest import Base, Manifest
 from ..checkpoint.save import DESCRIPTION
+from ..model.load import DTYPES
 from .source import Source
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Loaded(NamedTuple):
@@ -75,7 +74,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
     if content is None:
         raise UsageError(f"{path}: is not a complete checkpoint")
     weights = _weights(path, content)
-    dtype = _DTYPES[content.precision]
+    dtype = DTYPES[content.precision]
     if content.base is not None:
         return _fitting(_adapted(path, content.base, weights, dtype), device)
     config = AutoConfig.from_pretrained(path / DESCRIPTION)

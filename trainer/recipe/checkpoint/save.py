@@ -67,8 +67,6 @@ class Checkpoints:
         self._serial = 0
         self._thread: threading.Thread | None = None
         self._said = False
-        self.newest: Path | None = None
-        """The newest checkpoint this run has written (rank 0)."""
         if world.is_first:
             folders.remove_unfinished(folder)
 
@@ -227,7 +225,6 @@ class Checkpoints:
         return path
 
     def _report(self, path: Path, content: Manifest, began: float) -> None:
-        self.newest = path
         best = folders.lowest(folders.complete(self._folder)[0])
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         is_best = content.evaluation_loss is not None and best is not None and best.path == path

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from ....protocol.host.process import start_ticks
+
 _POLL_SECONDS = 0.1
 
 
@@ -26,20 +28,10 @@ def leave(path: Path, status: Status) -> None:
 def wait(path: Path, first: int) -> Status:
     """Wait for rank 0, the process ``first``, for as long as it lives."""
     while True:
-        alive = _alive(first)
+        alive = start_ticks(first) is not None
         try:
             return msgspec.json.decode(path.read_bytes(), type=Status)
         except FileNotFoundError:
             if not alive:
                 return Status(error="rank 0 ended while it prepared the data")
         time.sleep(_POLL_SECONDS)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -16,7 +16,8 @@ from .bare import bare_config, first_line
 from .loss import use_summed_loss
 from .shape import named_config
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Data types by the names of ``training.precision``."""
 
 
 Quantize = Callable[[Any, Any], None]
@@ -83,9 +84,7 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
     try:
         # Random numbers are drawn where the weights will be: seconds on a GPU, minutes on a CPU for large models.
         with world.device if config.zero.stage < 3 else torch.device("cpu"):
-            return AutoModelForCausalLM.from_config(
-                bare, dtype=_DTYPES[config.training.precision], **_attention(config)
-            )
+            return AutoModelForCausalLM.from_config(bare, dtype=DTYPES[config.training.precision], **_attention(config))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model type may raise anything over its sizes and names
@@ -96,7 +95,7 @@ def _from_weights(config: Config, world: World) -> Any:
     name = config.model.name
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=_DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
+            name, dtype=DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
         )
         _keep_quantized(model)
         return model
@@ -125,7 +124,7 @@ def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:
         # Weights that are held in 4 bits go to the GPU one by one, and never lie on the host as a whole.
         with torch.device("cpu" if quantization is None else "meta"):
             model = AutoModelForCausalLM.from_config(
-                shape, dtype=_DTYPES[config.training.precision], **_attention(config)
+                shape, dtype=DTYPES[config.training.precision], **_attention(config)
             )
         if quantization is not None:
             quantize(model, quantization)
@@ -148,7 +147,7 @@ def _quantization(config: Config, world: World) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=_DTYPES[config.training.precision],
+        bnb_4bit_compute_dtype=DTYPES[config.training.precision],
     )
     # Weights are quantized where they will stay.
     return {"quantization_config": settings, "device_map": {"": world.device}}
