@@ -14,7 +14,7 @@ TEXTS = [
 ]
 
 
-def family_tokenizer(template: str | None, *, adds_bos: bool = False) -> Any:
+def family_tokenizer(template: str | dict[str, str] | None, *, adds_bos: bool = False) -> Any:
     """Return a tokenizer with ``<s>`` and ``</s>``, and the chat families' special tokens."""
     made: Any = tokenizers.train(lambda: TEXTS, 420)
     made.add_special_tokens({"additional_special_tokens": SPECIAL})

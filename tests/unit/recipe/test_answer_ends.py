@@ -92,3 +92,11 @@ def test_a_sample_ends_where_the_template_ends_an_answer() -> None:
 def test_a_template_that_refuses_the_probe_adds_no_end() -> None:
     tokenizer = family_tokenizer("{{ raise_exception('no') }}")
     assert end_tokens(None, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_bos_is_put_before_those_of_several_templates_that_lack_it() -> None:
+    tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
+    ids, _ = encoded(tokenizer, CHAT)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.chat_template == {"default": "{{ bos_token }}" + FAMILIES["chatml"][0], "tool_use": tools}

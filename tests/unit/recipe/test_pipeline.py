@@ -17,6 +17,7 @@ from ftmon.trainer.recipe.data import encode, pipeline, sources
 from ftmon.trainer.recipe.data.config import Data, File
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
+from ftmon.trainer.recipe.evaluation import examples as evaluation_examples
 from ftmon.trainer.recipe.evaluation.config import Evaluation
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
@@ -240,6 +241,14 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     assert trained_records[0] == left[0]
     assert len(trained_records[1]) == round(len(left[1]) / 2)
     assert pipeline.held_out(folder, config).key == aside.key
+    limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
+    nobody: Any = None
+    first = evaluation_examples.held_out(limited, nobody, nobody, tokenizer, folder)
+    assert first is not None
+    assert [row["input_ids"].tolist() for row in first.rows] == [
+        aside.rows[row]["input_ids"].tolist() for row in range(3)
+    ]
+    assert len(first.tokens) == len(first.label_tokens) == 3
 
 
 def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -57,9 +57,8 @@ def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_p
 
 @pytest.mark.parametrize(("goal", "repeats"), [("largest", 1), ("fastest", 3)])
 def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, repeats: int) -> None:
-    text = f"command: python {{a}} {{b}}\naxes: {{a: [1, 2]}}\nrepeats: 3\nsearch: {{goal: {goal}, axis: b, low: 1, high: 8}}\n"
-    if goal == "fastest":
-        text = "command: python {a}\naxes: {a: [1, 2]}\nrepeats: 3\nsearch: {goal: fastest}\n"
+    command, more = ("python {a} {b}", ", axis: b, low: 1, high: 8") if goal == "largest" else ("python {a}", "")
+    text = f"command: {command}\naxes: {{a: [1, 2]}}\nrepeats: 3\nsearch: {{goal: {goal}{more}}}\n"
     wanted = read(tmp_path, text)
     predictor: Any = SimpleNamespace(notes=[], capacity_bytes=None, plan=lambda grid: list(map(Planned, grid)))
     plan = _plan(wanted, predictor, False)

@@ -74,9 +74,11 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     chosen = ChatTemplate(tokenizer, name or "the tokenizer's")
     if start_token(tokenizer) is None or chosen.begins(str(tokenizer.bos_token)):
         return chosen
-    start = "{{ bos_token }}"
-    own: Any = tokenizer.chat_template
-    tokenizer.chat_template = {k: start + text for k, text in own.items()} if isinstance(own, dict) else start + own
+    start, own = "{{ bos_token }}", tokenizer.chat_template
+    if isinstance(own, dict):  # several by name, such as one for tools, which may write it
+        tokenizer.chat_template = {key: text if "bos_token" in text else start + text for key, text in own.items()}
+    else:
+        tokenizer.chat_template = start + own
     return ChatTemplate(tokenizer, chosen.name)
 
 
