@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.host.process import ProcessId, start_ticks
 from ftmon.protocol.sweep.rows import Budget, Entry, Started
+from ftmon.tui.cli.main import parse
+from ftmon.tui.cli.train import sweep
 from ftmon.tui.model.sweep import SweepModel
 from ftmon.tui.screens.sweep.app import SweepApp
 from ftmon.tui.widgets.base.canvas import Canvas
@@ -75,3 +78,11 @@ def test_a_sweep_whose_process_is_gone_is_killed_not_running(tmp_path: Path) -> 
     assert model.state == "killed"
     assert [row.verdict for row in model.table(time.time())] == ["done", "out-of-memory", "planned", "planned"]
     assert model.used_seconds(time.time()) == pytest.approx(70, abs=0.1), "until its last entry"
+
+
+def test_a_sweep_that_is_refused_leaves_earlier_results_as_they_were_whatever_their_suffix(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.log", ProcessId(1, 1))
+    before = path.read_bytes()
+    with pytest.raises(FtmonError):
+        sweep._start(path, parse(["sweep", str(tmp_path / "missing.yaml"), "--output", str(path)]))
+    assert path.read_bytes() == before

@@ -1,6 +1,7 @@
 """``ftmon sweep``: many configurations, one after the other, in a process of its own."""
 
 import os
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -49,8 +50,8 @@ def _in_app(arguments: Namespace) -> int:
     model = run_sweep_app(path, ascii_only=arguments.ascii or terminal.wants_ascii())
     model.refresh()
     if model.results is None or model.results.end is None:
-        again = " ".join(["ftmon sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])
-        print(f"the sweep continues; '{again}' shows it again, and its rows are in {path}")
+        again = shlex.join(["ftmon", "sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])
+        print(f"the sweep continues; its rows are in {path}; to see it again: {again}")
         return 0
     plan = model.results.plan
     for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:
@@ -78,7 +79,7 @@ def _start(path: Path, arguments: Namespace) -> None:
     Raises:
         StartFailedError: it refused; the text is its own words.
     """
-    log = path.with_suffix(".log")
+    log = path.with_name(f"{path.name}.log")  # never the results themselves, whatever their suffix
     try:
         output = log.open("wb")
     except OSError as error:
