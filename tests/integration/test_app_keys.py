@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftmon.protocol.messages.telemetry import LogLine
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.help import HelpScreen
@@ -179,6 +180,18 @@ async def test_logs_of_one_rank(source: ReplaySource) -> None:
         await pilot.press("l", "right", "right")
         await settled(pilot)
         assert "output of rank 0" in shown(app)
+
+
+async def test_logs_of_a_rank_that_failed_before_its_first_message(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        model = app.app_state.model
+        model.logs.put(model.last_seq + 1, LogLine(9, model.now, "err", "ImportError: no module named flash"))
+        await pilot.press("l", "left")
+        await settled(pilot)
+        assert "ImportError" in shown(app)
+        assert app.screen.query_one(LogList).rank == 9
 
 
 async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:

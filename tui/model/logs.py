@@ -26,6 +26,8 @@ class LogHistory:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._entries: deque[LogEntry] = deque(maxlen=capacity)
+        self.ranks: set[int] = set()
+        """Ranks that printed; -1 is the launcher."""
         self.version = 0
 
     def __len__(self) -> int:
@@ -34,6 +36,7 @@ class LogHistory:
     def put(self, seq: int, line: LogLine) -> None:
         """Add a line, dropping the oldest if the ring is full."""
         self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text[:LONGEST]))
+        self.ranks.add(line.rank)
         self.version += 1
 
     def after(self, seq: int) -> list[tuple[int, LogEntry]]:

@@ -97,7 +97,9 @@ class LogsScreen(MonitorScreen):
     def action_whose(self, delta: int) -> None:
         """Go through all ranks, the launcher, rank 0, 1, ..."""
         lines = self.query_one(LogList)
-        order: list[int | None] = [None, -1, *self.app_state.model.ranks]
+        model = self.app_state.model
+        # A rank that failed before its first message has lines, though it is not one of the model's ranks.
+        order: list[int | None] = [None, -1, *sorted({*model.ranks, *model.logs.ranks} - {-1})]
         index = order.index(lines.rank) if lines.rank in order else 0
         lines.rank = order[(index + delta) % len(order)]
         lines.tick()

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.messages.telemetry import Stacks
+from ftmon.protocol.messages.telemetry import LogLine, Stacks
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run import run_store
 from ftmon.protocol.text import escape_json
@@ -38,6 +38,18 @@ def path(tmp_path: Path) -> Path:
     writer.append(last.seq + 1, last.t, Stacks(1, last.t, DUMP, "asked", "0x00007f0000000001"))
     writer.close()
     return path
+
+
+def test_logs_of_a_rank_that_failed_before_its_first_message(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = Writer(path, RUN)
+    writer.append(100_000, RUN.created, LogLine(5, RUN.created, "err", "ImportError: no module named flash"))
+    writer.close()
+    assert main(["logs", str(path), "--rank", "5"]) == 0
+    assert capsys.readouterr().out == "rank 5| ImportError: no module named flash\n"
+    assert main(["logs", str(path), "--rank", "5", "--text", "nowhere"]) == 0, (
+        "the rank is known, the text is not there"
+    )
+    assert main(["logs", str(path), "--rank", "6"]) == 2
 
 
 def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(

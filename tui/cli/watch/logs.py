@@ -16,7 +16,9 @@ def show_logs(arguments: Namespace) -> int:
         RecordingError: the recording cannot be read.
     """
     with opened(find_recording(arguments.run)) as reader:
-        check_rank(reader.info().ranks, arguments.rank)
+        # A rank that failed before its first message has lines, though it is not one of the known ranks.
+        if not reader.logs(rank=arguments.rank, limit=1):
+            check_rank(reader.info().ranks, arguments.rank)
         frames = reader.logs(rank=arguments.rank, text=arguments.text, limit=arguments.lines)
     for frame in sorted(frames, key=lambda frame: frame.seq):
         line = frame.message
