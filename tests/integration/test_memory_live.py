@@ -2,12 +2,15 @@
 
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from eventually import eventually
+from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.messages.control import RunState
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.messages.wire import Frame
@@ -102,7 +105,7 @@ async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> N
 def test_followed_events_come_through_a_pipe_and_end_with_the_run(run: RunDir, tmp_path: Path) -> None:
     hub = SmallHub(run)
     put(hub, FRAMES[:HALF])
-    with Ftmon(tmp_path).start("events", run.id, "--follow", "--json") as process:
+    with Ftmon(tmp_path).start("events", str(run.path), "--follow", "--json") as process:
         assert process.stdout is not None
         first = json.loads(process.stdout.readline())
         assert (first["rank"], first["step"]) == (0, 1)
@@ -122,7 +125,26 @@ def test_ctrl_c_ends_following_with_130(run: RunDir, hub: SmallHub, tmp_path: Pa
         assert process.stdout is not None
         assert "rank 0 step 1" in process.stdout.readline()
         # The events that follow are those of the source, which is up once the first of them came.
-        hub.put(AllocatorEvents(rank=0, step=99, time=1.0, phases=[], retries=2))
+        hub.put(AllocatorEvents(rank=0, step=99, time=RUN.created + 600, phases=[], retries=2))
         eventually(lambda: "2 retries" in process.stdout.readline(), "the live event")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
+
+
+def test_following_ends_once_the_runs_launcher_and_hub_are_gone(run: RunDir, tmp_path: Path) -> None:
+    dead = ProcessId(1, 1)
+    run.write_run(msgspec.structs.replace(RUN, launcher=dead))
+    hub = SmallHub(run, dead)
+    put(hub, FRAMES[:HALF])
+    hub.close()
+    ended = Ftmon(tmp_path).run("events", run.id, "--follow", seconds=60)
+    assert ended.returncode == 1
+    assert "rank 0 step 1" in ended.stdout
+    assert "its launcher and its hub are gone" in ended.stderr
+
+
+def test_a_run_directory_asks_the_ranks_of_its_run_for_their_stacks(run: RunDir, hub: SmallHub, tmp_path: Path) -> None:
+    run.write_run(msgspec.structs.replace(RUN, host=socket.gethostname()))
+    with Ftmon(tmp_path).start("stacks", str(run.path)) as process:
+        eventually(lambda: [command.verb for command in hub.commands] == ["stacks"], "the command")
+        process.terminate()

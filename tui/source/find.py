@@ -44,6 +44,17 @@ def find_recording(name: str) -> Path:
         raise
 
 
+def find_run(name: str) -> RunDir | None:
+    """Return the run of a run directory or of a run's name; None for a recording on its own.
+
+    Raises:
+        RunNotFoundError: it is neither, or several runs match.
+    """
+    recording = find_recording(name)
+    alone = recording == Path(name) or not (recording.parent / "run.json").exists()
+    return None if alone else RunDir(os.path.abspath(recording.parent))
+
+
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()

@@ -1,11 +1,17 @@
 """``ftmon memory``, ``ftmon events`` and ``ftmon capture``: the same as on the screens, in lines and as JSON."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.run.rundir import ExitFile, RunDir
+from ftmon.tui.cli.investigate.events import _news
 from ftmon.tui.cli.main import main
+from ftmon.tui.model import RunModel
 from peaks import explained
 from streams import RUN
 
@@ -54,6 +60,39 @@ def test_events_tell_each_phase_of_each_sampled_step(path: Path, capsys: pytest.
     forward = next(line for line in lines if "step 8 forward" in line)
     assert "1,904 allocations" in forward
     assert "20,473/s" in forward
+
+
+def test_samples_of_a_later_job_are_news_though_its_steps_begin_again() -> None:
+    model, printed = RunModel(), dict[int, float]()
+
+    def news(*messages: Message) -> list[tuple[int, int]]:
+        for message in messages:
+            model.apply(Frame(model.last_seq + 1, RUN.created, message))
+        return [(events.rank, events.step) for events in _news(model, None, printed)]
+
+    def sampled(step: int, time: float) -> AllocatorEvents:
+        return AllocatorEvents(0, step, RUN.created + time, [])
+
+    assert news(Job(1, RUN.created, "training", RUN.created, world_size=1), sampled(8, 8), sampled(16, 16)) == [
+        (0, 8),
+        (0, 16),
+    ]
+    assert news() == []
+    assert news(Job(2, RUN.created + 30, "training", RUN.created + 30, world_size=1), sampled(1, 31)) == [(0, 1)]
+
+
+def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["events", str(path), "--follow"]) == 2
+    assert capsys.readouterr().out == ""
+    run = RunDir(tmp_path / RUN.id)
+    run.path.mkdir()
+    shutil.copy(path, run.recording)
+    run.write_run(RUN)
+    run.write_exit(ExitFile(1, RUN.created, "failed"))
+    assert main(["events", str(run.path), "--follow"]) == 0
+    assert "rank 0 step 24" in capsys.readouterr().out
 
 
 def test_events_as_json_are_an_object_a_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

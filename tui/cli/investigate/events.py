@@ -8,17 +8,18 @@ from typing import Any
 
 import msgspec
 
-from ....protocol.errors import FtmonError
+from ....protocol.errors import RunDirError, UsageError
 from ....protocol.messages.telemetry import AllocatorEvents
-from ....protocol.run import exits, run_store
+from ....protocol.run import exits
 from ....protocol.run.rundir import RunDir
 from ....protocol.text import gib, sanitize
 from ...model.events import phase_rates, segment_bytes
 from ...model.run import RunModel
-from ...source.find import find_recording
+from ...source.find import find_recording, find_run
 from ..access.recordings import check_rank, opened
 from ..foreground.follow import POLL_SECONDS, counted_interrupts
 from ..foreground.outcome import exit_status
+from ..foreground.standing import Standing
 from ..output.printable import print_json
 
 _WHOLE = 1 << 30
@@ -29,44 +30,53 @@ _DRAIN_SECONDS = 5.0
 
 
 def show_events(arguments: Namespace) -> int:
-    """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends."""
-    path = find_recording(arguments.run)
-    with opened(path) as reader:
+    """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends.
+
+    Raises:
+        UsageError: the run has no such rank, or ``--follow`` is given with a recording on its own.
+        HubError: the followed run's launcher and hub are gone.
+    """
+    run = find_run(arguments.run)
+    if run is None and arguments.follow:
+        raise UsageError(f"{arguments.run}: is a recording on its own, which --follow cannot follow; name a run")
+    with opened(find_recording(arguments.run)) as reader:
         known = reader.info().ranks
         if known or not arguments.follow:  # those of a run that has just begun are to come
             check_rank(known, arguments.rank)
         ranks = known if arguments.rank is None else [arguments.rank]
         frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
         left_out = reader.left_out
-    printed: dict[int, int] = {}
+    printed: dict[int, float] = {}
     for frame in sorted(frames, key=lambda frame: frame.seq):
         if isinstance(frame.message, AllocatorEvents):
-            printed[frame.message.rank] = frame.message.step
+            printed[frame.message.rank] = frame.message.time
             _print_events(frame.message, arguments.json)
     sys.stdout.flush()
-    ended = _has_ended(arguments.run)
+    ended = _has_ended(run)
     if not frames and not left_out and (ended or not arguments.follow):
         print(f"no step of this run was sampled{'' if ended else ' yet (--follow waits for it)'}", file=sys.stderr)
-    if not arguments.follow:
+    if run is None or not arguments.follow or ended:
         return 0
-    run = run_store.find(arguments.run)
-    end = run.read_exit()
-    return 0 if end is not None else _follow(run, arguments.rank, printed, arguments.json)
+    return _follow(run, arguments.rank, printed, arguments.json)
 
 
-def _has_ended(target: str) -> bool:
-    """Return whether no more can come: a run's end is known, or its recording is a file on its own."""
+def _has_ended(run: RunDir | None) -> bool:
+    """Return whether no more can come: the run's end is known or cannot be read, or its recording is on its own."""
     try:
-        return run_store.find(target).read_exit() is not None
-    except FtmonError:
+        return run is None or run.read_exit() is not None
+    except RunDirError:
         return True
 
 
-def _follow(run: RunDir, rank: int | None, printed: dict[int, int], as_json: bool) -> int:
-    """Print newly sampled steps; return the exit status of the run's end, or 130 after Ctrl-C."""
+def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: bool) -> int:
+    """Print newly sampled steps; return the exit status of the run's end, or 130 after Ctrl-C.
+
+    Raises:
+        HubError: the run's launcher and hub are both gone, so its end is unknown.
+    """
     from ...source.live import LiveSource
 
-    source = LiveSource(run)
+    source, standing = LiveSource(run), Standing(run)
     drained_by = 0.0
     with counted_interrupts() as interrupts:
         source.start()
@@ -76,7 +86,7 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, int], as_json: boo
                 for events in _news(source.model, rank, printed):
                     _print_events(events, as_json)
                 sys.stdout.flush()
-                end = run.read_exit()
+                end = standing.end() or standing.end_without_launcher(source.model)
                 if end is not None:
                     drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
@@ -87,15 +97,15 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, int], as_json: boo
     return exits.INTERRUPTED
 
 
-def _news(model: RunModel, wanted: int | None, printed: dict[int, int]) -> Iterator[AllocatorEvents]:
-    """Return the samples that were not printed yet, by time."""
+def _news(model: RunModel, wanted: int | None, printed: dict[int, float]) -> Iterator[AllocatorEvents]:
+    """Return the samples after the time of each rank's last printed one; the steps of a later job begin again at 1."""
     found: list[AllocatorEvents] = []
     for number, rank in model.ranks.items():
         last = rank.allocator.last
-        if wanted not in (None, number) or last is None or last.step <= printed.get(number, 0):
+        if wanted not in (None, number) or last is None or last.time <= printed.get(number, 0.0):
             continue
-        found += [events for events in rank.allocator.samples if events.step > printed.get(number, 0)]
-        printed[number] = last.step
+        found += [events for events in rank.allocator.samples if events.time > printed.get(number, 0.0)]
+        printed[number] = last.time
     yield from sorted(found, key=lambda events: (events.time, events.rank))
 
 

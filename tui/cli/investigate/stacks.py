@@ -9,9 +9,9 @@ from ....protocol.errors import UsageError
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
 from ....protocol.messages.telemetry import Stacks
-from ....protocol.run import run_store
+from ....protocol.run.rundir import RunDir
 from ....protocol.text import ranks_counted, sanitize
-from ...source.find import recording_file
+from ...source.find import find_recording, find_run, recording_file
 from ..access.control import ask
 from ..access.recordings import check_rank, opened
 from ..access.trainer_process import living_hub
@@ -32,14 +32,16 @@ def show_stacks(arguments: Namespace) -> int:
         UsageError: the recording has none.
         RecordingError: it cannot be read.
     """
-    recording = recording_file(arguments.run)
-    if recording is not None:
-        return _show(recorded(recording, arguments.rank), arguments)
-    run = run_store.find(arguments.run)
-    if run.read_exit() is not None:
-        return _show(recorded(run.recording, arguments.rank), arguments)
+    run = find_run(arguments.run)
+    if run is None or run.read_exit() is not None or _is_copy(run, arguments.run):
+        return _show(recorded(find_recording(arguments.run), arguments.rank), arguments)
     verb = verbs.Stacks(sorted(set(arguments.rank)), "ftmon stacks", arguments.native)
     return _show(ask(living_hub(run), verb, result_seconds=_SECONDS), arguments)
+
+
+def _is_copy(run: RunDir, name: str) -> bool:
+    """Return whether a run directory is given that has no living hub: it may be a copy, for which none is started."""
+    return recording_file(name) is not None and run.living_hub() is None
 
 
 def _show(result: Result, arguments: Namespace) -> int:
