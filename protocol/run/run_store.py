@@ -73,8 +73,9 @@ def create(name: str, command: list[str], kind: str, options: RunOptions | None 
     """Make a new run directory with its ``run.json``.
 
     Raises:
-        RunDirError: it cannot be made.
+        RunDirError: it cannot be made, or the working directory is gone or its path is not UTF-8.
     """
+    cwd = _working_directory()
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
     runs = checked_home() / "runs"
     now = time.time()
@@ -94,11 +95,22 @@ def create(name: str, command: list[str], kind: str, options: RunOptions | None 
         run.logs.mkdir(mode=0o700)
         run.snapshots.mkdir(mode=0o700)
         host = socket.gethostname()
-        run.write_run(RunFile(identifier, slug, now, command, os.getcwd(), host, kind, options=options or RunOptions()))
+        run.write_run(RunFile(identifier, slug, now, command, cwd, host, kind, options=options or RunOptions()))
         run.keep_rooms()
     except OSError as error:
         raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None
     return run
+
+
+def _working_directory() -> str:
+    try:
+        path = os.getcwd()
+        path.encode()
+    except OSError:
+        raise RunDirError("the working directory no longer exists; change to another one") from None
+    except UnicodeEncodeError:
+        raise RunDirError(f"{path}: the path of the working directory is not UTF-8; change to another one") from None
+    return path
 
 
 def _check_ours(runs: Path) -> None:

@@ -46,6 +46,20 @@ def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: 
     run.check()
 
 
+@pytest.mark.parametrize(("name", "words"), [(b"caf\xe9", "not UTF-8"), (b"gone", "no longer exists")])
+def test_nothing_is_made_of_a_run_whose_working_directory_cannot_be_written_down(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
+) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if name == b"gone":
+        folder.rmdir()
+    with pytest.raises(RunDirError, match=words):
+        make("demo")
+    assert not home.exists()
+
+
 def test_a_link_a_stranger_and_an_open_directory_are_refused(tmp_path: Path) -> None:
     run = make("demo")
     link = tmp_path / "link"
