@@ -19,7 +19,7 @@ from ftmon.tui.cli.main import parse
 from ftmon.tui.cli.watch.ssh import SshSource, attach_ssh, command, parse_place
 from ftmon.tui.source.ssh import SshEndpoint
 from ftmon_process import command_line
-from hub_client import App, fake_ranks, started
+from hub_client import App, exit_of, fake_ranks, hub_gone, started
 from ssh_server import SshServer
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
@@ -74,6 +74,39 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
         finally:
             source.close()
         eventually(lambda: not relays(), "the end of the relay")
+
+
+def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_again(server: SshServer) -> None:
+    with started(fake_ranks({"rank": 0, "rate": 20})) as run:
+        endpoint = SshEndpoint(command(parse_place(server.url)))
+        endpoint.open()
+        source = SshSource(endpoint)
+        source.start()
+        try:
+            pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
+            (relay,) = relays()
+            relay.suspend()  # it cannot report the end
+            source.send(verbs.Kill())
+            exit_of(run)
+            hub_gone(run)
+            relay.kill()
+            pumped(source, lambda: source.connection.state == "ended")
+            assert str(run.recording) in source.connection.text
+        finally:
+            source.close()
+
+
+def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_REMOTE", "sleep 600;")
+    before = set(os.listdir("/tmp"))
+    words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", server.url]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as attached:
+        made = eventually(lambda: [name for name in set(os.listdir("/tmp")) - before if "ftmon-ssh-" in name], "it")
+        control = Path("/tmp", made[0], "control")
+        eventually(control.exists, "the connection")
+        attached.send_signal(signal.SIGINT)
+        assert attached.wait(20) == 130
+    assert not control.parent.exists()
 
 
 def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer) -> None:
@@ -139,6 +172,7 @@ def ssh_with(folder: str) -> list[psutil.Process]:
             "of another version: install the same",
         ),
         ("URL", "echo usage: invalid choice: >&2; exit 2 #", "has no command 'relay'"),
+        ("URL", f"{sys.executable} -m ftmon.tui.cli not-a-", "has no command 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),
     ],

@@ -6,6 +6,7 @@
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import msgspec
 
 from ...protocol.errors import FtmonError, HubError, RecordingError
 from ...protocol.messages import wire
+from ...protocol.run import exits
 from ...protocol.text import sanitize
 from ..model.run import RunInfo
 from .endpoint import Endpoint, Hub
@@ -76,13 +78,16 @@ class SshCommand(NamedTuple):
     """OpenSSH's client and options of the user's own."""
     target: list[str]
     """Options and the host."""
-    remote: str
-    """The command on the other host."""
+    relay: str
+    """The command on the other host, without its run."""
+    run: str = ""
+    """Empty: the newest there."""
 
     def session(self, control: Path, unattended: bool) -> list[str]:
         """Return the words that connect; an attended one may ask for a password."""
         options = (*_OWN_MASTER, *_ALIVE, *(_UNATTENDED if unattended else ()))
-        return [*self.program, "-T", "-M", "-S", str(control), *options, *self.target, self.remote]
+        remote = " ".join(filter(None, (self.relay, shlex.quote(self.run) if self.run else "")))
+        return [*self.program, "-T", "-M", "-S", str(control), *options, *self.target, remote]
 
     def forward(self, control: Path, pairs: Iterable[tuple[Path, str]]) -> list[str]:
         """Return the words that forward local sockets to remote ones through a session."""
@@ -233,6 +238,8 @@ class SshEndpoint(Endpoint):
         self._next = 0.0
         self._closed = False
         self._trouble = ""
+        self._refusal = ""
+        """Why the other side refuses the run for good: it ended while there was no connection."""
         self.greeting: Greeting | None = None
 
     def open(self) -> Greeting:
@@ -274,6 +281,8 @@ class SshEndpoint(Endpoint):
         try:
             self._start(unattended=True)
         except FtmonError as error:
+            if isinstance(error, SshError) and error.status == exits.WRONG_USAGE:
+                self._refusal = str(error).removeprefix("ftmon: ")
             self._trouble = f"no connection: {error}; it is tried again"
             return None
         return self._hub
@@ -283,13 +292,13 @@ class SshEndpoint(Endpoint):
         return hub is self._hub and self._session is not None and self._session.alive
 
     def ended(self) -> bool:
-        """Return whether the run was reported to be over."""
-        return self._session is not None and self._session.ended_in_order
+        """Return whether the run was reported to be over, or is refused as one that is."""
+        return bool(self._refusal) or (self._session is not None and self._session.ended_in_order)
 
     def open_recording(self) -> History:
         """Refuse: it is on the other host."""
         where = self.greeting.host if self.greeting is not None else "another host"
-        raise RecordingError(f"the recording is on {where}")
+        raise RecordingError(f"{where}: {self._refusal}" if self._refusal else f"the recording is on {where}")
 
     def close(self) -> None:
         """End the connection and remove the sockets."""
@@ -305,6 +314,7 @@ class SshEndpoint(Endpoint):
             raise HubError("no longer wanted")
         found = session.greeting
         self._session, self.greeting, self._trouble = session, found, ""
+        self._command = self._command._replace(run=found.id)  # another may be the newest when it connects again
         self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)
         return found
 

@@ -1,12 +1,16 @@
 """Addresses and keys of runs on other hosts."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.link import keys
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.cli.main import main
-from ftmon.tui.cli.watch.remote import parse_address, read_server_key
+from ftmon.tui.cli.watch.remote import parse_address, read_server_key, watch_remote
+from ftmon.tui.source.live import LiveSource
+from streams import RUN, Stream, write
 
 
 def test_an_address_gives_a_port_for_each_channel() -> None:
@@ -49,3 +53,18 @@ def test_keys_are_let_in_and_out(
     assert f"{public}  the laptop" in capsys.readouterr().out
     assert main(["keys", f"--remove={public}"]) == 0
     assert "no other key" in capsys.readouterr().out
+
+
+def test_lines_of_a_run_that_ended_while_there_was_no_connection_end_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / RUN.id)
+    run.path.mkdir(mode=0o700)
+    run.write_run(RUN)
+    run.write_exit(ExitFile(0, RUN.created, "finished"))
+    write(run.recording, Stream(ranks=1, steps=8, finished=False).frames())
+    arguments = Namespace(plain=True, ascii=True, read_only=False)
+    assert watch_remote(LiveSource(run), arguments, [], lambda: UsageError("no answer")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(" step " in line for line in lines)
+    assert "attach again" not in lines[-1]

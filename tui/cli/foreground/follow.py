@@ -14,7 +14,7 @@ from ....protocol.run import exits
 from ....protocol.run.notices import terminal_sequence
 from ....protocol.run.rundir import ExitFile, RunDir
 from ...model.notices import TerminalNotices
-from ...source.base import Source
+from ...source.base import Connection, ConnectionState, Source
 from .narrate import Narrator
 from .outcome import attach_line, closing_lines, exit_status
 from .signals import FOR_THE_RUN, counted_interrupts, kept
@@ -60,6 +60,18 @@ class Lines:
             # What is left in the buffer must not fail again when the interpreter ends.
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Outages:
+    """Notes when the hub of a followed run is gone."""
+
+    def __init__(self) -> None:
+        self._state: ConnectionState = "connecting"
+
+    def new_lines(self, connection: Connection) -> list[str]:
+        """Return a line if the hub has gone since the last call."""
+        before, self._state = self._state, connection.state
+        return [connection.text] if connection.state == "hub-gone" != before else []
 
 
 def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standing, owned: bool) -> int:
@@ -115,7 +127,7 @@ class _Following:
         self._lines = lines
         self._signals = signals
         self._owned = owned
-        self._connection = "connecting"
+        self._outages = Outages()
         self._narrates = True
         self._notices = TerminalNotices(run) if sys.stdout.isatty() else None
         self.interrupts = 0
@@ -150,11 +162,8 @@ class _Following:
                 self._lines.print(line)
             for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
                 self._lines.print(terminal_sequence(notice), end="")
-            connection = self._source.connection
-            if connection.state != self._connection:
-                self._connection = connection.state
-                if connection.state == "hub-gone":
-                    self._lines.print(connection.text)
+            for line in self._outages.new_lines(self._source.connection):
+                self._lines.print(line)
         except Exception as error:
             if not self._owned or isinstance(error, HubError):
                 raise

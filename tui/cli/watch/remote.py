@@ -1,7 +1,6 @@
 """``ftmon attach tcp://HOST:PORT --key KEY``: a run of another host, over TCP with CURVE; and ``ftmon keys``."""
 
 import re
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from ....protocol.run import exits
 from ....protocol.run.rundir import RunDir
 from ....protocol.text import sanitize
 from ...source.live import LiveSource
-from ..foreground.follow import POLL_SECONDS, counted_interrupts
+from ..foreground.follow import POLL_SECONDS, Outages, counted_interrupts
 from ..foreground.narrate import Narrator
 from ..foreground.outcome import attach_line
 from ..output import terminal
@@ -104,21 +103,21 @@ def watch_remote(
     else:
         status = _print_lines(source, arguments, no_answer)
     model = source.live_model
-    if model.last_seq and not model.ended:
+    if model.last_seq and not model.ended and source.connection.state != "ended":
         print(attach_line(model.info.id or "the run", again))
     return status
 
 
 def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
-    """Print a run's lines until it ends or the person leaves; return the exit status."""
-    narrator = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii())
+    """Print a run's lines until it ends or the person leaves; return the exit status, 1 where its end is unknown."""
+    narrator, outages = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii()), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
     with counted_interrupts() as interrupts:
         source.start()
         try:
-            while not source.model.ended:
+            while not source.model.ended and source.connection.state != "ended":
                 source.pump(POLL_SECONDS)
-                for line in narrator.new_lines(source.model):
+                for line in [*narrator.new_lines(source.model), *outages.new_lines(source.connection)]:
                     print(line, flush=True)
                 if interrupts.count:
                     return exits.INTERRUPTED
@@ -127,6 +126,9 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
                 time.sleep(POLL_SECONDS)
         finally:
             source.close()
+    if not source.model.ended:  # the run ended while there was no connection
+        print(source.connection.text or "the run has ended; how is unknown here")
+        return 1
     return 0 if source.model.exit_code in (0, None) else 1
 
 
@@ -155,7 +157,7 @@ def manage_keys(arguments: Namespace) -> int:
     own = keys.client_pair().public
     print(f"your public key, to be allowed on the host of a run:\n  {own}")
     others = {key: remark for key, remark in keys.allowed().items() if key != own}
-    print("other keys allowed here:" if others else "no other key is allowed here", file=sys.stdout)
+    print("other keys allowed here:" if others else "no other key is allowed here")
     for key, remark in others.items():
         print(f"  {key}  {sanitize(remark)}".rstrip())
     return 0

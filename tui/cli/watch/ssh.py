@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import NamedTuple
 
 from ....protocol.errors import FtmonError, UsageError
+from ....protocol.run import exits
 from ...source.live import LiveSource
 from ...source.ssh import SshCommand, SshEndpoint, SshError
 from .remote import watch_remote
@@ -19,7 +20,9 @@ REMOTE_ENV = "FTMON_REMOTE"
 _URL = re.compile(
     r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"
 )
-_NOT_FOUND, _SSH_FAILED, _USAGE = 127, 255, 2
+_NOT_FOUND, _SSH_FAILED = 127, 255
+_NO_COMMAND = ("there is no command", "invalid choice")
+"""What the parser there says of a command that it does not have, in this version and in earlier ones."""
 
 
 class Place(NamedTuple):
@@ -59,9 +62,9 @@ def parse_place(text: str) -> Place:
 
 def command(place: Place) -> SshCommand:
     """Return the words of the ssh to a run."""
-    remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
+    relay = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay"
     port, user = ("-p", place.port) if place.port else (), ("-l", place.user) if place.user else ()
-    return SshCommand(shlex.split(os.environ.get(SSH_ENV) or "ssh"), [*port, *user, "--", place.host], remote)
+    return SshCommand(shlex.split(os.environ.get(SSH_ENV) or "ssh"), [*port, *user, "--", place.host], relay, place.run)
 
 
 def attach_ssh(arguments: Namespace) -> int:
@@ -69,13 +72,10 @@ def attach_ssh(arguments: Namespace) -> int:
     place = parse_place(arguments.run)
     endpoint = SshEndpoint(command(place))
     try:
-        endpoint.open()
-    except SshError as error:
+        _open(endpoint, place)
+    except BaseException:  # ctrl-c at the password too
         endpoint.close()
-        raise UsageError(_explain(place, error)) from None
-    except FtmonError as error:
-        endpoint.close()
-        raise UsageError(f"{place.host}: {error}") from None
+        raise
     source = SshSource(endpoint)
     try:
         return watch_remote(
@@ -86,6 +86,15 @@ def attach_ssh(arguments: Namespace) -> int:
         )
     finally:
         source.close()
+
+
+def _open(endpoint: SshEndpoint, place: Place) -> None:
+    try:
+        endpoint.open()
+    except SshError as error:
+        raise UsageError(_explain(place, error)) from None
+    except FtmonError as error:
+        raise UsageError(f"{place.host}: {error}") from None
 
 
 def _address(place: Place, run_id: str) -> str:
@@ -105,6 +114,6 @@ def _explain(place: Place, error: SshError) -> str:
         )
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
-    if error.status == _USAGE and "invalid choice" in words:
+    if error.status == exits.WRONG_USAGE and any(text in words for text in _NO_COMMAND):
         return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
     return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"
