@@ -20,6 +20,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.status import status
+from ftmon.tui.source import feed as feed_module
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.source.remote import TIMEOUT_S
 from small_hub import SmallHub
@@ -149,6 +150,24 @@ def test_a_hole_in_the_stream_is_filled_from_the_recording(run: RunDir) -> None:
         sent += feed(hub, frames[300:310])
         pump(source, lambda: source.model.last_seq == sent[-1].seq)
         same(source, sent)
+        source.close()
+
+
+def test_after_a_hole_too_long_to_be_fetched_the_charts_have_their_past(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "_MAX_FETCHED", 100)
+    frames = now_frames(900)
+    with SmallHub(run) as hub:
+        feed(hub, frames[:100])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live" and source.model.step > 0)
+        joined = source.model
+        feed(hub, frames[100:-10], published=False)
+        sent = feed(hub, frames[-10:])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq and source.model is not joined)
+        pump(source, lambda: source.model.ranks[0].step_ms.first_step in range(10))
         source.close()
 
 

@@ -152,8 +152,7 @@ class Feed(threading.Thread):
             self._join(history)
             self.hub = hub
             self._report("live")
-            if self._pooled:
-                self._read_overview(hub)
+            self._read_older(hub)
             self._listen(hub, stream, control, history)
         except FtmonError as error:
             self._report_gone(str(error))
@@ -180,8 +179,14 @@ class Feed(threading.Thread):
         self._pooled = info.last_seq > TAIL_FRAMES
         self._last_seq = max(model.last_seq, info.last_seq)
         self.arrivals.append(Arrival(model=model))
+        if self.hub is not None:  # reloaded after a long gap
+            self._read_older(self.hub)
 
-    def _read_overview(self, hub: Hub) -> None:
+    def _read_older(self, hub: Hub) -> None:
+        """Read the history before the loaded part of the stream, in a thread."""
+        if not self._pooled:
+            return
+
         def read() -> None:
             history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
             try:
