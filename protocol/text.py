@@ -72,6 +72,11 @@ def ranks_counted(ranks: Iterable[int]) -> str:
     return f"rank {ordered[0]}" if len(ordered) == 1 else f"{len(ordered)} ranks ({_ranges(ordered)})"
 
 
+def counted(count: int, noun: str) -> str:
+    """Count things: ``1 rank``, ``2 ranks``, ``2,000 steps``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _ranges(ordered: Sequence[int]) -> str:
     parts: list[str] = []
     start = last = ordered[0]

@@ -11,7 +11,7 @@ from ...protocol.analysis.sweep.text import curve_lines, result_lines, settings_
 from ...protocol.analysis.text.curve import describe_curve
 from ...protocol.recording.results import StepPoint
 from ...protocol.sweep.rows import RankRow, Row, Settings, key_of
-from ...protocol.text import duration, gib
+from ...protocol.text import counted, duration, gib
 from .load import CsvData, Data, RunData, SweepData
 from .model import OUT_OF_MEMORY, Chart, Curve, Report, Section
 
@@ -196,10 +196,10 @@ def _csv(data: CsvData) -> Section:
         title = "memory peak" if figure.startswith("allocated") else f"{figure} memory"
         curve = Curve(figure, xs, low, median, high)
         charts.append(Chart(title, _x_name(data.mapping.length), "GiB", [curve], notes=notes))
-    ranks = len({one.rank for one in data.measurements})
+    ranks = counted(len({one.rank for one in data.measurements}), "rank")
     lengths = [one.length for one in data.measurements]
     facts = [
-        ("measurements", f"{len(data.measurements):,} of {ranks} ranks, {min(lengths):,} to {max(lengths):,}"),
+        ("measurements", f"{len(data.measurements):,} of {ranks}, {min(lengths):,} to {max(lengths):,}"),
         ("columns", ", ".join(f"{name} = {column}" for name, column in data.mapping.figures.items())),
         ("unit", data.mapping.unit),
     ]

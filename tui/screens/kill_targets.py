@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...protocol.messages.control import Alert
+from ...protocol.text import counted
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..widgets.drawing.figures import gib
@@ -151,9 +152,13 @@ def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: 
     line.add(f"{glyphs.marked if marked else glyphs.unmarked} ", theme.style("error" if marked else "dim"))
     if row == 0:
         line.add("the whole run", theme.style(tone, bold=True))
-        return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", theme.style("dim"))
-    rank = model.ranks[targets.ranks[row - 1]]
-    line.add(f"rank {rank.rank:<5}", theme.style(tone, bold=True))
+        ranks = counted(len(targets.ranks), "rank")
+        return line.add(f": {ranks}, the launcher and all that they started", theme.style("dim"))
+    number = targets.ranks[row - 1]
+    line.add(f"rank {number:<5}", theme.style(tone, bold=True))
+    rank = model.ranks.get(number)
+    if rank is None:  # a job with fewer ranks began while the dialog was open
+        return line.add("has ended", theme.style("dim"))
     where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "no report yet"
     state_glyph, state_tone = theme.state(rank.state)
     line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), theme.style("dim"))

@@ -27,7 +27,7 @@ class StopDialog(CommandDialog):
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""
         theme, model = self.theme, self.app_state.model
-        name = model.info.name or model.info.id
+        name = model.info.name or model.info.id or "the run"
         lines = [Line(f"Stop {name}", theme.style("text", bold=True)), Line()]
         if self.record is not None:
             lines += answer_lines(self.record, model, width, theme)

@@ -2,9 +2,11 @@
 
 import pytest
 from ftmon.protocol.messages.control import Alert, RankState, RankStateName
+from ftmon.protocol.messages.jobs import Job
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.screens.kill_targets import Targets, suggested
+from ftmon.tui.screens.kill_targets import Targets, suggested, target_line
+from ftmon.tui.widgets.drawing.theme import Theme
 from ftmon.tui.widgets.state.view_models import stalled_seconds
 from streams import Stream
 
@@ -65,3 +67,17 @@ def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
 def test_a_run_that_stands_says_for_how_long() -> None:
     assert stalled_seconds(of({})) is None
     assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
+
+
+def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
+    model = of({})
+    targets = Targets.of(model, {3})
+    model.apply(Frame(model.last_seq + 1, NOW, Job(1, NOW, "training", NOW, world_size=4)))
+    model.apply(Frame(model.last_seq + 1, NOW, Job(2, NOW, "training", NOW, world_size=2)))
+    lines = [target_line(targets, row, model, 78, Theme(), False).plain for row in range(5)]
+    assert ["has ended" in line for line in lines] == [False, False, False, True, True]
+
+
+def test_one_rank_is_counted_as_one() -> None:
+    model = of({}, ranks=1)
+    assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from ....protocol.messages.jobs import Job
-from ....protocol.text import duration, gib
+from ....protocol.text import counted, duration, gib
 from ...model.jobs import JobRow, job_rows
 
 _SHOWN = 40
@@ -47,7 +47,7 @@ def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
 def job_line(jobs: Mapping[int, Job], number: int, now: float) -> str:
     """Return the state of a job in one line."""
     row = next(row for row in job_rows(jobs, now) if row.number == number)
-    parts = [f"job {number} {row.outcome}", row.words, f"{row.steps:,} steps"]
+    parts = [f"job {number} {row.outcome}", row.words, counted(row.steps, "step")]
     if row.loss is not None:
         parts.append(f"loss {row.loss:.4f}")
     if row.peak:

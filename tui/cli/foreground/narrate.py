@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ....protocol.messages.control import Alert
 from ....protocol.messages.telemetry import Evaluation
-from ....protocol.text import duration, gib, sanitize
+from ....protocol.text import counted, duration, gib, sanitize
 from ...model.jobs import job_rows
 from ...model.progress import early_stop_words
 from ...model.run import RunModel
@@ -173,7 +173,7 @@ def _introduction(model: RunModel) -> str:
     info = model.info
     hellos = [rank.hello for rank in model.ranks.values() if rank.hello]
     devices = ", ".join(sorted({sanitize(hello.device.name) for hello in hellos}))
-    ranks = f"{info.world_size} rank{'s' if info.world_size > 1 else ''} on {devices}"
+    ranks = f"{counted(info.world_size, 'rank')} on {devices}"
     zero = f"ZeRO-{info.zero_stage}" if info.zero_stage is not None else ""
     return ", ".join(filter(None, (ranks, sanitize(info.model), zero, info.precision, info.backend)))
 
