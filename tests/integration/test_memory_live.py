@@ -11,18 +11,19 @@ import msgspec
 import pytest
 from eventually import eventually
 from ftmon.protocol.host.process import ProcessId
-from ftmon.protocol.messages.control import RunState
-from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.messages.control import Result, RunState
+from ftmon.protocol.messages.telemetry import AllocatorEvents, Stacks
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.events import EventsScreen
 from ftmon.tui.screens.memory import MemoryScreen
+from ftmon.tui.screens.stacks import StackList
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon_process import Ftmon
 from peaks import Explained
-from scenes import until
+from scenes import STACKS, until
 from small_hub import SmallHub
 from streams import RUN
 
@@ -98,6 +99,34 @@ async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> N
             await pilot.press("m", "x")
             await until(pilot, lambda: "read-only: arm is refused" in shown(app), "the refusal")
             assert hub.commands == []
+    finally:
+        source.close()
+
+
+async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that_were_read(
+    run: RunDir, hub: SmallHub
+) -> None:
+    put(hub, FRAMES[:HALF])
+    hub.put(Stacks(0, RUN.created + 30, STACKS, "asked"))
+    source = LiveSource(run)
+    app = FtmonApp(source)
+
+    async def answered(pilot: Any, verb: str, data: dict[str, Any], text: str) -> None:
+        command = await until(pilot, lambda: hub.commands and hub.commands.pop(), verb)
+        assert command.verb == verb
+        hub.put(Result(command.id, True, verb, text, data))
+
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: source.can_command and app.app_state.model.ranks[0].stacks, "the stacks")
+            await pilot.press("s")
+            lines = app.screen.query_one(StackList)
+            assert lines.waiting
+            await answered(pilot, "stacks", {"answers": {"0": {"text": STACKS}}}, "stacks of rank 0")
+            await until(pilot, lambda: not lines.waiting and "stacks of rank 0" in shown(app), "the answer")
+            await pilot.press("t")
+            await answered(pilot, "stacks", {"answers": {"0": {"text": STACKS, "no_native": "no py-spy"}}}, "stacks")
+            await until(pilot, lambda: "rank 0, no native frames: no py-spy" in shown(app), "why there are none")
     finally:
         source.close()
 

@@ -13,28 +13,39 @@ _DONE = {
 """Text when a verb is done."""
 
 
+def refusal(app_state: AppState, verb: str) -> str:
+    """Return why a command cannot be sent to the run, in words; empty if it can."""
+    source = app_state.source
+    if app_state.read_only:
+        return f"read-only: {verb} is refused"
+    if source is None or not source.can_command:
+        replay = source is not None and source.transport.mode == "replay"
+        return f"cannot {verb}: {'a replay has no processes' if replay else 'the run has no hub'}"
+    return ""
+
+
 class CommandStatus:
     """Sends commands and shows their state at the foot of the screen."""
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
-        self._open: dict[str, str] = {}
-        """Commands without a final answer, and the last text shown of each."""
+        self._open: set[str] = set()
+        """Commands without a final answer, by id."""
 
     def ask(self, verb: Verb, words: str) -> None:
         """Send a command; ``words`` is the text to show once it is accepted."""
         app_state, source = self._app_state, self._app_state.source
-        if app_state.read_only:
-            app_state.show_message(f"read-only: {verb.name} is refused", "warning")
-        elif source is None or not source.can_command:
-            replay = source is not None and source.transport.mode == "replay"
-            app_state.show_message(
-                f"cannot {verb.name}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning"
-            )
-        else:
-            number = source.send(verb)
-            app_state.show_message(f"{words} ...")
-            self._open[number] = ""
+        why = refusal(app_state, verb.name)
+        if why or source is None:
+            app_state.show_message(why, "warning")
+            return
+        self._open.add(source.send(verb))
+        app_state.show_message(f"{words} ...")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a command has no final answer yet."""
+        return bool(self._open)
 
     def tick(self) -> None:
         """Show news of the sent commands."""
@@ -47,19 +58,22 @@ class CommandStatus:
     def _show(self, number: str, record: CommandRecord) -> None:
         accepted, result = record.accepted, record.result
         if result is not None:
-            del self._open[number]
+            self._open.discard(number)
             words = result_words(record.verb.name, result)
-            self._app_state.show_message(words, "good" if result.ok else "error")
+            tone = "error" if not result.ok else "warning" if without_native(result) else "good"
+            self._app_state.show_message(words, tone)
         elif accepted is not None and not accepted.ok:
-            del self._open[number]
+            self._open.discard(number)
             self._app_state.show_message(f"{record.verb.name} refused: {sanitize(accepted.text, 200)}", "error")
 
 
 def result_words(verb: str, result: Result) -> str:
-    """Return a command's result on one line; of a snapshot, its path."""
+    """Return a command's result on one line; of a snapshot, its path; of native stacks, why a rank has none."""
     paths = snapshot_paths(result)
     if verb == "snapshot" and result.ok and paths:
         return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    for rank, why in without_native(result).items():
+        return f"rank {rank}, no native frames: {why}"
     if result.ok and verb in _DONE:
         return _DONE[verb]
     return sanitize(result.text or f"{verb}: {'done' if result.ok else 'failed'}", 300)
@@ -67,10 +81,20 @@ def result_words(verb: str, result: Result) -> str:
 
 def snapshot_paths(result: Result) -> list[str]:
     """Return the files in the answers of a ``snapshot`` command's ranks."""
+    return [*_told(result, "path").values()]
+
+
+def without_native(result: Result) -> dict[str, str]:
+    """Return why there are no native frames, by rank, in the answers of a ``stacks`` command that asked for them."""
+    return _told(result, "no_native")
+
+
+def _told(result: Result, field: str) -> dict[str, str]:
+    """Return a text of the ranks' answers, by rank; ranks without it are left out."""
     answers = result.data.get("answers")
-    found: list[str] = []
-    for answer in answers.values() if isinstance(answers, dict) else ():
-        path = answer.get("path") if isinstance(answer, dict) else None
-        if isinstance(path, str) and path:
-            found.append(sanitize(path))
+    found: dict[str, str] = {}
+    for rank, answer in answers.items() if isinstance(answers, dict) else ():
+        text = answer.get(field) if isinstance(answer, dict) else None
+        if isinstance(text, str) and text:
+            found[sanitize(str(rank))] = sanitize(text, 200)
     return found

@@ -8,11 +8,14 @@ from textual.widget import Widget
 
 from ...protocol.messages import verbs
 from ...protocol.messages.telemetry import Stacks
+from ...protocol.text import counted
 from ..model.stacks import Row, rows
 from ..widgets.base.listing import Listing
 from ..widgets.drawing.line import Line, cut
 from ..widgets.lines.scrubber import time_of_day
+from ..widgets.state.app_state import AppState
 from .base import MonitorScreen, key
+from .command_status import CommandStatus, refusal
 
 
 class StackList(Listing):
@@ -68,7 +71,7 @@ class StackList(Listing):
         theme, stacks = self.theme, self.stacks()
         line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)
-        line.add(f" stacks of {len(stacks)} of {total} ranks ", theme.style("text", bold=True))
+        line.add(f" stacks of {len(stacks)} of {counted(total, 'rank')} ", theme.style("text", bold=True))
         if stacks:
             newest = max(stacks.values(), key=lambda one: one.time)
             why = f", {newest.reason}" if newest.reason else ""
@@ -106,32 +109,39 @@ class StacksScreen(MonitorScreen):
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
     ]
 
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
+        self._asking = CommandStatus(app_state)
+
     def body(self) -> Iterable[Widget]:
         """Return the stacks."""
         yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:
-        """Ask at once."""
-        self.action_again()
+        """Ask at once; where that is impossible, say so only if there are none to show."""
+        if not refusal(self.app_state, "stacks") or not self.query_one(StackList).count():
+            self.action_again()
+        self.tick()
+
+    def tick(self) -> None:
+        """Draw what changed, and show results of commands."""
+        self._asking.tick()
+        self.query_one(StackList).waiting = self._asking.waiting
+        super().tick()
 
     def action_again(self) -> None:
         """Ask all ranks."""
-        self._ask(verbs.Stacks())
+        self._ask(verbs.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
         """Ask for native frames of the first rank of the group in view."""
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
-            self._ask(verbs.Stacks([row.ranks[0]], native=True))
+            self._ask(verbs.Stacks([row.ranks[0]], native=True), f"rank {row.ranks[0]}: native frames are asked for")
 
-    def _ask(self, verb: verbs.Stacks) -> None:
-        source, lines = self.app_state.source, self.query_one(StackList)
-        if source is not None and source.can_command and not self.app_state.read_only:
-            source.send(verb)
-            lines.waiting = True
-        elif lines.count() == 0:
-            self.app_state.show_message("none were recorded, and there is no hub to ask", "warning")
+    def _ask(self, verb: verbs.Stacks, words: str) -> None:
+        self._asking.ask(verb, words)
         self.tick()
 
     def action_unfold(self) -> None:
