@@ -15,6 +15,7 @@ from ..protocol.run.notices import terminal_sequence
 from ..protocol.run.rundir import RunDir
 from .model.notices import TerminalNotices
 from .screens.base import MonitorScreen
+from .screens.command_status import refusal
 from .screens.overview import OverviewScreen
 from .source.base import Source
 from .themes import PALETTES, theme_of
@@ -350,6 +351,7 @@ class FtmonApp(App[None]):
         self.app_state.end_dry_runs()
         if self.app_state.source is not None:
             self.app_state.source.close()
+        self._notices = TerminalNotices(run)
         fresh = AppState(source, self.app_state.theme, self.app_state.read_only)
         self.app_state = fresh
         source.start()
@@ -365,16 +367,11 @@ class FtmonApp(App[None]):
         self._hurry.resume()
 
     def _may_act(self, verb: str) -> bool:
-        source = self.app_state.source
-        if self.app_state.read_only:
-            self.app_state.show_message(f"read-only: {verb} is refused", "warning")
-        elif source is None or not source.can_command:
-            why = "a replay has no processes" if source and source.transport.mode == "replay" else "the run has no hub"
-            self.app_state.show_message(f"cannot {verb}: {why}", "warning")
-        else:
-            return True
-        self.pump()
-        return False
+        why = refusal(self.app_state, verb)
+        if why:
+            self.app_state.show_message(why, "warning")
+            self.pump()
+        return not why
 
 
 def open_live_or_recorded(run: RunDir) -> Source:
@@ -395,22 +392,25 @@ def run_app(
     read_only: bool = False,
     notices: TerminalNotices | None = None,
     ends: "Callable[[], bool]" = lambda: False,
-) -> None:
-    """Show a run until the person leaves, or ``ends``; the source is closed then, its model stays readable."""
-    app = FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True, notices=notices, ends=ends)
+) -> int:
+    """Show a run until the person leaves, or ``ends``; the source is closed then, its model stays readable.
+
+    Returns:
+        0, or 1 if an error ended the app.
+    """
+    return _run(FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True, notices=notices, ends=ends))
+
+
+def run_picker(*, ascii_only: bool = False) -> int:
+    """Show the list of runs, and the runs that are opened from it, until the person leaves; return as ``run_app``."""
+    return _run(FtmonApp(ascii=ascii_only))
+
+
+def _run(app: FtmonApp) -> int:
     try:
         app.run()
     finally:
         app.app_state.end_dry_runs()
-        source.close()
-
-
-def run_picker(*, ascii_only: bool = False, read_only: bool = False) -> None:
-    """Show the list of runs, and the runs that are opened from it, until the person leaves."""
-    app = FtmonApp(ascii=ascii_only, read_only=read_only)
-    try:
-        app.run()
-    finally:
-        app.app_state.end_dry_runs()
-        if app.app_state.source is not None:
+        if app.app_state.source is not None:  # of the run that was opened last; the others are closed
             app.app_state.source.close()
+    return app.return_code or 0

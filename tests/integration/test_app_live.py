@@ -1,12 +1,17 @@
 """The app on a live run: a real hub, ranks that are real processes; what it shows, kills, refuses and rewinds."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ftmon.protocol.messages.control import RunState
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.run.notices import TERMINAL, Notify, write_notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.app import FtmonApp
+from ftmon.tui.model import RunModel
 from ftmon.tui.screens.kill import KillDialog
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.runs import RunsScreen
@@ -105,7 +110,16 @@ async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
         source.close()
 
 
+def notified(app: FtmonApp) -> list[str]:
+    """Return the runs that the terminal's notifications name when the run finishes."""
+    assert app._notices is not None
+    model = RunModel()
+    model.apply(Frame(1, time.time(), RunState(state="finished", time=time.time() + 1, exit_code=0)))
+    return [notice.run for notice in app._notices.fresh(model)]
+
+
 async def test_the_list_opens_a_live_run_and_leads_back(run: RunDir) -> None:
+    write_notify(run, Notify([TERMINAL], ["finish"]))
     app = FtmonApp()
     try:
         async with app.run_test(size=(80, 24)) as pilot:
@@ -114,6 +128,7 @@ async def test_the_list_opens_a_live_run_and_leads_back(run: RunDir) -> None:
             await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
             await both_train(pilot)
             await until(pilot, lambda: "rank 1" in shown(app), "the ranks")
+            assert notified(app) == [run.id]
             await pilot.press("R")
             await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the list again")
     finally:

@@ -4,7 +4,6 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ....protocol.errors import HubError
 from ....protocol.run import run_store
@@ -15,9 +14,6 @@ from ..access.recordings import opened
 from ..foreground.outcome import attach_line, closing_lines, exit_status
 from ..foreground.standing import Standing
 from ..output import terminal
-
-if TYPE_CHECKING:
-    pass
 
 _POLL_SECONDS = 0.1
 
@@ -31,8 +27,7 @@ def choose(arguments: Namespace) -> int:
     from ...app import run_picker
 
     run_store.checked_home()
-    run_picker(ascii_only=_ascii(arguments))
-    return 0
+    return run_picker(ascii_only=_ascii(arguments))
 
 
 def attach(arguments: Namespace) -> int:
@@ -84,7 +79,7 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
     standing.let_go()
     source = LiveSource(run)
     with passed_on(standing.send, owned) as stopped:
-        run_app(
+        status = run_app(
             source,
             ascii_only=_ascii(arguments),
             read_only=arguments.read_only,
@@ -98,10 +93,10 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
             time.sleep(_POLL_SECONDS)
     if end is None:
         print(attach_line(run.id))
-        return 0
+        return status
     for text in closing_lines(run, end, source.model):
         print(text)
-    return exit_status(end) if owned else 0
+    return exit_status(end) if owned else status
 
 
 def replay(arguments: Namespace) -> int:
@@ -112,8 +107,7 @@ def replay(arguments: Namespace) -> int:
     from ...app import run_app
     from ...source.replay import ReplaySource
 
-    run_app(ReplaySource(path), ascii_only=_ascii(arguments), read_only=True)
-    return 0
+    return run_app(ReplaySource(path), ascii_only=_ascii(arguments), read_only=True)
 
 
 def print_recording(path: Path, arguments: Namespace) -> int:

@@ -98,8 +98,8 @@ def watch_remote(
     if not (arguments.plain or terminal.why_no_app()):
         from ...app import run_app
 
-        run_app(source, ascii_only=arguments.ascii or terminal.wants_ascii(), read_only=arguments.read_only)
-        status = 0
+        ascii_only = arguments.ascii or terminal.wants_ascii()
+        status = run_app(source, ascii_only=ascii_only, read_only=arguments.read_only)
     else:
         status = _print_lines(source, arguments, no_answer)
     model = source.live_model
