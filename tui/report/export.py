@@ -23,7 +23,11 @@ Record = dict[str, Any]
 
 
 def records(found: Sequence[Data]) -> list[Record]:
-    """Return one record for each rank and phase; for a run that failed, one with its verdict; of a CSV file its own."""
+    """Return one record for each rank and phase; for a run that failed, one with its verdict; of a CSV file its own.
+
+    Raises:
+        UsageError: a run has no measured steps.
+    """
     return [record for data in found for record in _of(data)]
 
 
@@ -41,7 +45,10 @@ def _of(data: Data) -> Iterator[Record]:
                 "iteration": one.iteration,
             } | sizes
     else:
-        for rank in data.ranks:
+        measured = [rank for rank in data.ranks if rank.steps]
+        if not measured:
+            raise UsageError(f"{data.name}: no measured steps to write; --warm-up excludes the first ones of a run")
+        for rank in measured:
             yield from _of_rank({"source": data.name}, rank)
 
 

@@ -1,5 +1,6 @@
 """Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -18,11 +19,11 @@ from ...protocol.recording.results import StepPoint
 from ...protocol.run.endings import ending_in_words
 from ...protocol.sweep.rows import RankRow
 from ...protocol.sweep.store import Results, read
+from ...protocol.text import sanitize
 from .sides import CSV_SUFFIXES, is_sweep, rank_rows, read_run
 
 _POINTS = 200
 _LARGEST_CSV = 256 << 20
-_MAPPING_KEYS = ("length", "rank", "iteration", "unit")
 
 
 class RunData(msgspec.Struct):
@@ -55,7 +56,7 @@ Data = RunData | SweepData | CsvData
 
 
 def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
-    """Read one thing to report.
+    """Read one thing to report; its name is fit for a file and a terminal.
 
     Args:
         target: a run's name, a recording, a run directory, a sweep's results or a CSV file.
@@ -65,10 +66,16 @@ def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
     Raises:
         UsageError: there is none, or it cannot be read.
     """
+    found = _load(target, warm_up, mapping)
+    found.name = sanitize(found.name)
+    return found
+
+
+def _load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
     path = Path(target)
     if is_sweep(path):
         return SweepData(path.name.removesuffix(".results.jsonl"), read(path))
-    if path.suffix.lower() in CSV_SUFFIXES and path.is_file():
+    if path.suffix.lower() in CSV_SUFFIXES and os.path.isfile(path):
         return _csv(path, mapping)
     return _run(target, warm_up)
 
@@ -84,6 +91,8 @@ def parse_mapping(text: str) -> CsvMapping:
         name, equals, column = part.partition("=")
         if not equals or not name.strip() or not column.strip():
             raise UsageError(f"--columns: {part!r} is not of the form name=column, such as length=seq_len")
+        if name.strip() in found:
+            raise UsageError(f"--columns: {name.strip()} is given twice")
         found[name.strip()] = column.strip()
     length = found.pop("length", "")
     if not length:
@@ -137,4 +146,5 @@ def _run(target: str, warm_up: int) -> RunData:
     if info.missing:
         facts.append(("missing", info.missing))
     shown = [(key, value) for key, value in facts if value]
-    return RunData(info.run_id or recording.parent.name, shown, series, rank_rows(found), info.last_t - info.started)
+    seconds = max(0.0, info.last_t - info.started)  # an empty recording has no last time
+    return RunData(info.run_id or recording.parent.name, shown, series, rank_rows(found), seconds)

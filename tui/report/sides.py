@@ -39,7 +39,7 @@ def load(target: str, warm_up: int) -> Loaded:
         UsageError: there is none, or it cannot be read.
     """
     path = Path(target)
-    if path.suffix.lower() in CSV_SUFFIXES and path.is_file():
+    if path.suffix.lower() in CSV_SUFFIXES and os.path.isfile(path):
         raise UsageError(f"{target}: CSV files are not compared; 'ftmon report FILE.csv FILE.csv' shows them together")
     if is_sweep(path):
         rows = list(read(path).answered().values())

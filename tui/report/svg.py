@@ -28,7 +28,7 @@ def sheet(report: Report) -> str:
             drawn = svg(chart)
             if not drawn:
                 continue
-            title = escape(sanitize(f"{section.title}: {chart.title}, {chart.unit}", 200))
+            title = _text(f"{section.title}: {chart.title}, {chart.unit}")
             height = _height(chart)
             parts.append(f'<text class="title" x="4" y="{top + 20}">{title}</text>')
             place = f'<svg y="{top + _TITLE}" width="{_WIDTH}" height="{height}"'
@@ -51,7 +51,7 @@ def svg(chart: Chart) -> str:
         return ""
     scale = _Scale(min(xs), max(xs), max(tops) or 1.0)
     parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {_height(chart)}" role="img" aria-label="{escape(chart.title, quote=True)}">',
+        f'<svg viewBox="0 0 {_WIDTH} {_height(chart)}" role="img" aria-label="{_text(chart.title)}">',
         *_axes(chart, scale),
         *_marks(chart, scale),
     ]
@@ -63,7 +63,8 @@ def svg(chart: Chart) -> str:
 
 class _Scale:
     def __init__(self, low: float, high: float, top: float) -> None:
-        self.low, self.high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        margin = 0.0 if high > low else max(0.5, abs(low) * 1e-6)  # 0.5 is lost beside a value of 1e16
+        self.low, self.high = low - margin, high + margin
         self.step = nice_step(top * 1.05)
         self.top = self.step * math.ceil(top * 1.02 / self.step)
 
@@ -90,14 +91,13 @@ def _axes(chart: Chart, scale: _Scale) -> list[str]:
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:,.6g}</text>')
     step = nice_step(scale.high - scale.low, 8)
-    at = math.ceil(scale.low / step) * step
-    while at <= scale.high:
-        y = _HEIGHT - _BOTTOM + 16
+    y = _HEIGHT - _BOTTOM + 16
+    first, last = math.ceil(scale.low / step), math.floor(scale.high / step)
+    for at in (number * step for number in range(first, last + 1)):
         parts.append(f'<text class="tick" x="{scale.x(at)}" y="{y}" text-anchor="middle">{at:,.6g}</text>')
-        at += step
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(chart.x_name)}</text>')
-    parts.append(f'<text x="4" y="{_TOP + 8}">{escape(chart.unit)}</text>')
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{_text(chart.x_name)}</text>')
+    parts.append(f'<text x="4" y="{_TOP + 8}">{_text(chart.unit)}</text>')
     return parts
 
 
@@ -107,7 +107,7 @@ def _marks(chart: Chart, scale: _Scale) -> list[str]:
         at = scale.x(x)
         kind = "failed" if text == OUT_OF_MEMORY else "mark"
         parts.append(f'<line class="{kind}" x1="{at}" y1="{_TOP}" x2="{at}" y2="{_HEIGHT - _BOTTOM}">')
-        parts.append(f"<title>{escape(text)} at {x:,.0f}</title></line>")
+        parts.append(f"<title>{_text(text)} at {x:,.0f}</title></line>")
     return parts
 
 
@@ -130,7 +130,7 @@ def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
 
 def _legend(curve: Curve, colour: str, y: int) -> list[str]:
     dashes = ' stroke-dasharray="5 4"' if curve.predicted else ""
-    words = escape(curve.name or "median rank") + (", band: lowest to highest rank" if curve.has_band else "")
+    words = _text(curve.name or "median rank") + (", band: lowest to highest rank" if curve.has_band else "")
     return [
         f'<line x1="{_LEFT}" y1="{y - 4}" x2="{_LEFT + 26}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dashes}/>',
         f'<text class="tick" x="{_LEFT + 34}" y="{y}">{words}</text>',
@@ -139,3 +139,7 @@ def _legend(curve: Curve, colour: str, y: int) -> list[str]:
 
 def _points(points: Sequence[tuple[float, float]], scale: _Scale) -> str:
     return " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in points)
+
+
+def _text(text: str) -> str:
+    return escape(sanitize(text, 200))

@@ -90,6 +90,6 @@ def _kinds(chart: Chart) -> list[str]:
 
 
 def _ticks(xs: list[float]) -> list[float]:
-    if len(xs) < 3:
-        return xs
-    return sorted({xs[0], *(xs[0] + (xs[-1] - xs[0]) * part / 4 for part in (1, 2, 3)), xs[-1]})
+    """Return the values nearest to the quarters of the axis; a value between two of them could not be labelled."""
+    quarters = [xs[0] + (xs[-1] - xs[0]) * part / 4 for part in range(5)] if xs else []
+    return sorted({min(xs, key=lambda x: abs(x - quarter)) for quarter in quarters})

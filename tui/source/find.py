@@ -15,7 +15,7 @@ def recording_file(name: str) -> Path | None:
     """Return the recording for the path of a file or of a run directory; None if it is neither."""
     path = Path(name)
     try:
-        if _is_folder(path):
+        if os.path.isdir(path):
             found = RunDir(path).recording
             return found if name and (found.exists() or (path / "run.json").exists()) else None
         return path if os.path.lexists(path) else None
@@ -35,7 +35,7 @@ def find_recording(name: str) -> Path:
     try:
         return run_store.find(name).recording
     except RunNotFoundError:
-        if name and _is_folder(Path(name)):
+        if os.path.isdir(name):
             raise RunNotFoundError(
                 f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
             ) from None
@@ -53,10 +53,3 @@ def find_run(name: str) -> RunDir | None:
     recording = find_recording(name)
     alone = recording == Path(name) or not (recording.parent / "run.json").exists()
     return None if alone else RunDir(os.path.abspath(recording.parent))
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # too long for a file's name
-        return False

@@ -3,16 +3,23 @@
 import csv
 import html.parser
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.sweep.rows import Ended, Entry
 from ftmon.tui.cli.investigate import compare
 from ftmon.tui.cli.main import main
+from ftmon.tui.cli.output.printable import print_json
+from ftmon.tui.report.model import Chart, Curve
+from ftmon.tui.report.svg import svg
+from ftmon.tui.report.terminal import chart_lines
 from scenes import recorded
+from streams import RUN
 from sweep_results import done, out_of_memory, planned, write_results
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -181,6 +188,7 @@ def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureF
         ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=q"), "column q is not in the file"),
         ("seq,p\n1,2\n", ("--columns", "allocated=p"), "--columns needs length=COLUMN"),
         ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,unit=MB/s"), "unit must be one of"),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,allocated=q"), "allocated is given twice"),
     ],
 )
 def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
@@ -233,12 +241,85 @@ def test_compare_refuses_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "CSV files are not compared; 'ftmon report" in err
 
 
-def test_compare_refuses_to_gate_runs_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [(), ("--json",), ("--gate", "3%")])
+def test_compare_refuses_runs_without_a_measured_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
     run = str(recorded(tmp_path / "recording.sqlite", 2, steps=3))
-    status, out, err = ftmon(capsys, "compare", run, run, "--gate", "3%", "--warm-up", "3")
+    status, out, err = ftmon(capsys, "compare", run, run, "--warm-up", "3", *options)
     assert (status, out) == (2, "")
     assert err.startswith("ftmon: nothing to compare: ")
     assert len(err.splitlines()) == 1
+
+
+def test_rows_of_a_run_without_a_measured_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, rows = str(recorded(tmp_path / "recording.sqlite", 2, steps=3)), tmp_path / "rows.csv"
+    status, out, err = ftmon(capsys, "report", run, "--warm-up", "3", "--csv", str(rows))
+    assert (status, out) == (2, "")
+    assert "no measured steps" in err
+    assert not rows.exists()
+
+
+def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recording.sqlite"
+    Writer(path, RUN).close()
+    status, out, _ = ftmon(capsys, "report", str(path), "--json", "--price", "9")
+    (section,) = json.loads(out)["sections"]
+    assert status == 0
+    assert "-" not in dict(section["facts"])["time"]
+    assert dict(section["facts"])["cost"].startswith("0.00")
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--html", "--svg"])
+def test_names_that_are_not_utf_8_are_shown_with_a_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    paths = [tmp_path / os.fsdecode(name) for name in (b"m\xff.csv", b"n\xff.csv")]
+    for path in paths:
+        path.write_text("seq,allocated_mib\n1,2\n2,3\n")
+    made = tmp_path / "made"
+    words = [option] if option == "--json" else [option, str(made)]
+    status, out, _ = ftmon(capsys, "report", *map(str, paths), *words)
+    assert status == 0
+    assert "m\ufffd" in (json.loads(out)["title"] if option == "--json" else made.read_text())
+
+
+def test_json_of_a_path_that_is_not_utf_8_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for indent in (False, True):
+        print_json({"path": "m\udcff"}, indent=indent)
+        assert json.loads(capsys.readouterr().out) == {"path": "m\udcff"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", f"{'x' * 300}.csv"],
+        ["compare", f"{'x' * 300}.csv", "other"],
+        ["run", "--join", "x" * 300, "--", "true"],
+    ],
+)
+def test_a_name_too_long_for_a_file_is_one_that_there_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    _, out, err = ftmon(capsys, *words)
+    assert out == ""
+    assert err.startswith("ftmon: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_ticks_of_a_short_axis_are_its_values() -> None:
+    chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
+    axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
+    assert axis == [["1", "2", "3", "4"]]
+
+
+@pytest.mark.parametrize("xs", [[1e20], [1e16, 1e16 + 2], [1e16, 1e16 + 2e10], [0.0], [1.0, 2.0]])
+def test_an_axis_of_huge_values_ends(xs: list[float]) -> None:
+    ones = [1.0] * len(xs)
+    drawn = svg(Chart("t", "x", "GiB", [Curve("", xs, ones, ones, ones)]))
+    assert len(ElementTree.fromstring(drawn).findall("circle")) == len(xs)
+    assert drawn.count("<text") < 40
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ def show_comparison(arguments: Namespace) -> int:
     """Print a comparison; status 1 when the gate is passed.
 
     Raises:
-        UsageError: a run beside a sweep, nothing in common, or no figure that the gate checks.
+        UsageError: a run beside a sweep, or no figure in common, or none that the gate checks.
     """
     before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)
-    if arguments.gate is not None and not any(_is_gated(one) for one in found):
+    if not any(one.differences if arguments.gate is None else _is_gated(one) for one in found):
         raise UsageError(
             f"nothing to compare: {before.name} and {after.name} have no measured steps in common; --warm-up excludes "
             f"the first {arguments.warm_up} steps of a run"

@@ -18,10 +18,11 @@ def print_json(value: Any, *, indent: bool = True) -> None:
     import msgspec
 
     try:
-        text = msgspec.json.encode(value).decode()
-    except UnicodeEncodeError:  # a path of bytes that are no UTF-8
-        text = json.dumps(msgspec.to_builtins(value))
-    print(escape_json(msgspec.json.format(text) if indent else text))
+        encoded = msgspec.json.encode(value)
+        text = (msgspec.json.format(encoded) if indent else encoded).decode()
+    except UnicodeEncodeError:  # a path of bytes that are no UTF-8, whose escapes msgspec does not read
+        text = json.dumps(msgspec.to_builtins(value), indent=2 if indent else None)
+    print(escape_json(text))
 
 
 class Printable(io.TextIOWrapper):

@@ -67,8 +67,8 @@ def _run(arguments: Namespace) -> int:
 def join(target: str, command: list[str]) -> NoReturn:
     """Become a command that is a part of a run begun on another host."""
     path = Path(target)
-    if not path.is_file():
-        path = path / JOIN_NAME if path.is_dir() else run_store.find(target).path / JOIN_NAME
+    if not os.path.isfile(path):
+        path = path / JOIN_NAME if os.path.isdir(path) else run_store.find(target).path / JOIN_NAME
     become(SCRIPT, ["join", str(path), "--", *command])
 
 
