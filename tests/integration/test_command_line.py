@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
+from ftmon.protocol.errors import UsageError
+from ftmon.protocol.host.process import ProcessId
+from ftmon.protocol.messages import verbs
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run import exits, run_store
-from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.rundir import HubFile, RunDir
 from ftmon.trainer.launch.join import prepare
 from ftmon.trainer.recipe.config.load import decode
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.config.yaml_nodes import parse
+from ftmon.tui.cli.access.control import ask
 from ftmon.tui.cli.main import main
 from hostile import HOSTILE, TRACES, examples
 from streams import RUN, STARTED
@@ -83,6 +87,27 @@ def test_help_imports_neither_torch_nor_textual_nor_zmq(words: list[str]) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["ls", "--json"], ["--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(words: list[str]) -> None:
+    command = [sys.executable, "-m", "ftmon.tui.cli", *words]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ftmon: the output cannot be written: ")
+    assert len(done.stderr.splitlines()) == 1
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_command_that_is_not_utf_8_is_wrong_usage() -> None:
+    hub = HubFile(ProcessId(1, 1), {}, "0", "here", 0.0)
+    with pytest.raises(UsageError):
+        ask(hub, verbs.Console(os.fsdecode(b"print('\xff')"), 0))
 
 
 def read(text: str) -> Config:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from ...protocol.errors import FtmonError
 from ...protocol.run import exits
-from .output.printable import guard_output
+from .output.printable import OutputError, guard_output
 from .parser import build_parser, split_command
 
 _FORMER = {"take": "capture"}
@@ -59,15 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     guard_output()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = parse(words)
-    except SystemExit as refusal:
-        if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
-            raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
-        raise
-    try:
+        try:
+            arguments = parse(words)
+        except SystemExit as refusal:
+            sys.stdout.flush()
+            if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
+                raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
+            raise
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
         return status
+    except OutputError as error:
+        _close_stdout()
+        print(f"ftmon: {error}", file=sys.stderr)
+        return error.exit_status
     except FtmonError as error:
         print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
@@ -88,7 +93,7 @@ def _handler(name: str) -> Callable[[Namespace], int]:
 
 
 def _close_stdout() -> None:
-    """Keep the interpreter's last flush from complaining about a reader (``| head``) that has gone."""
+    """Keep the interpreter's last flush from complaining about a reader (``| head``) that has gone, or a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

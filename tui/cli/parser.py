@@ -26,9 +26,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
     None for the command where there is no such cut.
     """
     words = list(argv)
-    name = next((word for word in words if not word.startswith("-")), "")
-    if name != "predict" and "run" in words:
-        name = "run"
+    name = next((word for word in words if not word.startswith("-")), "")  # global options have no values
     if name not in _WITH_COMMAND or "--" not in words[words.index(name) :]:
         return words, None
     cut = words.index("--", words.index(name))

@@ -78,6 +78,11 @@ def test_the_watched_command_may_come_without_dashes() -> None:
     assert arguments.command == ["torchrun", "--nproc-per-node", "2", "train.py", "--plain"]
 
 
+@pytest.mark.parametrize(("command", "name"), [("ls", "runs"), ("logs", "run"), ("report", "targets")])
+def test_a_run_called_run_is_an_argument_of_another_command(command: str, name: str) -> None:
+    assert "run" in getattr(parse([command, "run", "--"]), name)
+
+
 def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["run", "deepspeed", "--", "train.py"])
@@ -93,6 +98,8 @@ def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str])
         (["kill"], "the following arguments are required: RUN"),
         (["kill", "x", "--signal", "HUP"], "invalid choice: 'HUP'"),
         (["kill", "x", "--rank", "one"], "must be a rank's number, not 'one'"),
+        (["kill", "x", "--rank", "9" * 23], "must be a rank's number, not '999"),
+        (["kill", "x", "--rank", "16384"], "must be a rank's number, not '16384'"),
         (["demo", "--steps", "0"], "must be a whole number of 1 or more, not '0'"),
         (["demo", "--stepz", "4"], "unrecognized arguments: --stepz"),
         (["attach", "x", "--plane"], "unrecognized arguments: --plane"),

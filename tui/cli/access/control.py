@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from ....protocol.errors import HubError
+from ....protocol.errors import HubError, UsageError
 from ....protocol.link.sockets import peer_socket
 from ....protocol.messages import wire
 from ....protocol.messages.control import Accepted, Result
@@ -37,14 +37,19 @@ def ask(
         result_seconds: how long the result may take from then on.
 
     Raises:
+        UsageError: the command has text that is not UTF-8.
         HubError: the hub refused, or did not answer in time.
     """
     command = verb.command(secrets.token_hex(8))
+    try:
+        message = wire.encode("cli", 1, time.time(), command)
+    except UnicodeEncodeError:
+        raise UsageError(f"{command.verb}: what is sent to the run must be UTF-8") from None
     context: zmq.Context[Any] = zmq.Context()
     socket = peer_socket(context, "control")
     try:
         socket.connect(hub.addresses["control"])
-        socket.send_multipart(wire.encode("cli", 1, time.time(), command))
+        socket.send_multipart(message)
         deadline = time.monotonic() + accept_seconds
         accepted = False
         while (left := deadline - time.monotonic()) > 0:

@@ -49,7 +49,9 @@ def seconds(text: str) -> float:
 
 def rank(text: str) -> int:
     """Parse a rank's number."""
-    if not text.isdecimal():
+    from ....protocol.messages.bounds import MAX_RANKS  # not needed for the help
+
+    if not text.isdecimal() or len(text) > len(str(MAX_RANKS)) or int(text) >= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"must be a rank's number, not {text!r}")
     return int(text)
 

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from ....protocol.errors import FtmonError
 from ....protocol.text import escape_json, sanitize
 
 
@@ -25,16 +26,39 @@ def print_json(value: Any, *, indent: bool = True) -> None:
     print(escape_json(text))
 
 
+class OutputError(FtmonError, OSError):
+    """Standard output or error cannot be written, as on a full disk."""
+
+
 class Printable(io.TextIOWrapper):
-    """Text output that passes on printable characters, line ends, tabs, and blanks that wipe a line."""
+    """Text output that passes on printable characters, line ends, tabs, and blanks that wipe a line.
+
+    ``write`` and ``flush`` raise ``OutputError``, or ``BrokenPipeError`` where the reader has gone.
+    """
 
     def write(self, text: str, /) -> int:
         """Write text, made harmless line by line; return its length."""
+        harmless = text
         if not text.isprintable() and text.strip("\r "):
-            super().write("\n".join(sanitize(line, len(line) + 1) for line in text.split("\n")))
-        else:
-            super().write(text)
+            harmless = "\n".join(sanitize(line, len(line) + 1) for line in text.split("\n"))
+        try:
+            super().write(harmless)
+        except OSError as error:
+            raise _named(error) from None
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            super().flush()
+        except OSError as error:
+            raise _named(error) from None
+
+
+def _named(error: OSError) -> OSError:
+    if isinstance(error, BrokenPipeError | OutputError):
+        return error
+    return OutputError(f"the output cannot be written: {error.strerror}")
 
 
 def guard_output() -> None:
