@@ -49,6 +49,8 @@ def test_bash_completes_commands_options_and_run_names(tmp_path: Path, capsys: p
     assert complete("ftmon", "att") == ["attach"]
     assert complete("ftmon", "attach", "de") == ["demo-20250101-000000"]
     assert "--signal" in complete("ftmon", "kill", "--s")
+    for command in ("oom", "report", "compare"):
+        assert complete("ftmon", command, "de") == ["demo-20250101-000000"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ _TCSH_RUNS = "`ls -1t ${FTMON_HOME}/runs`"
 _RUNS = {"bash": "_ftmon_runs", "zsh": "_ftmon_runs", "tcsh": _TCSH_RUNS}
 _RUNS_AND_FILES = {"bash": "_ftmon_recordings", "zsh": "_ftmon_recordings", "tcsh": _TCSH_RUNS}
 
+_RUN_ARGUMENTS = ("run", "runs", "target", "targets", "before", "after")
+
 # Completion must be instant, so it reads the directory of runs and starts no Python.
 _PREAMBLE = {
     "bash": """
@@ -37,9 +39,9 @@ def completion(arguments: argparse.Namespace) -> int:
     """Print the completion script of one shell."""
     parser = build_parser()
     for action in _actions(parser):
-        if action.dest in ("run", "runs"):  # shtab reads the attribute `complete` of an action
-            action.complete = _RUNS_AND_FILES if "FILE" in str(action.metavar) else _RUNS  # type: ignore[attr-defined]
-        elif action.dest in ("config", "key", "file", "second"):
+        if action.dest in _RUN_ARGUMENTS:  # shtab reads the attribute `complete` of an action
+            action.complete = _RUNS if action.metavar == "RUN" else _RUNS_AND_FILES  # type: ignore[attr-defined]
+        elif action.dest in ("config", "key", "file", "second", "sweep"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     # shtab annotates `preamble` as a string and documents a dictionary by shell.
     print(shtab.complete(parser, arguments.shell, preamble=cast(str, _PREAMBLE)))
