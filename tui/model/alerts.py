@@ -25,7 +25,8 @@ class AlertHistory:
 
     def put(self, alert: Alert) -> None:
         """Add an alert, or replace the one with its id."""
-        if alert.id not in self._by_id and len(self._by_id) >= CAPACITY:
+        self._by_id.pop(alert.id, None)  # the order is that of the last updates
+        if len(self._by_id) >= CAPACITY:
             del self._by_id[next(iter(self._by_id))]
         self._by_id[alert.id] = alert
         self.version += 1

@@ -55,7 +55,6 @@ class RankModel:
         """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
         """The last finished step."""
-        self.closing: Closing | None = None
         """Its record of the time after its last step, once it has ended."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
         """Recent finished steps, oldest first."""
@@ -84,9 +83,9 @@ class RankModel:
         self.resident_bytes = 0
         """Latest known resident set size; 0 on CUDA."""
         self.dropped = 0
+        """Messages its probe says it has dropped."""
         self.clock_offset = 0.0
         """Seconds to add to its host's times to get the hub's."""
-        """Messages its probe says it has dropped."""
         self.version = 0
         self.peak_flops: float | None = None
         """Data-sheet peak of its device for its data type, FLOP/s; None: not known."""
@@ -207,7 +206,6 @@ class RankModel:
                 self.peak = Peak(true, record.name, closing.step, begin, self.rank, after=True)
             self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
             self.reserved_peak = max(self.reserved_peak, highs[1])
-        self.closing = closing
         self.version += 1
 
     def on_hello(self, hello: Hello) -> None:

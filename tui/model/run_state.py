@@ -291,11 +291,6 @@ class RunState:
         return fit(self.ranks.values())
 
     @property
-    def stacks(self) -> dict[int, telemetry.Stacks]:
-        """The latest stacks of each rank that has any."""
-        return {rank.rank: rank.stacks for rank in self.ranks.values() if rank.stacks is not None}
-
-    @property
     def has_jobs(self) -> bool:
         """Whether the run has had more than one job."""
         return len(self.jobs) > 1

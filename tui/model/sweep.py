@@ -80,7 +80,7 @@ class SweepModel:
 
     @property
     def rows(self) -> list[Row]:
-        """Number of completed rows."""
+        """The newest row of each configuration and repeat."""
         return list(self.results.answered().values()) if self.results else []
 
     @property

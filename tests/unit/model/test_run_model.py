@@ -6,6 +6,7 @@ from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.tui.model import RunModel
+from ftmon.tui.model.alerts import CAPACITY, AlertHistory
 from ftmon.tui.model.progress import early_stop_words
 from ftmon.tui.model.status import status
 from ftmon.tui.model.timeline import EMPTY
@@ -217,6 +218,15 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     assert model.alerts.get(7) == again
     assert len(model.ranks[1].timeline.marks) == 1
     assert model.alerts.of_rank(0) == [error]
+
+
+def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
+    history = AlertHistory()
+    for number in (*range(CAPACITY), 0, CAPACITY):
+        history.put(control.Alert(number, "spike", "info", STARTED, "a spike"))
+    assert len(history) == CAPACITY
+    assert history.get(0) is not None
+    assert history.get(1) is None
 
 
 def test_a_resolved_alert_no_longer_stands() -> None:

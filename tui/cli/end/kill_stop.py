@@ -11,9 +11,7 @@ from ..access.control import ask
 from ..access.ending import wait_for_end
 from ..access.trainer_process import living_hub
 
-_END_SECONDS = 60.0
 _WRITTEN_SECONDS = 10.0
-_POLL_SECONDS = 0.1
 
 
 def kill(arguments: Namespace) -> int:
