@@ -47,6 +47,6 @@ def show_report(arguments: Namespace) -> int:
         print("\n".join(f"written: {path}" for path in outputs.values()))
     else:
         width = min(_WIDEST, shutil.get_terminal_size((100, 24)).columns)
-        for line in lines(report, width, ascii_only=arguments.ascii or terminal.wants_ascii()):
+        for line in lines(report, width, ascii_only=terminal.draws_ascii(arguments)):
             print(line)
     return 0

@@ -35,7 +35,7 @@ def explore(arguments: Namespace) -> int:
     if in_app:
         from ...screens.snapshot.app import run_explorer
 
-        run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=_ascii(arguments))
+        run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=terminal.draws_ascii(arguments))
         return 0
     reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
@@ -49,7 +49,7 @@ def explore(arguments: Namespace) -> int:
     if len(opened) == 2:
         text = [*difference_lines(opened[0], opened[1], arguments.top), "", *text]
     for line in text:
-        print(line.encode("ascii", "replace").decode() if _ascii(arguments) else line)
+        print(line.encode("ascii", "replace").decode() if terminal.draws_ascii(arguments) else line)
     return 0
 
 
@@ -89,7 +89,3 @@ def _patience(file: str) -> Generator[None, None, None]:
 
 def _difference(opened: list[list[Replay]], top: int) -> dict[str, object]:
     return {"before": opened[0][0].snapshot.path, **difference_report(opened[0], opened[1], top)}
-
-
-def _ascii(arguments: Namespace) -> bool:
-    return arguments.ascii or terminal.wants_ascii()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 
 MIN_COLUMNS = 60
@@ -32,6 +33,11 @@ def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the locale or TERM=linux (the text console) lacks the block characters the app draws with."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return not encoding.startswith("utf") or environ.get("TERM") == "linux"
+
+
+def draws_ascii(arguments: Namespace) -> bool:
+    """Return whether a command draws with ASCII only: asked to by ``--ascii``, or because the terminal has no more."""
+    return arguments.ascii or wants_ascii()
 
 
 def colours(environ: Mapping[str, str] = os.environ) -> str:

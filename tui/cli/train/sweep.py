@@ -47,7 +47,7 @@ def _in_app(arguments: Namespace) -> int:
     path = Path(arguments.output or default_output(arguments.sweep))
     if not _goes_on(path):
         _start(path, arguments)
-    model = run_sweep_app(path, ascii_only=arguments.ascii or terminal.wants_ascii())
+    model = run_sweep_app(path, ascii_only=terminal.draws_ascii(arguments))
     model.refresh()
     if model.results is None or model.results.end is None:
         again = shlex.join(["ftmon", "sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])

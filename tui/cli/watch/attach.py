@@ -27,7 +27,7 @@ def choose(arguments: Namespace) -> int:
     from ...app import run_picker
 
     run_store.checked_home()
-    return run_picker(ascii_only=_ascii(arguments))
+    return run_picker(ascii_only=terminal.draws_ascii(arguments))
 
 
 def attach(arguments: Namespace) -> int:
@@ -64,7 +64,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
         from ..foreground.follow import follow
         from ..foreground.narrate import Narrator
 
-        narrator = Narrator(ascii_only=_ascii(arguments), with_output=run.read_run().kind == "run")
+        narrator = Narrator(ascii_only=terminal.draws_ascii(arguments), with_output=run.read_run().kind == "run")
         return follow(LiveSource(run), run, narrator, standing=Standing(run, line), owned=owned)
     return _in_app(run, arguments, Standing(run, line), owned)
 
@@ -81,7 +81,7 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
     with passed_on(standing.send, owned) as stopped:
         status = run_app(
             source,
-            ascii_only=_ascii(arguments),
+            ascii_only=terminal.draws_ascii(arguments),
             read_only=arguments.read_only,
             ends=stopped.is_set,
             notices=TerminalNotices(run),
@@ -107,7 +107,7 @@ def replay(arguments: Namespace) -> int:
     from ...app import run_app
     from ...source.replay import ReplaySource
 
-    return run_app(ReplaySource(path), ascii_only=_ascii(arguments), read_only=True)
+    return run_app(ReplaySource(path), ascii_only=terminal.draws_ascii(arguments), read_only=True)
 
 
 def print_recording(path: Path, arguments: Namespace) -> int:
@@ -120,7 +120,7 @@ def print_recording(path: Path, arguments: Namespace) -> int:
     from ..foreground.narrate import Narrator
 
     model = RunModel()
-    narrator = Narrator(ascii_only=_ascii(arguments))
+    narrator = Narrator(ascii_only=terminal.draws_ascii(arguments))
     with opened(path) as reader:
         info = reader.info()
         while frames := reader.frames(model.last_seq, 2000):
@@ -141,10 +141,6 @@ def opens_app(arguments: Namespace) -> bool:
     if reason and sys.stderr.isatty():
         print(f"ftmon: {reason}; plain lines instead", file=sys.stderr)
     return not reason
-
-
-def _ascii(arguments: Namespace) -> bool:
-    return arguments.ascii or terminal.wants_ascii()
 
 
 def _bring_back_hub(run: RunDir) -> None:

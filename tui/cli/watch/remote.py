@@ -98,8 +98,7 @@ def watch_remote(
     if not (arguments.plain or terminal.why_no_app()):
         from ...app import run_app
 
-        ascii_only = arguments.ascii or terminal.wants_ascii()
-        status = run_app(source, ascii_only=ascii_only, read_only=arguments.read_only)
+        status = run_app(source, ascii_only=terminal.draws_ascii(arguments), read_only=arguments.read_only)
     else:
         status = _print_lines(source, arguments, no_answer)
     model = source.live_model
@@ -110,7 +109,7 @@ def watch_remote(
 
 def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
     """Print a run's lines until it ends or the person leaves; return the exit status, 1 where its end is unknown."""
-    narrator, outages = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii()), Outages()
+    narrator, outages = Narrator(ascii_only=terminal.draws_ascii(arguments)), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
     with counted_interrupts() as interrupts:
         source.start()
