@@ -1,13 +1,9 @@
 """The app: one timer that applies new messages and lets the screen in view paint what changed."""
 
-import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
-from textual.app import App, SystemCommand
-from textual.binding import Binding, BindingType
-from textual.keys import format_key
 from textual.screen import Screen
 
 from ..protocol.errors import FtmonError
@@ -17,11 +13,8 @@ from .model.notices import TerminalNotices
 from .screens.base import MonitorScreen
 from .screens.command_status import refusal
 from .screens.overview import OverviewScreen
+from .screens.themed_app import ThemedApp
 from .source.base import Source
-from .themes import PALETTES, theme_of
-from .widgets.drawing.glyphs import ASCII, choose
-from .widgets.drawing.palette import DARK, LIGHT
-from .widgets.drawing.theme import Theme
 from .widgets.state.app_state import AppState
 
 FIRST_POLLS = 100
@@ -31,7 +24,7 @@ FIRST_SECONDS = 3.0
 """Seconds of such polling: ranks that need longer are still starting."""
 
 
-class FtmonApp(App[None]):
+class FtmonApp(ThemedApp):
     """The terminal app on one run, or on the list of runs.
 
     Args:
@@ -45,11 +38,7 @@ class FtmonApp(App[None]):
         notices: Finds events to notify in the terminal.
     """
 
-    CSS_PATH = "ftmon.tcss"
     TITLE = "ftmon"
-    ENABLE_COMMAND_PALETTE = True
-    # Textual's own ctrl+q and ctrl+c stay; ctrl+c twice also leaves.
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave")]
 
     def __init__(
         self,
@@ -64,14 +53,7 @@ class FtmonApp(App[None]):
         notices: TerminalNotices | None = None,
         ends: "Callable[[], bool]" = lambda: False,
     ) -> None:
-        no_color = bool(os.environ.get("NO_COLOR"))
-        # With native ANSI colours Textual's answer to NO_COLOR is no colour at all; else it would be shades of grey.
-        super().__init__(ansi_color=True if no_color else None)
-        for palette in PALETTES.values():
-            self.register_theme(theme_of(palette))
-        theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
-        self.app_state = AppState(source, theme, read_only)
-        self.theme = theme.palette.name
+        super().__init__(source, ascii=ascii, light=light, read_only=read_only)
         self.fps = fps
         self._play = play
         self._notices = notices
@@ -154,28 +136,11 @@ class FtmonApp(App[None]):
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Offer every action of the screen in view by name."""
-        seen: set[str] = set()
-        for _, binding, _, tooltip in screen.active_bindings.values():
-            if binding.action in seen or not binding.tooltip or binding.action == "command_palette":
-                continue
-            seen.add(binding.action)
-            sign = format_key(binding.key)  # "?" of question_mark
-            name = sign if len(sign) == 1 and sign.isascii() else binding.key
-            action = binding.action if "." in binding.action else f"screen.{binding.action}"
-            yield SystemCommand(
-                f"{binding.description}  ({name})", tooltip or binding.tooltip, lambda a=action: self._do(a)
-            )
-
-    def _do(self, action: str) -> None:
-        self.call_later(self.run_action, action)
+    def repaint(self) -> None:
+        """Apply new messages and paint."""
+        self.pump()
 
     # What keys do on every screen.
-
-    def action_detach(self) -> None:
-        """Leave; the run continues."""
-        self.exit()
 
     def action_toggle_play(self) -> None:
         """Hold the view, or play on."""
@@ -217,14 +182,6 @@ class FtmonApp(App[None]):
     def action_coarser(self) -> None:
         """Let a graph's column cover more time."""
         self.app_state.coarser()
-        self.pump()
-
-    def action_theme(self) -> None:
-        """Switch between light and dark."""
-        before = self.app_state.theme
-        palette = LIGHT if before.palette.dark else DARK
-        self.app_state.theme = Theme(palette, before.glyphs, before.color)
-        self.theme = palette.name
         self.pump()
 
     # Other screens.

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ftmon.protocol.messages.telemetry import LogLine
-from ftmon.tui.app import FtmonApp
+from ftmon.tui.app import FtmonApp, _run
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.help import HelpScreen
 from ftmon.tui.screens.logs import LogList, LogsScreen
@@ -309,6 +310,16 @@ async def test_q_leaves(source: ReplaySource) -> None:
         await settled(pilot)
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running, "the end")
+
+
+def test_an_error_that_ends_the_app_is_its_status(source: ReplaySource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    app = FtmonApp(source)
+    monkeypatch.setattr(app, "run", partial(app.run, headless=True, size=(80, 24)))
+    monkeypatch.setattr(app, "pump", fail)
+    assert _run(app) == 1
 
 
 async def test_without_a_run_the_list_of_runs_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def shows(snap_compare: Any, replays: dict[str, list[Replay]], monkeypatch: pyte
             # What the foot says for a few seconds would be there or not.
             app.app_state.show_message("")
             await pilot.pause()
-            app._tick()
+            app.repaint()
             await pilot.pause()
 
         return snap_compare(app, terminal_size=size, run_before=play)

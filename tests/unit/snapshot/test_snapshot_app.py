@@ -9,4 +9,4 @@ async def test_a_timer_that_fires_while_the_app_closes_does_nothing() -> None:
     async with app.run_test() as pilot:
         await pilot.pause()
     assert not app.screen_stack
-    app._tick()  # raised ScreenStackError under load, as an app that closes removes its screens first
+    app.repaint()  # raised ScreenStackError under load, as an app that closes removes its screens first

@@ -35,8 +35,8 @@ def explore(arguments: Namespace) -> int:
     if in_app:
         from ...screens.snapshot.app import run_explorer
 
-        run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=terminal.draws_ascii(arguments))
-        return 0
+        before = opened[0] if len(opened) > 1 else []
+        return run_explorer(opened[-1], before, ascii_only=terminal.draws_ascii(arguments))
     reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
         # Of two files the second is described, as how things are now, and what is different about it.

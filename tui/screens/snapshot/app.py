@@ -40,7 +40,9 @@ class SnapshotApp(OneScreenApp):
         return SnapshotScreen(self.app_state, self.explorer)
 
 
-def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> None:
-    """Run until the user quits."""
+def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> int:
+    """Run until the user quits; return 0, or 1 if an error ended the app."""
     freeze_garbage_collector()
-    SnapshotApp(replays, before, ascii=ascii_only).run()
+    app = SnapshotApp(replays, before, ascii=ascii_only)
+    app.run()
+    return app.return_code or 0
