@@ -43,7 +43,7 @@ def first_line(text: str, limit: int = 200) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Count things whose plural ends in s: ``1 message``, ``1,204 messages``."""
+    """Count things: ``1 rank``, ``2,000 steps``; the plural ends in s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -70,11 +70,6 @@ def ranks_counted(ranks: Iterable[int]) -> str:
     """Count and name every rank: ``rank 3``, ``7 ranks (0-2, 4-7)``."""
     ordered = sorted(set(ranks))
     return f"rank {ordered[0]}" if len(ordered) == 1 else f"{len(ordered)} ranks ({_ranges(ordered)})"
-
-
-def counted(count: int, noun: str) -> str:
-    """Count things: ``1 rank``, ``2 ranks``, ``2,000 steps``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _ranges(ordered: Sequence[int]) -> str:

@@ -105,9 +105,10 @@ def create(name: str, command: list[str], kind: str, options: RunOptions | None 
 def _working_directory() -> str:
     try:
         path = os.getcwd()
-        path.encode()
     except OSError:
         raise RunDirError("the working directory no longer exists; change to another one") from None
+    try:
+        path.encode()
     except UnicodeEncodeError:
         raise RunDirError(f"{path}: the path of the working directory is not UTF-8; change to another one") from None
     return path
