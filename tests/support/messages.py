@@ -275,7 +275,7 @@ EXAMPLES: tuple[Message, ...] = (
         temperature_c=64.0,
         sm_clock_mhz=1980,
         memory_clock_mhz=3201,
-        throttle_reasons=["power cap"],
+        throttle_reasons=["sw_power_cap"],
         processes=[ProcessMemory(4321, 44 * GIB, 3, "python3.11")],
     ),
     Composition(
