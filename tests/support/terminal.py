@@ -136,6 +136,8 @@ def open_terminal(columns: int, lines: int, environ: Mapping[str, str], folder: 
     kind = TmuxTerminal if shutil.which("tmux") else PtyTerminal
     terminal = kind(columns, lines, environ, folder)
     try:
+        # What is typed before is shown in front of the prompt, not behind it.
+        wait_for(terminal, "$")
         yield terminal
     finally:
         terminal.close()
