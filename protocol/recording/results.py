@@ -9,6 +9,16 @@ from ..messages.control import Alert
 from ..messages.wire import UNREADABLE, Frame, decode_body
 from .phase_peaks import PeakMark
 
+_OPEN_STATES = ("", "starting", "training", "stopping")
+"""States of a run whose end is not recorded."""
+
+
+def run_state(recorded: str, live: bool) -> str:
+    """Return the state of a run whose recording ends with the state ``recorded``: ``lost`` if it never ended."""
+    if recorded not in _OPEN_STATES:
+        return recorded
+    return (recorded or "starting") if live else "lost"
+
 
 class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Contents of a recording. Times are seconds since the epoch; an empty recording has zeros."""

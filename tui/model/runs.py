@@ -8,12 +8,9 @@ import msgspec
 from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.host.process import is_alive
 from ...protocol.recording.reader import Reader
-from ...protocol.recording.results import RecordingInfo
+from ...protocol.recording.results import RecordingInfo, run_state
 from ...protocol.run import run_store
 from ...protocol.run.rundir import RunDir
-
-OPEN_STATES = ("", "starting", "training", "stopping")
-"""States of a run without a recorded end; if neither hub nor launcher is alive, it is ``lost``."""
 
 
 class RunEntry(msgspec.Struct, frozen=True):
@@ -76,11 +73,7 @@ class RunList:
         live = end is None and (launched or run.living_hub() is not None)
         info, problem = self._info(run)
         recorded = info.state if info else ""
-        state = recorded
-        if end is not None:
-            state = end.state
-        elif recorded in OPEN_STATES:
-            state = (recorded or "starting") if live else "lost"
+        state = end.state if end is not None else run_state(recorded, live)
         last = max(info.last_t if info else 0.0, content.created)
         size = _size(run)
         return RunEntry(
@@ -132,7 +125,7 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     if info is None:
         with Reader(path, once=True) as reader:
             info = reader.info()
-    state = ("lost" if info.state in OPEN_STATES else info.state) if not info.live else info.state or "starting"
+    state = run_state(info.state, info.live)
     size = sum(found for _, found in _sizes(path))
     return RunEntry(
         id=info.run_id or path.parent.name,

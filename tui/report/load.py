@@ -15,7 +15,7 @@ from ...protocol.analysis.estimates.measured import (
 )
 from ...protocol.errors import UsageError
 from ...protocol.recording.reader import Reader
-from ...protocol.recording.results import StepPoint
+from ...protocol.recording.results import StepPoint, run_state
 from ...protocol.run.endings import ending_in_words
 from ...protocol.sweep.rows import RankRow
 from ...protocol.sweep.store import Results, read
@@ -128,10 +128,11 @@ def _run(target: str, warm_up: int) -> RunData:
     with Reader(recording) as reader:
         series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}
     hello = found.hellos[min(found.hellos)] if found.hellos else None
+    ending = f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else ""
     facts = [
         ("command", " ".join(info.command)),
         ("host", info.host),
-        ("state", info.state + (f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else "")),
+        ("state", run_state(info.state, info.live) + ending),
         ("steps", f"{info.last_step:,}"),
         ("ranks", str(len(info.ranks))),
     ]

@@ -267,6 +267,7 @@ def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path: Path, capsys
     (section,) = json.loads(out)["sections"]
     assert status == 0
     assert "-" not in dict(section["facts"])["time"]
+    assert dict(section["facts"])["state"] == "lost", "as 'ftmon status' has it"
     assert dict(section["facts"])["cost"].startswith("0.00")
 
 
