@@ -56,9 +56,14 @@ def of_run(end: "ExitFile") -> int:
     return CAUSES.get(end.cause) or of_training(end.exit_code)
 
 
-def of_error(error: FtmonError) -> int:
-    """Return the status of ``ftmon run`` where ftmon itself could not go on."""
+def of_error(error: FtmonError, usage: int = RUN_USAGE) -> int:
+    """Return the status of a command that starts a run where ftmon itself could not go on.
+
+    Args:
+        error: the reason.
+        usage: the command's status for wrong usage.
+    """
     if isinstance(error, HubError):
         return LOST
-    usage = isinstance(error, UsageError) and not isinstance(error, StartError)
-    return RUN_USAGE if usage else NOT_STARTED
+    wrong = isinstance(error, UsageError) and not isinstance(error, StartError)
+    return usage if wrong else NOT_STARTED

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import start_ranks
 from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run import exits
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 from ports import free_port
 
@@ -78,6 +79,15 @@ def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_
         wait_until_nothing_is_left(late.newest())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "launcher| no data at /nowhere" in done.stdout, "as the hub tells it"
+
+
+@pytest.mark.parametrize("words", [["demo"], ["run", "--", "true"]])
+def test_a_run_without_a_place_for_its_directory_is_not_started(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "file").touch()
+    with ftmon_home(tmp_path / "home", FTMON_HOME=str(tmp_path / "file")) as home:
+        done = home.run(*words)
+    assert done.returncode == exits.NOT_STARTED
+    assert "is not a directory" in done.stderr
 
 
 @pytest.mark.parametrize(

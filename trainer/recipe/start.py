@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...protocol.errors import FtmonError, UsageError
+from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..launch import start
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = start_trainer(request, _demo(request) if request.kind == "demo" else _train(request))
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return error.exit_status
+        return exits.of_error(error, exits.WRONG_USAGE)
     except OSError as error:
         # A path of the configuration, such as one with a name longer than a file system takes.
         refusal = UsageError(f"{error.filename or 'the configuration'}: cannot be used: {error.strerror or error}")

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.link import keys
+from ftmon.protocol.messages.control import RunState
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.cli.main import main
 from ftmon.tui.cli.watch.remote import parse_address, read_server_key, watch_remote
@@ -53,6 +55,18 @@ def test_keys_are_let_in_and_out(
     assert f"{public}  the laptop" in capsys.readouterr().out
     assert main(["keys", f"--remove={public}"]) == 0
     assert "no other key" in capsys.readouterr().out
+
+
+def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / RUN.id)
+    run.path.mkdir(mode=0o700)
+    run.write_run(RUN)
+    run.write_exit(ExitFile(-9, RUN.created, "failed"))
+    frames = list(Stream(ranks=1, steps=8, finished=False).frames())
+    end = RunState("failed", frames[-1].t, "killed by SIGKILL", -9)
+    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, end)])
+    arguments = Namespace(plain=True, ascii=True, read_only=False)
+    assert watch_remote(LiveSource(run), arguments, [], lambda: UsageError("no answer")) == 137
 
 
 def test_lines_of_a_run_that_ended_while_there_was_no_connection_end_too(

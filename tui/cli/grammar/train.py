@@ -32,8 +32,8 @@ def _predict(commands: "Commands") -> None:
     predict.epilog = (
         "COMMAND starts a script: deepspeed, torchrun, accelerate launch or python. The script is run up to "
         "deepspeed.initialize. "
-        "The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 predicted, 2 wrong usage or a "
-        "configuration that cannot be used. Method and errors: docs/predict.md."
+        "The allocator's settings are read from PYTORCH_ALLOC_CONF, or else PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 "
+        "predicted, 2 wrong usage or a configuration that cannot be used. Method and errors: docs/predict.md."
     )
     predict.add_argument(
         "config", nargs="?", metavar="CONFIG.yaml", help="the configuration that 'ftmon train' would run"

@@ -2,6 +2,8 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,8 +16,21 @@ from ....protocol.run.start_request import StartRequest
 from ....protocol.run.starter import CommandEnd
 from ..access.trainer_process import SCRIPT, StartFailedError, become, print_config, require_training, start_run
 from ..foreground.outcome import attach_line
+from ..output.printable import OutputError
 
 
+@contextmanager
+def _own_statuses(usage: int) -> Generator[None]:
+    """Make errors of a command that starts a run end with their status of ``protocol.run.exits``."""
+    try:
+        yield
+    except (StartFailedError, OutputError):
+        raise
+    except FtmonError as error:
+        raise StartFailedError(str(error), exits.of_error(error, usage)) from None
+
+
+@_own_statuses(exits.WRONG_USAGE)
 def demo(arguments: Namespace) -> int:
     """Fine-tune a small model on this machine and watch it."""
     require_training()
@@ -30,6 +45,7 @@ def demo(arguments: Namespace) -> int:
     return _start_and_watch(arguments, request)
 
 
+@_own_statuses(exits.WRONG_USAGE)
 def train(arguments: Namespace) -> int:
     """Train with the given configuration and show the run, or print a default configuration."""
     require_training()
@@ -42,21 +58,13 @@ def train(arguments: Namespace) -> int:
     return _start_and_watch(arguments, request)
 
 
+@_own_statuses(exits.RUN_USAGE)
 def run(arguments: Namespace) -> int:
     """Watch a script that knows nothing of ftmon; return its exit status, or one of ``protocol.run.exits.OWN``.
 
     Raises:
         StartFailedError: it could not be started, or its end is unknown.
     """
-    try:
-        return _run(arguments)
-    except StartFailedError:
-        raise
-    except FtmonError as error:
-        raise StartFailedError(str(error), exits.of_error(error)) from None
-
-
-def _run(arguments: Namespace) -> int:
     if not arguments.command:
         raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
     if arguments.join:

@@ -108,7 +108,7 @@ def watch_remote(
 
 
 def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
-    """Print a run's lines until it ends or the person leaves; return the exit status, 1 where its end is unknown."""
+    """Print a run's lines until it ends or the person leaves; return the training's status, 1 where it is unknown."""
     narrator, outages = Narrator(ascii_only=terminal.draws_ascii(arguments)), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
     with counted_interrupts() as interrupts:
@@ -128,7 +128,7 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
     if not source.model.ended:  # the run ended while there was no connection
         print(source.connection.text or "the run has ended; how is unknown here")
         return 1
-    return 0 if source.model.exit_code in (0, None) else 1
+    return exits.of_training(source.model.exit_code or 0)
 
 
 def _no_answer(address: str) -> UsageError:
