@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.messages.telemetry import LogLine
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.app import FtmonApp, _run
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.help import HelpScreen
@@ -19,6 +20,7 @@ from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.ranks.rank_grid import RankGrid
 from scenes import hanging, recorded, settled, until
+from streams import Stream, write
 from textual.widget import Widget
 
 
@@ -183,16 +185,21 @@ async def test_logs_of_one_rank(source: ReplaySource) -> None:
         assert "output of rank 0" in shown(app)
 
 
-async def test_logs_of_a_rank_that_failed_before_its_first_message(source: ReplaySource) -> None:
+async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=2, steps=8).frames())
+    line = LogLine(9, frames[-1].t, "err", "ImportError: no module named flash")
+    write(tmp_path / "recording.sqlite", [*frames, Frame(frames[-1].seq + 1, frames[-1].t, line)])
+    source = ReplaySource(tmp_path / "recording.sqlite", at_end=True)
     app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
-        model = app.app_state.model
-        model.logs.put(model.last_seq + 1, LogLine(9, model.now, "err", "ImportError: no module named flash"))
-        await pilot.press("l", "left")
-        await settled(pilot)
-        assert "ImportError" in shown(app)
-        assert app.screen.query_one(LogList).rank == 9
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(pilot)
+            await pilot.press("l", "left")
+            await settled(pilot)
+            assert "ImportError" in shown(app)
+            assert app.screen.query_one(LogList).rank == 9
+    finally:
+        source.close()
 
 
 async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:

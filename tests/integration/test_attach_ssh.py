@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,15 +99,14 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
 
 def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTMON_REMOTE", "sleep 600;")
-    before = set(os.listdir("/tmp"))
     words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", server.url]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as attached:
-        made = eventually(lambda: [name for name in set(os.listdir("/tmp")) - before if "ftmon-ssh-" in name], "it")
-        control = Path("/tmp", made[0], "control")
-        eventually(control.exists, "the connection")
-        attached.send_signal(signal.SIGINT)
-        assert attached.wait(20) == 130
-    assert not control.parent.exists()
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the socket of the connection
+        monkeypatch.setenv("TMPDIR", folder)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as attached:
+            eventually(lambda: list(Path(folder).glob("ftmon-ssh-*/control")), "the connection")
+            attached.send_signal(signal.SIGINT)
+            assert attached.wait(20) == 130
+        assert not list(Path(folder).glob("ftmon-ssh-*"))
 
 
 def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer) -> None:
@@ -182,8 +182,8 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     if remote:
         monkeypatch.setenv("FTMON_REMOTE", remote)
-    before = set(os.listdir("/tmp"))
+    before = set(os.listdir(tempfile.gettempdir()))
     with pytest.raises(UsageError, match=re.escape(words)) as error:
         attach_ssh(parse(["attach", "--plain", address.replace("URL", server.url)]))
     assert "\n" not in str(error.value)
-    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("ftmon-ssh-")]
+    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("ftmon-ssh-")]

@@ -118,7 +118,12 @@ async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that
 
     try:
         async with app.run_test(size=(80, 24)) as pilot:
-            await until(pilot, lambda: source.can_command and app.app_state.model.ranks[0].stacks, "the stacks")
+
+            def has_stacks() -> object:
+                rank = app.app_state.model.ranks.get(0)
+                return source.can_command and rank is not None and rank.stacks
+
+            await until(pilot, has_stacks, "the stacks")
             await pilot.press("s")
             lines = app.screen.query_one(StackList)
             assert lines.waiting
