@@ -95,6 +95,25 @@ def test_free_memory_is_not_that_of_this_hosts_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_dry_run_writes_none_of_deepspeeds_outputs(stage: int, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 1, "vocab_size": 512}))
+    profile, logs = tmp_path / "profile.txt", tmp_path / "logs"
+    profile.write_text("kept")
+    settings = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "csv_monitor": {"enabled": True, "output_path": str(logs)},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(profile)},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    words = ("--model", str(tmp_path / "model.json"), "--deepspeed", str(tmp_path / "ds.json"))
+    done = ftmon("predict", *words, "--sequence-length", "8")
+    assert done.returncode == 0, done.stderr
+    assert profile.read_text() == "kept"
+    assert not logs.exists()
+
+
 def test_what_deepspeed_refuses_is_one_line_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 1}))
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 7}}))

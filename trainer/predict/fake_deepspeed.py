@@ -6,6 +6,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+_OUTPUTS = frozenset(
+    ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "dump_state", "autotuning")
+)
+"""Sections of DeepSpeed's configuration that write files, start a service's run or end the process."""
+
 
 def prepare(ranks: int, rank: int) -> None:
     """Set the environment of one of ``ranks`` ranks; before DeepSpeed is imported."""
@@ -45,6 +50,7 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
         fetched: called with a module whose parameters ZeRO-3 has gathered.
     """
     import deepspeed.accelerator.cuda_accelerator as cuda_accelerator
+    import deepspeed.runtime.config as ds_config
     import deepspeed.runtime.engine as ds_engine
     import deepspeed.runtime.zero.parameter_offload as offload
     import deepspeed.runtime.zero.partition_parameters as partition
@@ -53,6 +59,14 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     del all_ops
+    config: Any = ds_config.DeepSpeedConfig
+    read_settings = config._initialize_params
+
+    def without_outputs(self: Any, param_dict: dict[str, Any]) -> None:
+        # A dry run's values are no measurements, and its configuration may come from somebody else's recording.
+        read_settings(self, {key: value for key, value in param_dict.items() if key not in _OUTPUTS})
+
+    config._initialize_params = without_outputs
     # Free memory is that of the GPU that is pretended, not of one of this host, if NVML knows any.
     accelerator: Any = cuda_accelerator
     accelerator.pynvml = None
