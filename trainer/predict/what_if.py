@@ -59,15 +59,15 @@ def table(
         add(remedy)
     as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "", capacity_bytes)
     ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
-    if not any(one.fits for one in ranked):
-        best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
-        best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
-        for count in (2, 3):
-            if len(best) >= count and not any(option.peak_bytes <= capacity_bytes for option, _ in found.values()):
-                together = joined(given, allocator, best[:count])
-                if together is not None:
-                    add(together)
-        ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
+    best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
+    best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
+    for count in (2, 3):
+        if len(best) < count or any(one.fits for one in ranked):
+            break
+        together = joined(given, allocator, best[:count])
+        if together is not None:
+            add(together)
+            ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
     return [_row(one, found[one.option.name][1]) for one in ranked]
 
 

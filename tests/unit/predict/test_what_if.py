@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict import deepspeed_file, jobs, what_if
+from ftmon.trainer.predict import answer, deepspeed_file, jobs, what_if
+from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 
@@ -101,6 +102,28 @@ def test_changes_are_joined_unless_they_set_the_same_key(config: str) -> None:
     assert joined.name == "checkpointing + ZeRO 3"
     assert joined.prepare().stage == 3
     assert what_if.joined(given(config=config), Settings(), [found["ZeRO 3"], found["ZeRO 3"]]) is None
+
+
+def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predict(job: jobs.Prepared, capacity: int | None = None, price: float | None = None) -> Prediction:
+        del price
+        assert capacity is not None
+        if job.stage == 3:
+            raise ConfigError("refused")
+        saved = 40 * job.offload + 40 * (job.micro_batch < 4)
+        needed = 150 - saved
+        rank = Rank(0, {"backward": Phase(needed, needed)}, 0, needed)
+        return Prediction("m", 1, 3, [Point(64, job.micro_batch, [rank], 0, needed, needed <= capacity, "", needed)])
+
+    monkeypatch.setattr(answer, "predict", predict)
+    arguments = given(config=config, price=None)
+    base = predict(jobs.prepare(arguments, Settings()), 100)
+    rows = what_if.table(arguments, Settings(), base, 100, lambda _: None)
+    assert [row.name for row in rows if row.refused] == ["ZeRO 3"]
+    (fits,) = [row for row in rows if row.fits]
+    assert set(fits.name.split(" + ")) == {"micro-batch 2", "optimizer offload"}
 
 
 def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
