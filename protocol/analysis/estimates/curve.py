@@ -178,7 +178,7 @@ def sample_curve(
     The range is halved where the middle does not lie on the straight line between its ends, for some phase.
 
     Args:
-        predict: peak bytes of each phase at a length.
+        predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
         low: lowest length.
         high: highest length.
         tolerance: share of the peak within which the middle counts as on the line.
@@ -202,6 +202,7 @@ def sample_curve(
         begin, half, stop = value(start), value(middle), value(end)
         share = (middle - start) / (end - start)
         allowed = tolerance * max(half.values())
-        if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in half):
+        common = begin.keys() & half.keys() & stop.keys()
+        if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in common):
             ranges += [(start, middle), (middle, end)]
     return dict(sorted(points.items()))

@@ -63,7 +63,7 @@ def pool(rows: Iterable[Row]) -> list[Pooled]:
 
 
 def _pooled(rows: list[Row]) -> Pooled:
-    done = [row for row in rows if row.verdict == "done" and row.ranks]
+    done = [row for row in rows if row.verdict == "done" and any(rank.steps for rank in row.ranks)]
     failed: list[Verdict] = [row.verdict for row in rows if row.verdict != "done"]
     verdict: Verdict = failed[0] if failed else "done"
     top = max(done, key=lambda row: row.peak_bytes, default=None)
@@ -109,7 +109,8 @@ def curves(pooled: Sequence[Pooled], axis: str = "") -> list[Curve]:
         others = {name: value for name, value in one.settings.items() if name != axis}
         if _whole(one.settings.get(axis)) is not None:
             groups.setdefault(key_of(others), []).append(one)
-    return [_curve(axis, group) for group in groups.values() if len(group) > 1]
+    found = (_curve(axis, group) for group in groups.values() if len(group) > 1)
+    return [curve for curve in found if curve is not None]
 
 
 def curve_axis(settings: Sequence[Settings]) -> str:
@@ -124,10 +125,12 @@ def curve_axis(settings: Sequence[Settings]) -> str:
     return best if best and counts[best] > 1 else ""
 
 
-def _curve(axis: str, group: Sequence[Pooled]) -> Curve:
+def _curve(axis: str, group: Sequence[Pooled]) -> Curve | None:
     by_value = {value: one for one in group if (value := _whole(one.settings[axis])) is not None}
     phases = {value: _phases(one) for value, one in sorted(by_value.items())}
     common = set.intersection(*(set(found) for found in phases.values()))
+    if not common:
+        return None
     tolerance = RESIDENT_ERROR if any(one.on_cpu for one in group) else TOLERANCE
     lines = pieces(
         {value: {name: found[name] for name in sorted(common)} for value, found in phases.items()}, tolerance

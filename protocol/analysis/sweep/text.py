@@ -53,7 +53,8 @@ def row_text(row: Row) -> str:
     words = [f"{gib(row.peak_bytes)} in {row.peak_phase}" if row.peak_phase else "no memory was measured"]
     if off := deviation_text(row.predicted, row.peak_bytes, row.on_cpu):
         words.append(f"predicted {off}")
-    words.append(f"{row.step_ms:,.1f} ms a step")
+    if row.step_ms:
+        words.append(f"{row.step_ms:,.1f} ms a step")
     if row.tokens_per_second:
         words.append(f"{row.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words) + (f"; {row.note}" if row.note else "")

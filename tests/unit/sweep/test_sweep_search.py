@@ -102,6 +102,15 @@ def test_where_the_phase_changes_is_found_by_few_runs_where_it_is_predicted() ->
     assert len(runs) == len(set(runs)) <= 7
 
 
+def test_a_phase_that_only_the_middle_of_the_range_has_is_no_part_of_the_curve() -> None:
+    def measure(seq: int) -> dict[str, float]:
+        return {"backward": 8.0 * GIB + seq * 2 * MIB, **({"idle": float(GIB)} if 100 < seq < 900 else {})}
+
+    points, pieces = phase_curve(measure, 1, 1024)
+    assert "idle" in points[512]
+    assert [piece.phase for piece in pieces] == ["backward"]
+
+
 def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -> None:
     rows = [row(seq, repeat, ms=100.0 + 2 * repeat) for seq in (128, 512, 1024, 2048, 4096) for repeat in range(3)]
     pooled = pool(rows)
@@ -115,6 +124,26 @@ def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -
     assert best is not None
     assert best.settings["seq"] == 4096
     assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
+
+
+def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
+    rows = [Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, ranks=[RankRow(0)]) for seq in (64, 32)]
+    rows += [row(seq) for seq in (128, 512)]
+    assert (pool(rows)[0].peak_bytes, pool(rows)[0].step_ms) == (None, None)
+    assert [list(curve.points) for curve in curves(pool(rows))] == [[128, 512]]
+    best = fastest(pool([rows[0], row(128)]))
+    assert best is not None
+    assert best.settings["seq"] == 128
+    assert fastest(pool(rows[:2])) is None
+    assert result_lines(rows[:2], None) == []
+
+
+def test_configurations_without_a_common_phase_have_no_curve() -> None:
+    rows = [
+        Row({"seq": seq}, "done", 0.0, ranks=[RankRow(0, 3, 10.0, phases={name: PhaseFigures(GIB)})])
+        for seq, name in ((64, "forward"), (128, "backward"))
+    ]
+    assert curves(pool(rows)) == []
 
 
 def test_a_resident_set_is_compared_with_no_prediction_for_gpus() -> None:
