@@ -1,5 +1,6 @@
 """Reads a run's results from its recording: figures of each rank after the warm-up, and the cause of a failure."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,20 +42,21 @@ def progress(run: RunDir, now: float) -> Live:
     """Return a live run's progress from its recording; what cannot be read yet counts as nothing."""
     try:
         with Reader(run.recording) as reader:
-            state = [frame.message for frame in reader.state_at(float("inf"))]
+            state = [frame.message for frame in reader.state_at(math.inf)]
+            steps = _steps_of_all(reader, state)
     except RecordingError:
         return Live(0, 0.0)
     hung = [alert.time for alert in state if isinstance(alert, Alert) and alert.kind == "hang" and not alert.resolved]
-    return Live(_steps_of_all(state), now - min(hung) if hung else 0.0)
+    return Live(steps, now - min(hung) if hung else 0.0)
 
 
-def _steps_of_all(state: Sequence[object]) -> int:
+def _steps_of_all(reader: Reader, state: Sequence[object]) -> int:
+    """Return how many steps every rank has taken; not the last one's number, which continues after a resume."""
     world = max((message.world_size for message in state if isinstance(message, Hello)), default=0)
-    last: dict[int, int] = {}
-    for message in state:
-        if isinstance(message, Step):
-            last[message.rank] = max(last.get(message.rank, 0), message.step)
-    return min(last.values()) if world and len(last) >= world else 0
+    ranks = {message.rank for message in state if isinstance(message, Step)}
+    if not world or len(ranks) < world:
+        return 0
+    return min(sum(point.count for point in reader.series(rank, 0.0, math.inf, limit=1)) for rank in ranks)
 
 
 def rank_rows(recorded: RecordedRun, warm_up: int, most: int) -> list[RankRow]:
