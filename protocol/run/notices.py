@@ -83,7 +83,7 @@ def check_target(target: str) -> None:
     """Refuse a target that cannot work here.
 
     Raises:
-        UsageError: it is empty, no valid address, or ``desktop`` without ``notify-send``.
+        UsageError: it is empty, no valid address, one with a password, or ``desktop`` without ``notify-send``.
     """
     if not target.strip():
         raise UsageError("--notify needs a command, a webhook's address, 'desktop' or 'terminal'")
@@ -92,6 +92,10 @@ def check_target(target: str) -> None:
             host, _ = urlsplit(target).hostname, urlsplit(target).port
         except ValueError as error:
             raise UsageError(f"--notify {target}: not an address: {error}") from None
+        if urlsplit(target).username is not None:
+            raise UsageError(
+                f"--notify {shown(target)}: a user and password in an address are not sent; use a command such as curl"
+            )
         if not host:
             raise UsageError(f"--notify {target}: the address names no host")
         if " " in target or not target.isascii() or not target.isprintable():
@@ -101,8 +105,11 @@ def check_target(target: str) -> None:
 
 
 def shown(target: str) -> str:
-    """Name a target without what may be secret in it: a webhook's path and query."""
-    return f"{urlsplit(target).scheme}://{urlsplit(target).hostname}" if is_webhook(target) else target
+    """Name a target without what may be secret in it: a webhook's path and query, a command's arguments."""
+    if is_webhook(target):
+        return f"{urlsplit(target).scheme}://{urlsplit(target).hostname}"
+    word = target.split(maxsplit=1)[0]
+    return "a command" if "=" in word else word  # a variable of its environment
 
 
 def is_webhook(target: str) -> bool:

@@ -92,8 +92,8 @@ def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address
     files = [path for path in run.path.rglob("*") if path.is_file() and path.name != "notify.json"]
     assert not [path for path in files if b"/secret" in path.read_bytes()]
     hub_log = run.logs / "hub.log"
-    eventually(lambda: "notify exit 7: exit status 7" in hub_log.read_text(), "the third target is given up")
-    eventually(lambda: "notify exit 7" in rules(run), "an alert about it")
+    eventually(lambda: "notify exit: exit status 7" in hub_log.read_text(), "the third target is given up")
+    eventually(lambda: "notify exit" in rules(run), "an alert about it")
 
 
 def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -104,6 +104,9 @@ def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: 
         deliver(server.address, NOTICE)
     with pytest.raises(DeliveryError, match="refused"):
         deliver("http://127.0.0.1:9/", NOTICE)
+    with pytest.raises(DeliveryError) as error:
+        deliver("http://alice:S3cretPw@127.0.0.1/", NOTICE)
+    assert "S3cretPw" not in str(error.value)
     monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.2)
     with pytest.raises(DeliveryError, match="was ended after"):
         deliver("sleep 60 & wait", NOTICE)

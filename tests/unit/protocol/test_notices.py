@@ -123,16 +123,22 @@ def test_a_terminals_sequence_holds_no_escape_of_the_title():
         "http://[::1/",
         "http://h/\u00e4",
         "http://h/\n",
+        "https://alice:S3cretPw@h/hook",
+        "https://alice@h/hook",
     ],
 )
 def test_a_target_that_cannot_work_is_refused_before_the_run(target: str):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as refusal:
         check_target(target)
+    assert "S3cretPw" not in str(refusal.value)
 
 
-def test_a_webhooks_secret_is_not_shown():
+def test_what_may_be_secret_in_a_target_is_not_shown():
     assert shown("https://hooks.slack.com/services/T0/B0/SECRET?x=1") == "https://hooks.slack.com"
-    assert shown("mail me") == "mail me"
+    assert shown("https://alice:S3cretPw@h/hook") == "https://h"
+    assert shown("curl -H 'Authorization: Bearer SECRET' https://h") == "curl"
+    assert shown("TOKEN=SECRET notify.sh") == "a command"
+    assert shown("desktop") == "desktop"
 
 
 def test_the_help_names_every_event(capsys: pytest.CaptureFixture[str]):

@@ -41,7 +41,7 @@ class Notifier(threading.Thread):
         notify: targets and their events.
         run: the run's identifier.
         host: this host's name.
-        failed: called, from this thread, with the target (without a URL's path, which may be secret) and the reason.
+        failed: called, from this thread, with the target (``shown``: without what may be secret) and the reason.
     """
 
     def __init__(self, notify: Notify, run: str, host: str, failed: Callable[[str, str], object]) -> None:
@@ -119,6 +119,8 @@ def _post(address: str, notice: Notice) -> None:
             pass
     except urllib.error.HTTPError as error:
         raise DeliveryError(f"the server answered {error.code}") from None
+    except http.client.InvalidURL:  # its text has parts of the address
+        raise DeliveryError("the address is not valid") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise DeliveryError(str(getattr(error, "reason", error))) from None
 
