@@ -20,6 +20,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
+from ...protocol.text import escape_json, sanitize
 from ..host.low_priority import end_with_parent, lower_priority
 from . import deepspeed_file, jobs, show
 from .result import Prediction
@@ -38,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         with quietly():
             prediction = predict(arguments)
     except FtmonError as error:
-        print(f"ftmon: {_placed(str(error), arguments.deepspeed)}", file=sys.stderr)
+        print(sanitize(f"ftmon: {_placed(str(error), arguments.deepspeed)}"), file=sys.stderr)
         return error.exit_status
     if arguments.json:
-        print(msgspec.json.encode(prediction).decode())
+        print(escape_json(msgspec.json.encode(prediction).decode()))
     else:
         print(show.render(prediction), end="")
     return 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ...protocol.analysis.estimates.largest import Largest
 from ...protocol.analysis.text.curve import describe_curve
-from ...protocol.text import duration, gib
+from ...protocol.text import duration, gib, sanitize
 from .result import Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
@@ -21,7 +21,10 @@ Method and errors: docs/predict.md.
 
 
 def render(prediction: Prediction) -> str:
-    """Return tables of the points: peaks of each phase, what the highest consists of, time, and whether it fits."""
+    """Return tables of the points: peaks of each phase, what the highest consists of, time, and whether it fits.
+
+    Names and keys of somebody else's configuration are in it, so each line is made safe for a terminal.
+    """
     head = (
         f"{prediction.model}: {prediction.parameters:,} parameters, {prediction.trainable:,} trained; "
         f"{prediction.ranks} x {prediction.gpu}; GiB a rank\n"
@@ -42,7 +45,7 @@ def render(prediction: Prediction) -> str:
                 row.append("yes" if point.fits else f"no: {point.fails_in}")
             rows.append(row)
     curve = f"{describe_curve(prediction.pieces)}{_between(prediction.points)}\n" if prediction.pieces else ""
-    return "".join(
+    text = "".join(
         (
             head,
             _table(names, rows),
@@ -60,6 +63,7 @@ def render(prediction: Prediction) -> str:
             _BASIS,
         )
     )
+    return "\n".join(sanitize(line, 4 * len(line)) for line in text.split("\n"))
 
 
 def _between(points: list[Point]) -> str:

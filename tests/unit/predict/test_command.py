@@ -1,5 +1,7 @@
 """The process of ``ftmon predict``."""
 
+from pathlib import Path
+
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import jobs
@@ -14,6 +16,16 @@ def test_a_wrong_allocator_setting_names_its_variable_once(
     assert capsys.readouterr().err == (
         "ftmon: PYTORCH_CUDA_ALLOC_CONF: expandable_segments must be True or False, not maybe\n"
     )
+
+
+def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {}, "\\u001b[2Jx": 1, "\\u001b[2Jx": 2}')
+    assert main(["--model", "m", "--deepspeed", str(tmp_path / "ds.json")]) == 2
+    error = capsys.readouterr().err
+    assert "is given twice" in error
+    assert error.rstrip("\n").isprintable()
 
 
 def test_a_gpu_that_is_not_in_the_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,3 +60,10 @@ def test_a_slope_between_two_lengths_is_called_an_average() -> None:
         text = render(msgspec.structs.replace(FOUND, points=points[:count], pieces=curve))
         (line,) = (line for line in text.splitlines() if line.startswith("backward leads at +1.0 MiB a token"))
         assert ("on average" in line) is said
+
+
+def test_a_name_from_somebody_elses_configuration_cannot_reach_the_terminal_as_an_escape() -> None:
+    notes = ["ds.json: unknown key \x1b]52;c;eHg=\x07\x9b2J\u202e is ignored by DeepSpeed"]
+    text = render(msgspec.structs.replace(FOUND, model="m\x1b[2J.json", notes=notes))
+    assert text.startswith("m.json: 1,000 parameters")
+    assert text.replace("\n", "").replace("\ufffd", "").isprintable()
