@@ -180,7 +180,7 @@ class _Blocks(NamedTuple):
 
 
 def _size(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < _LARGEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
         raise ValueError(f"an invalid size: {str(value)[:40] if isinstance(value, int | float | str) else '?'}")
     return value
 

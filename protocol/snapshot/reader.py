@@ -80,7 +80,10 @@ class SnapshotReading:
         data = self._out.read(length) if 0 < length < _LARGEST_PART else b""
         if not data or len(data) < length:
             raise self._refusal()
-        return msgspec.msgpack.decode(data, type=kind)
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except msgspec.MsgspecError as error:
+            raise SnapshotError(f"{self._path}: refused: {error}; the file is damaged or malicious") from None
 
     def _refusal(self) -> SnapshotError:
         """Return why there is nothing more to read."""

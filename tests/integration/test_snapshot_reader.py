@@ -68,6 +68,22 @@ def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes,
     assert words in refusal(path)
 
 
+WRONG_TYPES: dict[str, dict[str, Any]] = {
+    "size": {"segments": [{"device": True, "total_size": True, "blocks": []}]},
+    "time": {
+        "segments": [],
+        "external_annotations": [{"name": "a", "stage": "START", "time_us": True}, {"name": "a", "time_us": 1}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_truth_values_in_place_of_numbers_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(pickle.dumps(WRONG_TYPES[name]))
+    assert refusal(path)
+
+
 HOSTILE = {
     # One opcode asks for a memo of two thousand million entries.
     "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
