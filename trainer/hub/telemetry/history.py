@@ -124,6 +124,13 @@ class HistoryServer(threading.Thread):
 
 
 def _bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Limit a query's arguments to the size of one answer."""
-    asked = {name: args[name] for name in ("limit", "columns") if isinstance(args.get(name), int)}
+    """Limit a query's arguments to the size of one answer.
+
+    Raises:
+        ProtocolError: a limit is no number.
+    """
+    asked = {name: args[name] for name in ("limit", "columns") if name in args}
+    for name, number in asked.items():
+        if not isinstance(number, int | float):
+            raise ProtocolError(f"{name} must be a number, not {type(number).__name__}")
     return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}
