@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import pynvml
@@ -36,7 +37,10 @@ class Predictor:
         self._say = say
         self.notes: list[str] = []
         """Why predictions are missing."""
-        self.capacity_bytes = spec.capacity_bytes or _capacity()
+        smallest = smallest_gpu()
+        self.capacity_bytes = spec.capacity_bytes or (smallest.memory_bytes if smallest else None)
+        self._gpu = smallest.name if smallest and find_gpu(smallest.name) else ""
+        """NVML's name of this host's GPUs; empty: not in the table, and ``ftmon predict`` takes its default."""
         self._gpus = len(usable_gpus())
         self.on = spec.predict and bool(spec.config) and self.capacity_bytes is not None
         """Whether anything is predicted: only for ftmon's trainer, and where a capacity is known."""
@@ -68,17 +72,12 @@ class Predictor:
         """Return the whole prediction; None, and a note, where there is none."""
         varied = {name: value for name, value in settings.items() if name != LENGTH}
         try:
-            ranks = self._ranks(varied)
+            words = self.words(varied, lengths)
         except FtmonError as error:
             return self._none(str(error))
-        words = [f"--sequence-length={','.join(map(str, sorted(set(lengths))))}"] if lengths else []
-        if self.capacity_bytes is not None:
-            beside = round(beside_pytorch(min(ranks, _GPUS_OF_A_HOST), -(-ranks // _GPUS_OF_A_HOST)).value)
-            words.append(f"--capacity={max(1, self.capacity_bytes - beside)}")
-        command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words, f"--ranks={ranks}", "--json", "--"]
         try:
             done = subprocess.run(
-                [*command, self._spec.config, *overrides(self._spec, varied)],
+                [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env=job(self._spec, varied, "predict").environment,
@@ -98,9 +97,25 @@ class Predictor:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _ranks(self, settings: Settings) -> int:
-        config = load(self._spec.config, overrides(self._spec, settings)).config
-        return config.run.ranks or self._gpus or 1
+    def words(self, settings: Settings, lengths: Sequence[int]) -> list[str]:
+        """Return the arguments of ``ftmon predict`` for a configuration.
+
+        Raises:
+            FtmonError: the configuration cannot be used.
+        """
+        assignments = overrides(self._spec, settings)
+        config = load(self._spec.config, assignments).config
+        ranks = config.run.ranks or self._gpus or 1
+        words = [f"--ranks={ranks}", "--json"]
+        if lengths:
+            words.append(f"--sequence-length={','.join(map(str, sorted(set(lengths))))}")
+        if self._gpu:
+            words.append(f"--gpu={self._gpu}")
+        if self.capacity_bytes is not None:
+            hosts = -(-ranks // _GPUS_OF_A_HOST)
+            beside = beside_pytorch(min(ranks, _GPUS_OF_A_HOST), hosts, config.zero.offload_optimizer)
+            words.append(f"--capacity={max(1, self.capacity_bytes - round(beside.value))}")
+        return [*words, "--", self._spec.config, *assignments]
 
 
 def _length(settings: Settings) -> int:
@@ -120,8 +135,16 @@ def predicted(point: Point) -> Predicted:
     return Predicted(phases[highest], highest, reserved, point.nvml_bytes, point.fits, phases)
 
 
-def _capacity() -> int | None:
-    """Return the memory of the smallest GPU of this host; None where PyTorch can use none."""
+class HostGpu(NamedTuple):
+    """A GPU of this host."""
+
+    name: str
+    """As NVML calls it."""
+    memory_bytes: int
+
+
+def smallest_gpu() -> HostGpu | None:
+    """Return the GPU of this host with the least memory; None where PyTorch can use none."""
     if not usable_gpus():
         return None
     try:
@@ -130,7 +153,8 @@ def _capacity() -> int | None:
         return None
     samples = nvml.samples("", 0.0, {})
     nvml.close()
-    kinds = {sample.index: find_gpu(sample.name) for sample in samples}
-    return min(
-        (gpu.memory_bytes if (gpu := kinds[sample.index]) else sample.total_bytes for sample in samples), default=None
-    )
+    gpus = [
+        HostGpu(sample.name, gpu.memory_bytes if (gpu := find_gpu(sample.name)) else sample.total_bytes)
+        for sample in samples
+    ]
+    return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
