@@ -155,9 +155,15 @@ def _progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
 def _allocator() -> Settings:
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
-        return Settings.parse(text)
+        settings = Settings.parse(text)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if settings.per_process_memory_fraction < 1:
+        raise ConfigError(
+            "PYTORCH_CUDA_ALLOC_CONF: per_process_memory_fraction is not predicted; leave it out, and give "
+            "what PyTorch may reserve with --capacity"
+        )
+    return settings
 
 
 @contextlib.contextmanager

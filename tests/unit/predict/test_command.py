@@ -18,6 +18,17 @@ def test_a_wrong_allocator_setting_names_its_variable_once(
     )
 
 
+def test_a_share_of_the_gpu_is_refused_with_the_option_that_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.9")
+    assert main(["--model", "m"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftmon: PYTORCH_CUDA_ALLOC_CONF: per_process_memory_fraction ")
+    assert "--capacity" in error
+    assert len(error.splitlines()) == 1
+
+
 def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
