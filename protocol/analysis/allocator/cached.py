@@ -69,19 +69,26 @@ class CachedMemory(ExpandableMemory):
         self.driver.release(block.address, block.size)
 
     def _release_oversize(self, pool: Pool, rounded: int, stream: int) -> bool:
-        """Release free blocks that may not be split, until enough for a request is free; True if it is."""
+        """Release free blocks that may not be split, until enough for a request is free; True if it is.
+
+        Those of expandable segments stay: their pages are unmapped with the rest of the cache
+        (``release_available_cached_blocks``).
+        """
         if self._max_split == UNLIMITED:
             return False
         entries = pool.free.get(stream, [])
         sought = max(rounded, self._max_split)
         at = bisect_left(entries, (sought,))  # type: ignore[arg-type]
-        if at < len(entries):
+        if at < len(entries) and entries[at][2].expandable is None:
             self._release(entries[at][2])
             return True
         released = 0
-        while released < sought and entries and entries[-1][0] >= self._max_split:
-            released += entries[-1][0]
-            self._release(entries[-1][2])
+        for size, _, block in reversed(entries[:at]):
+            if released >= sought or size < self._max_split:
+                break
+            if block.expandable is None:
+                released += size
+                self._release(block)
         return released >= sought
 
     def _collect_garbage(self) -> None:

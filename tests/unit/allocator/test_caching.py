@@ -112,6 +112,16 @@ def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_reques
     assert CachingAllocator(settings).allocate(12 * MIB)
 
 
+def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released() -> None:
+    settings = Settings(expandable_segments=True, max_split_size_bytes=32 * MIB)
+    model = CachingAllocator(settings, capacity_bytes=150 * MIB)
+    first = model.allocate(100 * MIB)
+    model.allocate(20 * MIB)
+    model.free(first)
+    model.allocate(70 * MIB)  # the free block is more than 20 MiB too large
+    assert (model.reserved, model.retries) == (100 * MIB, 1)
+
+
 def test_only_oversize_blocks_are_released_where_that_is_enough() -> None:
     model = CachingAllocator(Settings(max_split_size_bytes=32 * MIB), capacity_bytes=150 * MIB)
     held = [model.allocate(size * MIB) for size in (20, 40, 60)]
