@@ -35,7 +35,7 @@ def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir
     assert read_join(copy).pushed
     assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
     assert read_join(path).secret not in log.read_text()
-    assert "-p 2222 there" in log.read_text()
+    assert "-p 2222 -- there" in log.read_text(), "a name in a hostfile is no option of ssh"
     assert not read_join(path).pushed, "the file of a shared directory was replaced"
 
 

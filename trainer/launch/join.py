@@ -154,7 +154,7 @@ def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *port]
     here = ("localhost", "127.0.0.1", socket.gethostname())
     return {
-        f"{host} was not given the run's key over ssh": [*ssh, *options, host, script]
+        f"{host} was not given the run's key over ssh": [*ssh, *options, "--", host, script]
         for host in hosts.hosts
         if host not in here
     }
