@@ -23,6 +23,9 @@ CHANNELS = ("telemetry", "ranks", "stream", "control", "query", "agents")
 stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps. agents: ROUTER to the agents
 of other hosts, which pass on what their ranks send."""
 
+LOCAL_CHANNEL = "telemetry"
+"""Not bound over TCP, where nothing uses it: what arrives on it counts as sent by a process of the hub's host."""
+
 AGENT_CHANNELS = ("ranks", "agents")
 """The channels that an agent uses, and over TCP an agent alone."""
 

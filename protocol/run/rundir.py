@@ -77,7 +77,7 @@ class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
     host: str
     started: float
     listen: dict[str, str] = {}
-    """The same channels over TCP with CURVE, when the run was started with --listen."""
+    """Those that other hosts use, over TCP with CURVE, when the run was started with --listen."""
     server_key: str = ""
     """The public CURVE key of the TCP side."""
     read_only: bool = False

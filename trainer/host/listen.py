@@ -1,11 +1,14 @@
-"""The ``--listen HOST:PORT`` option: one TCP port for each of the hub's channels, counted up from PORT."""
+"""The ``--listen HOST:PORT`` option: a TCP port for each of the hub's channels but ``LOCAL_CHANNEL``.
+
+PORT and those after it, in the order of ``CHANNELS``; that of ``LOCAL_CHANNEL`` stays free.
+"""
 
 import ipaddress
 import socket
 from typing import NamedTuple
 
 from ...protocol.errors import UsageError
-from ...protocol.link.sockets import CHANNELS
+from ...protocol.link.sockets import CHANNELS, LOCAL_CHANNEL
 
 
 class Listen(NamedTuple):
@@ -15,9 +18,10 @@ class Listen(NamedTuple):
     port: int
 
     def addresses(self) -> dict[str, str]:
-        """Return every channel's ``tcp://`` address."""
+        """Return the ``tcp://`` address of every channel that other hosts reach."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return {channel: f"tcp://{host}:{self.port + offset}" for offset, channel in enumerate(CHANNELS)}
+        ports = {channel: self.port + offset for offset, channel in enumerate(CHANNELS)}
+        return {channel: f"tcp://{host}:{port}" for channel, port in ports.items() if channel != LOCAL_CHANNEL}
 
 
 def parse_listen(text: str) -> Listen:

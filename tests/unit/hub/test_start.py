@@ -102,11 +102,12 @@ def test_a_run_is_named_after_its_script(command, name):
     assert start.default_name(command) == name
 
 
-def test_listen_gives_every_channel_a_port_of_its_own():
+def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
     addresses = parse_listen("127.0.0.1:7420").addresses()
-    assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7420, 7426)]
+    assert addresses["ranks"] == "tcp://127.0.0.1:7421"
+    assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7421, 7426)]
     assert parse_listen(":7420").host == "0.0.0.0"
-    assert parse_listen("[::1]:7420").addresses()["telemetry"] == "tcp://[::1]:7420"
+    assert parse_listen("[::1]:7420").addresses()["agents"] == "tcp://[::1]:7425"
 
 
 def test_an_address_of_another_host_cannot_be_listened_on():

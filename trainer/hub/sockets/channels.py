@@ -1,4 +1,4 @@
-"""The hub's bound sockets: one per channel on this host, and another one each if the run listens on TCP."""
+"""The hub's bound sockets: one per channel on this host, and more if the run listens on TCP."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ class Channels:
         self.remote = RemoteSockets(self._context, run, listen)
 
     def of(self, channel: str) -> "list[zmq.Socket[Any]]":
-        """Return a channel's local socket and, if the run listens on TCP, its TCP socket."""
+        """Return a channel's local socket and, if it has one, its TCP socket."""
         remote = self.remote.sockets.get(channel)
         return [self._local[channel]] + ([remote] if remote is not None else [])
 

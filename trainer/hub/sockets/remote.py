@@ -1,4 +1,4 @@
-"""The hub's TCP sockets (``--listen``): a second, encrypted socket per channel for clients on the allow-list.
+"""The hub's TCP sockets (``--listen``): a second, encrypted socket for each channel that other hosts use.
 
 CURVE is a property of a socket, not of an address, so each channel needs a second socket. Apps and agents have
 different keys: an agent's key opens only the agents' channels, an app's key all others.
@@ -12,9 +12,6 @@ from ....protocol.errors import FtmonError
 from ....protocol.link import keys, sockets
 from ....protocol.run.rundir import RunDir
 from ...host.listen import parse_listen
-
-_OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
-"""Channels for agents' keys only: an app must not be able to send messages for a rank."""
 
 
 class RemoteSockets:
@@ -57,7 +54,8 @@ class RemoteSockets:
         for channel, address in addresses.items():
             socket = sockets.hub_socket(context, channel)
             self.sockets[channel] = socket
-            domain = keys.AGENT_DOMAIN if channel in _OF_AGENTS else keys.ZAP_DOMAIN
+            # An app must not be able to send messages for a rank.
+            domain = keys.AGENT_DOMAIN if channel in sockets.AGENT_CHANNELS else keys.ZAP_DOMAIN
             sockets.secure_server(socket, pair, domain)
             sockets.bind(socket, address)
         self.addresses = addresses
