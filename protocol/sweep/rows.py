@@ -5,11 +5,12 @@ from typing import Literal
 import msgspec
 
 from ..host.process import ProcessId
+from ..messages.bounds import Whole
 
 FORMAT = 1
 """Version of the file. Another one is refused."""
 
-Value = str | int | float | bool | None
+Value = str | Whole | float | bool | None
 """Of one axis."""
 Settings = dict[str, Value]
 """One configuration of the sweep: a value for each axis."""
@@ -35,9 +36,9 @@ class Search(msgspec.Struct, frozen=True, omit_defaults=True):
 
     goal: Goal
     axis: str = ""
-    low: int = 1
-    high: int = 1
-    step: int = 1
+    low: Whole = 1
+    high: Whole = 1
+    step: Whole = 1
 
 
 class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
@@ -50,9 +51,9 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
     fingerprint: str
     """Hash of what a row depends on besides its settings: base configuration or command, steps, environment."""
     axes: list[str]
-    steps: int
+    steps: Whole
     """Measured steps of a run."""
-    warm_up: int
+    warm_up: Whole
     """Steps at the beginning that are discarded."""
     created: float
     host: str = ""
@@ -63,14 +64,14 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prediction of a configuration by ``ftmon predict``; the highest rank's figures."""
 
-    peak_bytes: int
+    peak_bytes: Whole
     """Allocated peak of the highest phase."""
     phase: str
-    reserved_bytes: int
-    nvml_bytes: int
+    reserved_bytes: Whole
+    nvml_bytes: Whole
     fits: bool | None = None
     """None: no capacity was known."""
-    phases: dict[str, int] = {}
+    phases: dict[str, Whole] = {}
     """Allocated peak by phase."""
 
 
@@ -88,12 +89,12 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     process: ProcessId
     runs: list[Planned]
     """Of a search, only what is known beforehand."""
-    repeats: int = 1
+    repeats: Whole = 1
     budget: Budget = Budget()
     search: Search | None = None
     timeout: float = 0.0
     """Seconds after which a run is ended."""
-    capacity_bytes: int | None = None
+    capacity_bytes: Whole | None = None
     notes: list[str] = []
     """Why predictions are missing, in words."""
     columns: list[str] = []
@@ -105,7 +106,7 @@ class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
 
     time: float
     settings: Settings
-    repeat: int = 0
+    repeat: Whole = 0
     run: str = ""
     """The run directory."""
 
@@ -113,9 +114,9 @@ class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
 class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """One phase over the measured steps of a rank: highest peaks, median times."""
 
-    allocated_peak_bytes: int = 0
-    reserved_peak_bytes: int = 0
-    resident_peak_bytes: int = 0
+    allocated_peak_bytes: Whole = 0
+    reserved_peak_bytes: Whole = 0
+    resident_peak_bytes: Whole = 0
     """Resident set (CPU ranks): there the true high-water mark."""
     host_ms: float = 0.0
     device_ms: float | None = None
@@ -131,8 +132,8 @@ class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank of a run."""
 
-    rank: int
-    steps: int = 0
+    rank: Whole
+    steps: Whole = 0
     """Measured steps."""
     step_ms: float = 0.0
     """Median."""
@@ -140,9 +141,9 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
     step_ms_high: float = 0.0
     tokens_per_second: float = 0.0
     phases: dict[str, PhaseFigures] = {}
-    reserved_peak_bytes: int = 0
+    reserved_peak_bytes: Whole = 0
     """Highest of all steps, warm-up included: reserved memory is not given back."""
-    nvml_bytes: int = 0
+    nvml_bytes: Whole = 0
     """Highest that NVML showed for its process; 0: not known."""
     device: str = ""
     loss: float | None = None
@@ -170,17 +171,17 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
     """When it ended."""
     seconds: float = 0.0
     """From its start until its GPUs were seen to be empty."""
-    repeat: int = 0
+    repeat: Whole = 0
     run: str = ""
     """The run's identifier; empty where it was refused."""
     text: str = ""
     """The evidence, one line."""
     phase: str = ""
     """Where it failed."""
-    rank: int | None = None
+    rank: Whole | None = None
     """Which rank failed, first or alone."""
-    step: int | None = None
-    asked_bytes: int = 0
+    step: Whole | None = None
+    asked_bytes: Whole = 0
     """What the failed allocation asked for."""
     ranks: list[RankRow] = []
     predicted: Predicted | None = None
@@ -239,7 +240,7 @@ class Ended(msgspec.Struct, tag="end", frozen=True, omit_defaults=True):
     reason: Literal["finished", "budget", "failure", "interrupted", "gpus"]
     """``failure``: --fail-fast; ``gpus``: memory of the last run is still held."""
     text: str = ""
-    not_run: int = 0
+    not_run: Whole = 0
     """Planned runs without a row; of a search, 0."""
 
 

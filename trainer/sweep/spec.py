@@ -311,7 +311,10 @@ def _scalar(node: Node, path: str) -> Value:
         raise ConfigError(
             f"{yaml_nodes.place(node)}: {path} must be a number or a word, not {yaml_nodes.describe(node)}"
         )
-    return plain_scalar(node, path)
+    value = plain_scalar(node, path)
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be a whole number of at most 64 bits")
+    return value
 
 
 def _text(node: Node | None, path: str) -> str:

@@ -1,5 +1,6 @@
 """The results file of a sweep: rows survive a torn line, and other people's files are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes, rea
     path = tmp_path / "r.jsonl"
     path.write_bytes(content)
     with pytest.raises(ResultsError, match=reason) as refused:
+        read(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["settings", "peak"])
+def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path: Path, place: str) -> None:
+    path = written(tmp_path / "r.jsonl")
+    line = path.read_text().count("\n") + 1
+    figures = {"allocated_peak_bytes": 10**400 if place == "peak" else 1}
+    row = {
+        "type": "row",
+        "settings": {"a": 10**400 if place == "settings" else 1},
+        "verdict": "done",
+        "time": 1.0,
+        "ranks": [{"rank": 0, "steps": 1, "phases": {"forward": figures}}],
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ResultsError, match=rf"r\.jsonl:{line}: is no entry of a results file") as refused:
         read(path)
     assert "\n" not in str(refused.value)
 

@@ -126,6 +126,10 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
             "sweep.yaml:2: one_process goes without search",
         ),
         ("config: train.yaml\none_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
+        (
+            f"command: python {{a}}\naxes: {{a: [{1 << 63}]}}\n",
+            "sweep.yaml:2: axes.a must be a whole number of at most 64 bits",
+        ),
         ("- 1\n", "must hold keys such as config and axes"),
     ],
 )
