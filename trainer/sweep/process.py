@@ -73,16 +73,20 @@ class Running:
             ended: called twice a second; why the run is to end now, empty: it is not.
         """
         why = ""
-        while self._exit() is None and not self._line.closed:
+        while not why and not self._over():
             self._wait(_POLL_SECONDS)
-            why = "timeout" if time.monotonic() >= deadline else ended()
-            if why:
-                self._end()
-                break
+            if not self._over():  # else it ended by itself meanwhile
+                why = "timeout" if time.monotonic() >= deadline else ended()
+        if why:
+            self._end()
         closing = time.monotonic() + _CLOSING_SECONDS
         while not self._line.closed and time.monotonic() < closing:
             self._wait(_POLL_SECONDS)
         return Ending(self.run, self._exit(), why, self._clear())
+
+    def _over(self) -> bool:
+        """Return whether the run has ended, or its launcher is gone."""
+        return self._exit() is not None or self._line.closed
 
     def _exit(self) -> ExitFile | None:
         self._line.read()
@@ -97,7 +101,7 @@ class Running:
         """Ask the launcher to end the run; it kills what is left after the run's grace."""
         asked = False
         deadline = time.monotonic() + STOP_GRACE_SECONDS + _END_SECONDS
-        while self._exit() is None and not self._line.closed and time.monotonic() < deadline:
+        while not self._over() and time.monotonic() < deadline:
             launcher = self._line.launcher or self.run.read_run().launcher
             if not asked and launcher is not None and is_alive(launcher):
                 with contextlib.suppress(ProcessLookupError):
