@@ -96,7 +96,8 @@ def _message(found: Any, seconds: float) -> Prediction:
     points: list[PredictedPoint] = []
     for point in found.points:
         # Stages 1 and 2 differ by rank, and so does their list; of ranks that are alike one is enough.
-        different = differing(1, found.ranks) if point.ranks[0].phases != point.ranks[-1].phases else [0]
+        alike = all(rank.phases == point.ranks[0].phases for rank in point.ranks)
+        different = [0] if alike else differing(1, found.ranks)
         for number in different:
             phases = [
                 PredictedPhase(name, phase.allocated_peak_bytes, phase.reserved_peak_bytes, phase.parts)
