@@ -1,4 +1,4 @@
-"""Parts of messages about blocks of memory: who allocated them, and the segments they lie in. Bytes are bytes."""
+"""Parts of messages about blocks of memory: the stacks that allocated them, and the segments that contain them."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import msgspec
 from .bounds import Whole
 
 MemoryMeasure = Literal["cuda", "glibc"]
-"""Whose figures ``allocated`` and ``reserved`` are: PyTorch's CUDA allocator's, or glibc's own (mallinfo2)."""
+"""Source of ``allocated`` and ``reserved``: PyTorch's CUDA allocator, or glibc (mallinfo2)."""
 
 
 class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -19,15 +19,15 @@ class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     """``file:line function``, innermost last."""
     largest_bytes: Whole = 0
     kept_bytes: Whole = 0
-    """Of ``bytes``, what outlived the phase: growth, and no part of what came and went."""
+    """The part of ``bytes`` that outlived the phase: growth, not transient."""
 
 
 class SegmentUse(msgspec.Struct, frozen=True, array_like=True):
-    """How one segment of the CUDA caching allocator is used. Encoded as an array: there are hundreds."""
+    """Use of one segment of the CUDA caching allocator. Encoded as an array, because there are hundreds."""
 
     size_bytes: Whole
     allocated_bytes: Whole
     largest_free_bytes: Whole
     free_blocks: Whole
     flags: str = ""
-    """``s``: serves requests up to 1 MiB only; ``e``: expandable; ``p``: of a private pool; empty: neither."""
+    """``s``: serves requests up to 1 MiB only; ``e``: expandable; ``p``: in a private pool; empty: none of these."""

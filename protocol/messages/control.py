@@ -33,7 +33,7 @@ class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=Tru
     state: RankStateName
     time: Time
     text: str = ""
-    """Why, in a few words: ``not in all_gather #8841, in data loading``."""
+    """The reason, in a few words: ``not in all_gather #8841, in data loading``."""
     since: Time = 0.0
     pid: int = 0
     exit_code: int | None = None
@@ -55,29 +55,29 @@ class RunState(msgspec.Struct, tag="run_state", frozen=True, omit_defaults=True)
 
 
 class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
-    """Something a person should know, with its evidence. Sent again with the same ``id`` when it changes."""
+    """A problem for the user's attention, with its evidence. Sent again with the same ``id`` when it changes."""
 
     id: int
     kind: AlertKind
     severity: Severity
     time: Time
     title: str
-    """One line, fit for a list: ``rank 1 optimizer +0.9 GiB for 4 ms``."""
+    """One line, for lists: ``rank 1 optimizer +0.9 GiB for 4 ms``."""
     rank: Rank | None = None
     ranks: list[Rank] = []
     step: int | None = None
     phase: str = ""
     text: str = ""
-    """What it means and what to do, a few sentences."""
+    """Meaning and advice, a few sentences."""
     evidence: dict[str, Any] = {}
     resolved: Time | None = None
-    """When it ended by itself; None while it stands."""
+    """When it was resolved; None while it is active."""
     count: int = 1
-    """How often it repeated since it was raised."""
+    """Number of occurrences since it was raised."""
 
 
 class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True):
-    """The monitor's own health, once in a few seconds."""
+    """The monitor's own health, sent every few seconds."""
 
     time: Time
     pid: int
@@ -85,21 +85,21 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
     recorded: int
     published: int
     lost: dict[str, int] = {}
-    """Messages known lost, by sender: gaps in its numbering plus those it reported as dropped."""
+    """Messages known to be lost, by sender: gaps in its numbering plus messages it reported as dropped."""
     unknown: int = 0
     """Messages of a type this version does not know."""
     refused: int = 0
     """Messages refused: another major version, or not decodable."""
     recording_bytes: int = 0
     recording_error: str = ""
-    """Why nothing is being recorded (a full disk, say); empty: recording works."""
+    """Why recording fails, such as a full disk; empty: it works."""
     cpu_percent: float = 0.0
     dropped_traces: int = 0
-    """Traces of captured steps that were not analysed: too many waited, or they were none."""
+    """Traces of captured steps that were not analysed, because too many were queued or they were invalid."""
 
 
 class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
-    """A request to act. ``id`` is unique to its sender; made from a ``verbs.Verb``, and decoded to one."""
+    """A request to act. ``id`` is unique per sender. Encoded from a ``verbs.Verb``, and decoded to one."""
 
     id: str
     verb: str
@@ -107,7 +107,7 @@ class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
 
 
 class Accepted(msgspec.Struct, tag="accepted", frozen=True, omit_defaults=True):
-    """First answer to a command or query: it was understood and is under way, or it was refused and why."""
+    """First answer to a command or query: it is being executed, or it was refused (``text`` gives the reason)."""
 
     id: str
     ok: bool
@@ -115,7 +115,7 @@ class Accepted(msgspec.Struct, tag="accepted", frozen=True, omit_defaults=True):
 
 
 class Result(msgspec.Struct, tag="result", frozen=True, omit_defaults=True):
-    """Last answer to a command: what happened. Recorded and published too, with the verb and who asked."""
+    """Last answer to a command: its outcome. Also recorded and published, with the verb and the sender."""
 
     id: str
     ok: bool
@@ -126,7 +126,7 @@ class Result(msgspec.Struct, tag="result", frozen=True, omit_defaults=True):
 
 
 class Query(msgspec.Struct, tag="query", frozen=True, omit_defaults=True):
-    """A request for history: ``name`` is a method of ``ftmon.protocol.recording.reader.Reader``, ``args`` its own."""
+    """A request for history: a method of ``ftmon.protocol.recording.reader.Reader``, and its arguments."""
 
     id: str
     name: str
@@ -134,7 +134,7 @@ class Query(msgspec.Struct, tag="query", frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
-    """The answer to a query: ``data`` is the method's result encoded in msgpack, or ``error`` says why not."""
+    """The answer to a query: ``data`` is the method's result encoded in msgpack, or ``error`` says why it failed."""
 
     id: str
     ok: bool

@@ -1,4 +1,4 @@
-"""Messages about a run's health that change slowly: data loaders, compilations, checksums, disks, and GPUs' faults.
+"""Messages about a run's health: data loaders, compilations, checksums, losses per batch, disks, and GPU faults.
 
 Times called ``time`` are seconds since the epoch on the sender's clock; sizes are bytes.
 """
@@ -12,7 +12,7 @@ class DataLoaderInfo(msgspec.Struct, frozen=True):
     """Settings of the PyTorch DataLoader that a rank trains from."""
 
     workers: Whole = 0
-    """``num_workers``; 0: the training thread loads by itself."""
+    """``num_workers``; 0: the training thread loads the batches."""
     prefetch_factor: Whole = 0
     """Batches that each worker loads ahead; 0 without workers."""
     pin_memory: bool = False
@@ -30,13 +30,13 @@ class Compilation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Current step when the rank's publisher detected it."""
     seconds: float = 0.0
     reason: str = ""
-    """Why it was compiled again, Dynamo's words; empty for the first time."""
+    """Why it was compiled again, as reported by Dynamo; empty for the first compilation."""
     failed: str = ""
-    """Why it could not be, the exception's type; empty: it was."""
+    """The type of the exception with which the compilation failed; empty: it succeeded."""
 
 
 class Compiles(msgspec.Struct, tag="compiles", frozen=True, omit_defaults=True):
-    """What ``torch.compile`` compiled on a rank since the message before; sent at most once a second."""
+    """Frames that ``torch.compile`` compiled on a rank since the previous message; sent at most once a second."""
 
     rank: Rank
     time: Time
@@ -64,32 +64,32 @@ class Checksum(msgspec.Struct, tag="checksum", frozen=True, omit_defaults=True):
     time: Time
     parameters: list[ParameterSum]
     cost_us: Whole = 0
-    """What it cost the training thread."""
+    """Cost to the training thread."""
 
 
 class BatchLoss(msgspec.Struct, tag="batch_loss", frozen=True, omit_defaults=True):
-    """The loss of a step's first micro-step, taken now and then: ranks with equal inputs must have equal ones."""
+    """The loss of the first micro-step of sampled steps: ranks with equal inputs must have equal losses."""
 
     rank: Rank
     step: Whole
     time: Time
     inputs: Name
-    """Fingerprint of what the dataloader gave and the model was called with."""
+    """Fingerprint of the dataloader's batch and the model's arguments."""
     loss: float
-    """What was backpropagated, before any loss scale."""
+    """The loss that was backpropagated, without loss scaling."""
     precision: float = 0.0
-    """Relative difference from which on rounding no longer explains one."""
+    """Largest relative difference that rounding explains."""
     cost_us: Whole = 0
-    """What it cost the training thread."""
+    """Cost to the training thread."""
 
 
 class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file system that the run writes to."""
 
     path: str
-    """A directory on it that the run uses."""
+    """A directory on this file system that the run uses."""
     use: str
-    """What for: ``run directory``, ``output``, ``working directory``, ``TMPDIR`` or ``/dev/shm``."""
+    """Purpose: ``run directory``, ``output``, ``working directory``, ``TMPDIR`` or ``/dev/shm``."""
     free_bytes: Whole
     """Available to this user."""
     total_bytes: Whole
@@ -104,7 +104,7 @@ class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
 
 
 class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaults=True):
-    """Faults and links of a GPU by NVML; None: this card or driver does not report it.
+    """Faults and links of a GPU from NVML; None: not reported by this card or driver.
 
     Sent when it changed, and once a minute.
     """
@@ -114,14 +114,14 @@ class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaul
     time: Time
     uuid: Name = ""
     ecc_corrected: Whole | None = None
-    """Since the driver was loaded."""
+    """Corrected errors since the driver was loaded."""
     ecc_uncorrected: Whole | None = None
     remap_pending: bool = False
-    """A memory row is to be remapped at the next reset of the GPU."""
+    """A memory row will be remapped at the next reset of the GPU."""
     remap_failed: bool = False
     pcie_gen: Whole | None = None
     pcie_gen_max: Whole | None = None
-    """The fastest that the device and its slot allow."""
+    """Highest generation that the device and its slot support."""
     pcie_width: Whole | None = None
     pcie_width_max: Whole | None = None
     pcie_replays: Whole | None = None
@@ -135,8 +135,8 @@ class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):
     time: Time
     code: Whole
     index: int = -1
-    """NVML's index of the GPU; -1: not known."""
+    """NVML's index of the GPU; -1: unknown."""
     bus: Name = ""
-    """PCI address, as the kernel's log writes it."""
+    """PCI address as in the kernel log."""
     text: str = ""
-    """The driver's line in the kernel's log; empty when NVML reported it."""
+    """The driver's line in the kernel log; empty if NVML reported it."""

@@ -1,7 +1,7 @@
 """Messages about the other hosts of a run: between an agent there and the hub, and from the hub to the apps.
 
-An agent forwards its ranks' telemetry over the ``agents`` channel. Each forwarded message has a number of the agent's
-own, and is kept by the agent until the hub confirms that this number is recorded.
+An agent forwards its ranks' telemetry over the ``agents`` channel. It numbers each forwarded message, and keeps it
+until the hub confirms that this number is recorded.
 """
 
 import struct
@@ -29,13 +29,13 @@ class KernelKill(msgspec.Struct, frozen=True, omit_defaults=True):
     name: _Text = ""
     """The process's name in the kernel log."""
     killed_bytes: Whole = 0
-    """Its anonymous resident memory according to the kernel log."""
+    """The process's anonymous resident memory according to the kernel log."""
     limits_bytes: Annotated[list[Whole], Meta(max_length=16)] = []
     """Memory limits of its control groups."""
     kills: Whole = 0
-    """Out-of-memory kills that its control group counts; 0: not the evidence."""
+    """Out-of-memory kills counted by its control group; 0: the count is not the evidence."""
     recent_kills: Whole = 0
-    """Those of them just before it died."""
+    """Kills counted just before it died."""
     resident_bytes: Whole = 0
     """Its resident memory at the last sample; 0: unknown."""
 
@@ -47,17 +47,17 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: Whole
     start_ticks: Whole
     alive: bool
-    """The very process (pid and start time) exists and is no zombie."""
+    """The process (pid and start time) exists and is not a zombie."""
     proc_state: str = ""
     """The state letter of /proc/PID/stat."""
     exit_code: Whole | None = None
     signal: Whole | None = None
     kernel_kill: KernelKill | None = None
-    """Of a process that SIGKILL ended: what is known there of the kernel's part in it."""
+    """For a process ended by SIGKILL: evidence for or against the kernel's OOM killer, from its host."""
 
 
 class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=True):
-    """An agent's introduction and sign of life: once a second, and when a process of its ranks changed."""
+    """An agent's heartbeat: sent once a second, and when the state of a rank's process changed."""
 
     host: str
     pid: Whole
@@ -70,41 +70,41 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
     """Messages that the hub has not confirmed."""
     waiting_bytes: Whole = 0
     dropped: Whole = 0
-    """Messages given up because too many were waiting."""
+    """Messages dropped because too many were waiting."""
     clock_offset: float | None = None
-    """Seconds to add to this host's clock to get the hub's; None before it was measured."""
+    """Seconds to add to this host's clock to get the hub's; None until it is measured."""
     round_trip: float | None = None
-    """Seconds a question and its answer took when the offset was measured: it is known to half of that."""
+    """Round-trip time in seconds of the offset's measurement; the offset's error is at most half of it."""
     leaving: bool = False
-    """Its last word: it ends now."""
+    """The agent is about to end; this is its last message."""
     boot_id: str = ""
-    """That host's boot: identifies one of two hosts of the same name."""
+    """Boot id of the host: distinguishes hosts of the same name."""
 
 
 class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):
-    """The hub's word to an agent: an answer to each beat, and whenever more of its messages are on disk."""
+    """The hub's acknowledgement to an agent: sent for each beat, and when more of its messages are on disk."""
 
     number: Whole
-    """Everything up to this number of the agent's is recorded."""
+    """All messages up to this number of the agent are recorded."""
     time: Time
     """Seconds since the epoch on the hub's clock."""
     beat: float = 0.0
-    """``time`` of the beat that is answered; 0 where none is."""
+    """``time`` of the beat that is answered; 0: none."""
     over: bool = False
-    """The run is over: the agent ends what is left of it on its host, and itself."""
+    """The run is over: the agent ends the remaining processes on its host, then itself."""
     grace: float = 0.0
-    """When it is over: seconds in which what is left may still end by itself."""
+    """If the run is over: seconds that remaining processes have to end by themselves."""
 
 
 class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
-    """Another host of the run, as the hub sees it; sent when it changes."""
+    """State of another host of the run, as known to the hub; sent when it changes."""
 
     host: str
     state: HostStateName
-    """``cut off``: no message of its agent for some seconds; ``left``: its agent announced its end."""
+    """``cut off``: no message from its agent for some seconds; ``left``: its agent announced its end."""
     time: Time
     rank: Rank = -1
-    """The lowest rank there; -1 before any is known."""
+    """The lowest rank there; -1: none known yet."""
     ranks: list[Rank] = []
     text: str = ""
     since: Time = 0.0
@@ -114,19 +114,19 @@ class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
     """Seconds to add to that host's times to get the hub's."""
     round_trip: float | None = None
     dropped: Whole = 0
-    """Messages that its agent gave up, in all; the numbering of their senders shows which."""
+    """Total messages dropped by its agent; gaps in the senders' numbering show which."""
 
 
 def encode_numbers(number: int, oldest: int) -> bytes:
-    """Encode the first frame of a message passed on: its number, and the oldest number its agent still holds."""
+    """Encode the first frame of a forwarded message: its number, and the oldest number that its agent still keeps."""
     return _NUMBERS.pack(number, oldest)
 
 
 def decode_numbers(frame: bytes) -> tuple[int, int]:
-    """Decode what ``encode_numbers`` made.
+    """Decode a frame of ``encode_numbers``.
 
     Raises:
-        ProtocolError: it is nothing of that kind.
+        ProtocolError: the frame has another size.
     """
     try:
         return _NUMBERS.unpack(frame)

@@ -11,7 +11,7 @@ import msgspec
 from .bounds import Name, Rank, Time, Whole
 
 JobStateName = Literal["starting", "training", "finished", "failed", "stopped", "ended"]
-"""``ended``: its processes are gone, and how they ended is not known."""
+"""``ended``: its processes are gone, and how they ended is unknown."""
 
 OVER = ("finished", "failed", "stopped", "ended")
 """States of a job that has ended."""
@@ -33,7 +33,7 @@ class JobPhase(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def peak(self) -> int:
-        """The highest true high-water mark: of the resident set where it is measured, else of allocated memory."""
+        """Highest peak of the resident set where it is measured, else of allocated memory."""
         return self.resident_peak if self.resident_peak is not None else self.allocated_peak
 
 
@@ -55,7 +55,7 @@ class JobRank(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str = ""
     """Its final state in this job; empty while the job runs."""
     text: str = ""
-    """Why it ended so, in a few words."""
+    """Reason of that state, in a few words."""
     exit_code: int | None = None
     signal: int | None = None
     phases: list[JobPhase] = []
@@ -67,7 +67,7 @@ class JobRank(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
-    """One job of a run as the hub has counted it: sent when it begins, every few seconds while it steps, at its end."""
+    """One job of a run: sent at its start, every few seconds while it makes steps, and at its end."""
 
     number: Whole
     """1 for the run's first job."""
@@ -80,24 +80,24 @@ class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
     """Why it failed, in a few words."""
     world_size: Whole = 0
     restart: Whole = 0
-    """Which restart by ``torchrun --max-restarts`` it is; 0 for a first attempt."""
+    """Number of the restart by ``torchrun --max-restarts``; 0 for the first attempt."""
     argv: list[str] = []
     """The command line of its lowest rank."""
     model: str = ""
     shown: bool = True
-    """Its telemetry is in the stream. False: it ran at the same time as the job in the stream, and is only counted."""
+    """True: its telemetry is in the stream. False: it ran at the same time as that job, and is only counted."""
     first_step: Whole = 0
     step: Whole = 0
     """The last step that every rank has finished."""
     steps: Whole = 0
-    """Optimizer updates made: of the rank that made most."""
+    """Optimizer updates of the rank that made most."""
     loss: float | None = None
     """Mean over ranks of the last loss."""
     step_us: Whole = 0
-    """Mean host time of a step; without the first one, where there are more."""
+    """Mean host time of a step, without the first step if there are others."""
     ranks: list[JobRank] = []
     failed_rank: Rank | None = None
-    """The rank that failed first; None: none, or not known."""
+    """The rank that failed first; None: none, or unknown."""
 
     @property
     def is_over(self) -> bool:
@@ -121,7 +121,7 @@ class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
 
     @property
     def peak(self) -> int:
-        """Highest true high-water mark of any rank; 0 before the first step."""
+        """Highest peak (``JobPhase.peak``) of any rank; 0 before the first step."""
         rank = self.peak_rank
         return _peak(rank) if rank is not None else 0
 

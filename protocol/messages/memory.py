@@ -1,6 +1,6 @@
-"""Messages that explain memory: what a phase's peak is made of, and which code a transient came from.
+"""Messages that explain memory: the composition of a phase's peak, and the code that allocated a transient.
 
-The same rules as in ``telemetry``: msgspec structs as msgpack maps, bytes are bytes, times ``*_us`` are microseconds.
+The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes, times ``*_us`` in microseconds.
 """
 
 from typing import Literal
@@ -23,10 +23,10 @@ PARTS = (
     "other",
     "unattributed",
 )
-"""What a peak may be made of, in the order it is drawn. ``partitions``: ZeRO's flat partitions that are none of the
-parts before; ``buckets``: communication and reduction buffers; ``activations``: saved in a forward for its backward;
-``temporaries``: allocated and freed within the phase; ``other``: held by PyTorch, of a known block but of no known use;
-``unattributed``: without evidence (a gap in the trace, say). A part is never spread over others.
+"""Parts of a peak, in drawing order. ``partitions``: ZeRO's flat partitions that belong to no part before;
+``buckets``: communication and reduction buffers; ``activations``: saved in a forward for its backward;
+``temporaries``: allocated and freed within the phase; ``other``: a known block of PyTorch with unknown use;
+``unattributed``: without evidence, as in a gap of the trace. Bytes without evidence are never assigned to other parts.
 """
 
 Reason = Literal["first", "periodic", "asked", "spike", "leak", "oom"]
@@ -37,11 +37,11 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     peak_bytes: Whole
-    """``allocated`` at its highest in the phase (CUDA), or the highest resident set (CPU)."""
+    """Highest ``allocated`` in the phase (CUDA), or the highest resident set (CPU)."""
     parts: dict[str, Whole]
-    """Bytes by part (``PARTS``); parts of nothing are left out."""
+    """Bytes by part (``PARTS``); empty parts are omitted."""
     at_us: Whole = 0
-    """When the peak was, from the step's start."""
+    """Time of the peak since the step's start."""
     reserved_bytes: Whole = 0
     """``reserved`` at the moment of the peak."""
 
@@ -56,27 +56,27 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
     phases: list[PhaseComposition]
     reason: Reason = "periodic"
     known: dict[str, Whole] = {}
-    """Bytes of the storages that were found by walking engine, model and optimizer, by part; what there is at all."""
+    """Bytes by part of all storages found by walking engine, model and optimizer, whether in the peak or not."""
     allocated_bytes: Whole = 0
-    """When it was read, just after the step's end."""
+    """At the time of reading, just after the step's end."""
     reserved_bytes: Whole = 0
     entries: Whole = 0
     """Trace entries replayed."""
     walk_us: Whole = 0
-    """What walking cost the training thread."""
+    """Cost of walking to the training thread."""
     read_us: Whole = 0
-    """What reading the trace cost the publisher thread."""
+    """Cost of reading the trace to the publisher thread."""
     note: str = ""
-    """What limits it, in words; empty while nothing does."""
+    """Limits of the composition, in words; empty: none."""
 
     @property
     def peak_phase(self) -> PhaseComposition | None:
-        """The phase that makes the step's peak, or None for a step without phases."""
+        """The phase with the step's highest peak; None for a step without phases."""
         return max(self.phases, key=lambda phase: phase.peak_bytes, default=None)
 
 
 class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
-    """Which code the transient of one phase of one step came from, or (``reason`` ``leak``) what stayed."""
+    """The code that allocated the transient of one phase of one step, or (``reason`` ``leak``) memory that stayed."""
 
     rank: Rank
     step: Whole
@@ -84,22 +84,22 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     time: Time
     reason: Reason
     transient_bytes: Whole
-    """Bytes above the larger of the phase's start and end at its peak; for a leak, what the step left behind."""
+    """Bytes at the phase's peak above the larger of its start and end; for a leak, bytes left allocated by the step."""
     groups: list[StackGroup]
-    """What was allocated in the phase and live at its peak, by stack; most bytes that came and went first."""
+    """Blocks allocated in the phase and live at its peak, by stack; largest transient bytes first."""
     peak_bytes: Whole = 0
     attributed_bytes: Whole = 0
-    """Bytes of the transient that have stacks, including groups that were cut off."""
+    """Bytes of the transient that have stacks, including groups omitted from ``groups``."""
     parameter_bytes: Whole = 0
     """One copy of this rank's parameters as the model computes with them (ZeRO-3: gathered)."""
     trainable: Whole = 0
-    """How many numbers this rank's optimizer updates (its partition under ZeRO)."""
+    """Number of elements that this rank's optimizer updates (its partition under ZeRO)."""
     armed_us: Whole = 0
     """Host time of the phase with stacks armed."""
     usual_us: Whole = 0
-    """Host time of the phase without stacks: the difference is the cost of the capture."""
+    """Host time of the phase without stacks; the difference is the cost of the capture."""
     note: str = ""
     read_us: Whole = 0
     """Time to read the trace on the publisher's thread, which holds the GIL for most of it."""
     vocabulary: Whole = 0
-    """How many tokens the model knows: logits are that many numbers for each position of a batch."""
+    """Size of the model's vocabulary: the number of logits for each position of a batch."""

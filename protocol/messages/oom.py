@@ -1,6 +1,6 @@
-"""The report of an out-of-memory error: the moment of every rank, a verdict in words, and what to try, in order.
+"""The report of an out-of-memory error: the state of every rank, a verdict in words, and remedies in order.
 
-The hub makes it of a rank's ``Oom`` and what it knows of all the others; ``ftmon oom FILE`` makes one of a snapshot.
+The hub makes it from a rank's ``Oom`` and the state of all other ranks; ``ftmon oom FILE`` makes one from a snapshot.
 The rules are in ``analysis.oom.verdict`` and ``analysis.remedies``.
 """
 
@@ -27,42 +27,41 @@ OomKind = Literal[
     "too_large",
     "unknown",
 ]
-"""``fragmentation``: enough was free, but not in one piece; ``limit``: a limit on this process refused it;
-``longer_batch``: activations of a longer or larger batch than any before; ``activations``: of a batch like those
-before; ``logits``: logits and loss; ``optimizer_states``: created in the first step; ``buckets``: communication and
-reduction buffers; ``outside``: memory of this process outside PyTorch's allocator; ``too_large``: what the run needs,
-or this one request, is more than there is; ``unknown``: cannot tell."""
+"""``fragmentation``: enough was free, but not contiguous; ``limit``: a limit on this process refused it;
+``longer_batch``: activations of a longer or larger batch than any before; ``activations``: of a batch like earlier
+ones; ``logits``: logits and loss; ``optimizer_states``: created in the first step; ``buckets``: communication and
+reduction buffers; ``outside``: memory of this process outside PyTorch's allocator; ``too_large``: the run, or this one
+request, needs more than the device has; ``unknown``: cannot tell."""
 
 
 class OomVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why there was no memory, in words, with the evidence."""
+    """Why the allocation failed, in words, with the evidence."""
 
     kind: OomKind
     title: str
-    """One line, fit for a list."""
+    """One line, for lists."""
     text: str
     """What happened, a few sentences."""
     sure: bool = False
-    """The numbers leave no other reading; otherwise it is the likeliest one."""
+    """True: the figures exclude other causes; False: this is the likeliest cause."""
     evidence: list[str] = []
-    """The figures it rests on, one in a line."""
+    """The figures that support it, one per line."""
     short_bytes: Whole = 0
-    """What was missing for this request."""
+    """Bytes missing for this request."""
 
 
 class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing to try."""
+    """A change of configuration or script that reduces memory."""
 
     kind: str
     """``expandable_segments``, ``checkpointing``, ``micro_batch``, ``zero``, ``offload``, ``fused`` and so on."""
     text: str
     setting: str = ""
-    """What to write where, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty where it is up to the
-    script."""
+    """The setting, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty: the script must change."""
     frees_bytes: Whole = 0
-    """Bytes it would free at the moment of the error; 0: not known."""
+    """Bytes it would free at the moment of the error; 0: unknown."""
     bound: Literal["", "about", "at most"] = ""
-    """How ``frees_bytes`` is meant."""
+    """Precision of ``frees_bytes``."""
 
 
 class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,13 +76,13 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
     allocated_bytes: Whole = 0
     reserved_bytes: Whole = 0
     peak_bytes: Whole = 0
-    """Highest allocated of its last finished step (CPU: highest resident set)."""
+    """Highest allocated bytes of its last finished step (CPU: highest resident set)."""
     batch_shape: list[Whole] = []
-    """Of its last finished step."""
+    """Batch shape of its last finished step."""
     collective: str = ""
-    """The collective it was inside of."""
+    """The collective that it was in; empty: none."""
     age_s: float = 0.0
-    """How old these figures were."""
+    """Age of these figures."""
     device: str = ""
     """Host and index of its device."""
     device_used_bytes: Whole = 0
@@ -100,12 +99,12 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     oom: Oom
     verdict: OomVerdict
     remedies: list[Remedy] = msgspec.field(name="mends")
-    """What to try, in this order."""
+    """Remedies, in the recommended order."""
     ranks: list[RankMoment] = []
     """All ranks at that moment, the failing one included."""
     processes: list[ProcessMemory] = []
-    """Who held memory of the rank's device (NVML; on the CPU the ranks' resident memory)."""
+    """Processes with memory on the rank's device (NVML; on the CPU the ranks' resident memory)."""
     device_used_bytes: Whole = 0
-    """By everybody, at the sample before; 0 where nothing sampled it."""
+    """Used by all processes, at the last sample before; 0: not sampled."""
     path: str = ""
-    """Where this report is kept, relative to the run directory."""
+    """The report's file, relative to the run directory."""

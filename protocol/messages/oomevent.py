@@ -1,6 +1,6 @@
-"""The message of a rank whose allocation failed: everything it knows of that moment itself.
+"""The message of a rank whose allocation failed: the state at that moment, as known to the rank itself.
 
-All of ``telemetry`` holds here too; the message is part of it, and only its length put it into a file of its own.
+The rules of ``telemetry`` apply; the message has its own file only because of its length.
 """
 
 from typing import Literal, get_args
@@ -30,73 +30,73 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     stack: list[str] = []
     """Python frames, innermost last, as ``file:line function``."""
     measure: MemoryMeasure = "cuda"
-    """Whose memory it was: the CUDA allocator's, or the host's."""
+    """The memory that ran out: the CUDA allocator's, or the host's."""
     stack_of: Literal["failing", "training"] = "failing"
-    """``training``: the allocating thread had no Python frames (a backward pass): they are the training thread's."""
+    """``training``: the allocating thread had no Python frames (a backward pass); these are the training thread's."""
     micro_step: Whole = 0
-    """Micro-steps of this step that were done or begun."""
+    """Micro-steps of this step that were finished or started."""
     steps_done: Whole = 0
     """Steps this process has finished."""
     capacity_bytes: Whole = 0
-    """The device's memory; ``device_total_bytes`` is less where a limit is set on this process."""
+    """The device's memory; ``device_total_bytes`` is less if this process has a limit."""
     limit: str = ""
     """The limit set on this process, in words."""
     room_bytes: Whole = 0
-    """What this process could still have got from the driver (or the host), its limits minded."""
+    """Bytes that the driver (or the host) could still have given to this process within its limits."""
     reserved_free_bytes: Whole = 0
-    """Free in reserved memory, in ``free_blocks`` pieces; ``usable_free_bytes`` of it for a request of this size."""
+    """Free bytes in reserved memory, in ``free_blocks`` blocks; ``usable_free_bytes`` may serve this request's size."""
     free_blocks: Whole = 0
     largest_free_bytes: Whole = 0
     """The largest free block of reserved memory for a request of this size."""
     usable_free_bytes: Whole = 0
     expandable: bool = False
-    """There are expandable segments."""
+    """The allocator has expandable segments."""
     largest_shape: list[Whole] = []
-    """The largest batch of the steps before, by its elements, and the step that had it."""
+    """The largest batch of earlier steps, by number of elements, and its step."""
     largest_shape_step: Whole = 0
     peak_bytes: Whole = 0
-    """The highest peak of the steps before: allocated (CUDA), or resident (CPU)."""
+    """The highest peak of earlier steps: allocated (CUDA), or resident (CPU)."""
     starts: list[Whole] = []
-    """Allocated at the beginning of steps, evenly spaced over the whole run, oldest first."""
+    """Allocated bytes at the start of steps evenly spaced over the whole run, oldest first."""
     parts: dict[str, Whole] = {}
-    """What was allocated, by part (``memory.PARTS``); adds up to ``allocated_bytes`` where ``parts_note`` is empty."""
+    """Allocated bytes by part (``memory.PARTS``); they add up to ``allocated_bytes`` if ``parts_note`` is empty."""
     parts_note: str = ""
-    """What limits ``parts``, in words."""
+    """Limits of ``parts``, in words."""
     parameter_bytes: Whole = 0
     """One copy of this rank's parameters."""
     trainable: Whole = 0
-    """How many numbers this rank's optimizer updates."""
+    """Number of elements that this rank's optimizer updates."""
     vocabulary: Whole = 0
-    """Size of the model's vocabulary; 0 where its configuration has none."""
+    """Size of the model's vocabulary; 0: not in its configuration."""
     optimizer: str = ""
-    """The optimizer's class and implementation in words for a person: ``AdamW foreach``."""
+    """The optimizer's class and implementation as text: ``AdamW foreach``."""
     checkpointing: bool = False
     """Gradient checkpointing is on."""
     holders: list[StackGroup] = []
-    """Who held most, by allocating stack; empty where stacks were not recorded."""
+    """The stacks that allocated most live memory; empty if stacks were not recorded."""
     segments: list[SegmentUse] = []
     """The segments of reserved memory, largest first, at most 256."""
     snapshot: str = ""
     """The memory snapshot written at that moment, relative to the run directory."""
     snapshot_note: str = ""
-    """Why there is none, or what limits it."""
+    """Why there is no snapshot, or its limits."""
     held: bool = False
     """The rank waits in the failing frame until it is released."""
     hold_seconds: float = 0.0
-    """It lets go by itself after this long; 0: never."""
+    """Seconds after which the hold ends by itself; 0: never."""
     console: bool = False
     """A console in the failing frame is allowed."""
     peer_timeout_s: float = 0.0
-    """After this long in a collective the other ranks give up (their process group's timeout); 0: not known."""
+    """Timeout of the other ranks' collectives (of their process group); 0: unknown."""
     others: str = ""
     """What happens to the other ranks meanwhile, in words."""
     optimizer_class: str = ""
     """The class of the optimizer: ``AdamW``."""
     optimizer_implementation: OptimizerImplementation = ""
-    """How PyTorch's optimizer updates; empty: not known, or not one of PyTorch's."""
+    """Implementation of PyTorch's optimizer; empty: unknown, or not PyTorch's."""
 
     def __post_init__(self) -> None:
-        """Fill the optimizer's fields of a message that has only its words, as earlier versions sent."""
+        """Fill the optimizer's fields from ``optimizer``, the only one that earlier versions sent."""
         if self.optimizer and not self.optimizer_class:
             name, _, implementation = self.optimizer.partition(" ")
             msgspec.structs.force_setattr(self, "optimizer_class", name)

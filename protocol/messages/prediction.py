@@ -1,6 +1,6 @@
 """The message with the predicted memory of a run of ftmon's own trainer; also ``prediction.json`` of a run.
 
-The same rules as in ``telemetry``: msgspec structs as msgpack maps, bytes are bytes.
+The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes.
 """
 
 import msgspec
@@ -9,14 +9,14 @@ from .bounds import Rank, Time, Whole
 
 
 class PredictedPhase(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The highest memory of one phase of a steady step, from PyTorch's allocator's point of view."""
+    """Peak memory of one phase of a steady step, in PyTorch's allocator."""
 
     name: str
     """``forward``, ``backward`` or ``optimizer``."""
     allocated_peak_bytes: Whole
     reserved_peak_bytes: Whole = 0
     parts: dict[str, Whole] = {}
-    """What the allocated peak consists of, by part as in ``memory.PARTS``; they add up to it."""
+    """Composition of the allocated peak by part (``memory.PARTS``); the parts add up to it."""
 
 
 class PredictedPoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,29 +24,29 @@ class PredictedPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: Rank
     sequence_length: Whole
-    """Of the rank's batches: of its slices where ranks share sequences."""
+    """Length of the rank's batches; if ranks share sequences, of its slices."""
     phases: list[PredictedPhase]
 
 
 class Prediction(msgspec.Struct, tag="prediction", frozen=True, omit_defaults=True):
-    """Predicted memory of this run's steps, by a dry run of its configuration; or why there is none."""
+    """Predicted memory of this run's steps, from a dry run of its configuration; or why there is no prediction."""
 
     time: Time
-    """When it was made."""
+    """When the prediction was made."""
     points: list[PredictedPoint] = []
-    """Lengths up to that of the configuration, of each rank that was run; others are like the nearest of these."""
+    """Points up to the configuration's length, for each rank of the dry run; other ranks are like the nearest one."""
     micro_batch: Whole = 0
-    """Sequences of a micro-batch: with the length, the elements of a batch."""
+    """Sequences of a micro-batch; times the length, the elements of a batch."""
     error: float = 0.0
     """Expected error of an allocated peak, as a share of it."""
     basis: str = ""
-    """What that error was measured on."""
+    """The measurements that the error is derived from."""
     gpu: str = ""
     """The kind of GPU of the dry run."""
     nvml_bytes: Whole = 0
-    """What NVML was predicted to show at the longest length, of the highest rank."""
+    """Predicted NVML memory at the longest length, for the rank with the most."""
     step_seconds: float | None = None
-    """Of a step at the longest length; None: not known of this GPU."""
+    """Duration of a step at the longest length; None: unknown for this GPU."""
     refused: str = ""
     """Why there is no prediction; empty: there is one."""
     seconds: float = 0.0

@@ -1,6 +1,6 @@
-"""A captured step as its rank recorded it: numbers alone, from which the hub finds what the step's peaks consist of.
+"""A captured step as recorded by its rank: numbers from which the hub computes the composition of the step's peaks.
 
-The same rules as in ``telemetry``: msgspec structs as msgpack maps, bytes are bytes, times ``us`` are microseconds
+The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes, times ``us`` in microseconds
 since the epoch. Columns are those of ``protocol.snapshot.model``.
 """
 
@@ -12,7 +12,7 @@ from .memory import Reason
 
 
 class StepMark(msgspec.Struct, frozen=True, array_like=True):
-    """A phase's beginning, and so the end of the one before it, with the allocator's counters."""
+    """Start of a phase, and end of the previous one, with the allocator's counters."""
 
     phase: str
     """Empty: the previous phase continues, and the mark records the peak before the script reset its counters."""
@@ -20,19 +20,19 @@ class StepMark(msgspec.Struct, frozen=True, array_like=True):
     allocated: Whole
     """Bytes allocated."""
     peak: Whole
-    """The highest that was allocated since the mark before."""
+    """Highest allocated bytes since the previous mark."""
     retries: Whole
-    """Allocations that the allocator has tried again so far."""
+    """Allocations that the allocator has retried so far."""
     measured: bool
-    """Whether the counters were read here; otherwise they are those of the next mark at which they were."""
+    """Whether the counters were read here; otherwise they are those of the next mark with a reading."""
 
 
 class Sightings(msgspec.Struct, frozen=True, array_like=True):
-    """Storages that were seen at one moment, and what each is for; as many values in both columns."""
+    """Storages found at one moment, and the part each belongs to; both columns have the same length."""
 
     us: Whole
     mark: Whole
-    """The index of the mark at which it was; -1: between two."""
+    """Index of the mark at that moment; -1: between two marks."""
     addresses: bytes
     """``Q``"""
     parts: bytes
@@ -40,7 +40,7 @@ class Sightings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTrace(msgspec.Struct, tag="step_trace", frozen=True, omit_defaults=True):
-    """What the CUDA allocator did in one step of one rank, and which storages were seen while it did."""
+    """The CUDA allocator's trace of one step of one rank, and the storages found during the step."""
 
     rank: Rank
     step: Whole
@@ -49,26 +49,26 @@ class StepTrace(msgspec.Struct, tag="step_trace", frozen=True, omit_defaults=Tru
     device: Whole
     """The CUDA device's index."""
     marks: list[StepMark]
-    """The step's, its beginning and its end included."""
+    """Marks of the step, including its start and its end."""
     first: Whole
-    """The index of the mark that the step is counted from: start-up lies before it."""
+    """Index of the mark at which the step starts; earlier marks are start-up."""
     snapshot: Snapshot
-    """The device's segments and trace as they were read, without stacks, streams and notes."""
+    """The device's segments and trace, without stacks, streams and annotations."""
     room: Whole
-    """How many entries the recorder's ring has room for: a trace of that many may have lost its beginning."""
+    """Capacity of the recorder's ring in entries; a trace of that length may have lost its beginning."""
     sightings: list[Sightings] = []
-    """Which storages were seen, and when."""
+    """The storages found, by moment."""
     recomputed: list[tuple[Whole, Whole]] = []
-    """When, in a backward, a part of the model went forward again: from and to, microseconds since the epoch."""
+    """Recomputed forwards within a backward: start and end, microseconds since the epoch."""
     reason: Reason = "periodic"
     """Why this step was captured."""
     hooked: bool = True
-    """False: compiled code runs there, so nothing was watched between the marks."""
+    """False: the model is compiled, so there are no hooks between the marks."""
     known: dict[str, Whole] = {}
-    """Bytes of the storages that the last walk found, by part."""
+    """Bytes of the storages found by the last walk, by part."""
     reserved_before: Whole = 0
-    """Bytes that were reserved when the rank's last captured step was read; 0 for the first."""
+    """Reserved bytes when the rank's previous captured step was read; 0 for the first."""
     walk_us: Whole = 0
-    """What walking cost the training thread."""
+    """Cost of walking to the training thread."""
     read_us: Whole = 0
-    """What reading the trace cost the rank's publisher thread."""
+    """Cost of reading the trace to the rank's publisher thread."""

@@ -1,8 +1,8 @@
 """Messages a rank's probe sends, and the device samples of a host.
 
 All are msgspec structs encoded as msgpack maps: an unknown field is ignored, a new field has a default, and a tag is
-never used again for something else. Times called ``*_us`` are microseconds; ``time`` and ``started`` are seconds since
-the epoch on the sender's clock; memory is bytes.
+never reused for another type. Times named ``*_us`` are microseconds; ``time`` and ``started`` are seconds since the
+epoch on the sender's clock; memory is in bytes.
 """
 
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from .oomevent import Oom as Oom
 from .throughput import ModelFlops as ModelFlops
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
-"""Every phase a rank can be in, in the order they are drawn. ``generate``: the rollout of a step (GRPO, PPO)."""
+"""All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of an ordinary step, in order."""
 
 PAUSES = ("eval", "checkpoint")
-"""Phases in which the training rests: throughput does not count them."""
+"""Phases in which training pauses: throughput does not count them."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -37,12 +37,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def transient(self) -> int:
-        """Bytes that came and went: the peak minus the larger of start and end."""
+        """Bytes allocated and freed again: the peak minus the larger of start and end."""
         return max(0, self.peak - max(self.start, self.end))
 
     @property
     def growth(self) -> int:
-        """Bytes that stayed (negative: were given back): end minus start."""
+        """Bytes that stayed allocated (negative: were freed): end minus start."""
         return self.end - self.start
 
 
@@ -67,7 +67,7 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     resident: Span | None = None
     """Resident set size of the process (CPU only)."""
     count: Whole = 1
-    """How many occurrences were folded (micro-steps)."""
+    """Number of occurrences aggregated (micro-steps)."""
     allocations: Whole = 0
     """Blocks allocated during the phase (CUDA only)."""
     frees: Whole = 0
@@ -80,7 +80,7 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Collective calls entered during the phase."""
     waited_us: Whole | None = None
     """Device time for which the stream waited for other ranks inside DDP's reducer, or for its buffers (part of
-    ``device_us``); None where that was not measured. On the CPU that time is in ``collective_us``."""
+    ``device_us``); None: not measured. On the CPU that time is in ``collective_us``."""
 
     @property
     def peak_span(self) -> Span:
@@ -89,7 +89,7 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The device a rank computes on. ``capacity_bytes`` is what a memory graph is scaled to."""
+    """The device on which a rank computes. Memory graphs are scaled to ``capacity_bytes``."""
 
     kind: Literal["cuda", "cpu"]
     index: Whole
@@ -108,11 +108,11 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
 
     signal: Whole
     receiver: Whole
-    """Kernel thread id of the probe's own thread: no other thread's system call is interrupted."""
+    """Kernel thread id of the probe's own thread, so that no other thread's system call is interrupted."""
     descriptor: Whole
     path: str
     thread: str
-    """The training thread as faulthandler names it, ``0x00007f2a5c3fe740``."""
+    """The training thread's name in faulthandler's output, such as ``0x00007f2a5c3fe740``."""
     training: Whole
     """The training thread's kernel thread id."""
 
@@ -126,12 +126,12 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     host: Name
     pid: Whole
     start_ticks: Whole
-    """Process start time in clock ticks since boot (field 22 of /proc/PID/stat): with the pid it names a process."""
+    """Process start time in clock ticks since boot (field 22 of /proc/PID/stat); with the pid it names a process."""
     device: DeviceInfo
     memory_measure: MemoryMeasure
     time: Time
     versions: dict[str, str] = {}
-    """Installed versions of ``python``, ``torch``, ``deepspeed``, ``transformers``, ``ftmon``, where present."""
+    """Versions of ``python``, ``torch``, ``deepspeed``, ``transformers`` and ``ftmon``, if installed."""
     deepspeed_config: dict[str, Any] | None = None
     zero_stage: Stage | None = None
     micro_batch: Whole | None = None
@@ -141,26 +141,26 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     parameters: Whole = 0
     trainable_parameters: Whole = 0
     framework: str = ""
-    """What is being watched: ``deepspeed``, ``transformers``, ``ddp``, ``fsdp`` or ``pytorch``."""
+    """The monitored framework: ``deepspeed``, ``transformers``, ``ddp``, ``fsdp`` or ``pytorch``."""
     argv: list[str] = []
     backend: str = ""
     """torch.distributed's backend, such as ``nccl`` or ``gloo``."""
     sends_logs: bool = False
     """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
     self_dump: SelfDump | None = None
-    """How to get its stacks from outside; None: not possible."""
+    """How to get its stacks from another process; None: not possible."""
     loader: DataLoaderInfo | None = None
-    """The DataLoader it trains from, once it has fetched from one."""
+    """The DataLoader that it trains from; None until it has fetched from one."""
     launch: Name = ""
-    """The process that launched this host's ranks, ``PID-START_TICKS``: ranks of one host and job have the same."""
+    """The process that launched this host's ranks, ``PID-START_TICKS``; equal for the ranks of one host and job."""
     restart: Whole = 0
-    """Which restart of its job by ``torchrun --max-restarts`` it belongs to."""
+    """Number of its job's restart by ``torchrun --max-restarts``."""
     flops: ModelFlops | None = None
-    """FLOPs of the model; None where they are not known, as of models that are no decoder of tokens."""
+    """FLOPs of the model; None: unknown, as for models that are not token decoders."""
     matmul_precision: Literal["", "bf16", "fp16", "tf32", "fp32"] = ""
-    """Data type of the matrix products, which may be another than that of the parameters (autocast, TF32)."""
+    """Data type of the matrix products, which may differ from that of the parameters (autocast, TF32)."""
     pipeline_stage: Whole | None = None
-    """The rank's (first) stage in a pipeline, whose parameters alone it counts; None: no pipeline parallelism."""
+    """The rank's (first) pipeline stage; it counts the parameters of its stages only. None: no pipeline parallelism."""
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
@@ -171,27 +171,27 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     epochs: float | None = None
     output_dir: str = ""
     evaluate_every: Whole = 0
-    """Steps between two evaluations; 0: none during the training, or not known."""
+    """Steps between two evaluations; 0: none during training, or unknown."""
     evaluate_at_end: bool = False
-    """There is an evaluation after the last step, whether or not it falls on ``evaluate_every``."""
+    """Whether there is an evaluation after the last step even if that is no multiple of ``evaluate_every``."""
     checkpoint_every: Whole = 0
-    """Steps between two checkpoints; 0: none during the training, or not known."""
+    """Steps between two checkpoints; 0: none during training, or unknown."""
     checkpoint_at_end: bool = False
     first_step: Whole = 0
-    """Steps before this process, by the run that it resumes."""
+    """Steps already made by the run that this process resumes."""
 
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one of several engines or optimizers (generator and discriminator, actor and critic) did in one step."""
+    """Figures of one of several engines or optimizers (generator and discriminator, actor and critic) in one step."""
 
     name: str
-    """As the script calls it: the model's class for an engine; the variable, attribute or key for an optimizer."""
+    """Its name in the script: the model's class for an engine; the variable, attribute or key for an optimizer."""
     count: Whole = 1
     """Updates it made in the step."""
     micro_steps: Whole = 0
     """Backward passes that led to them."""
     loss: float | None = None
-    """What it optimised, averaged over its updates."""
+    """The loss it minimised, averaged over its updates."""
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
@@ -200,9 +200,9 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """One optimizer update of one rank, all its phases in one message, sent once its device times are known.
+    """One optimizer update of one rank with all its phases, sent once its device times are known.
 
-    Where several engines or optimizers train in one loop, a step is one round of it (``updates``).
+    If several engines or optimizers train in one loop, a step is one iteration of it (``updates``).
     """
 
     rank: Rank
@@ -215,8 +215,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     device_us: Whole | None = None
     micro_steps: Whole = 1
     loss: float | None = None
-    """What the script optimised in this step, as the rank saw it: losses that the script normalises itself, and losses
-    of one micro-batch, are summed; others are averaged over the micro-steps."""
+    """The loss of this step on this rank: losses that the script normalises itself, and losses of one micro-batch, are
+    summed; others are averaged over the micro-steps."""
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
@@ -225,10 +225,10 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     batch_shape: list[Whole] = []
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
     samples: Whole = 0
-    """Samples of all micro-batches. Of batches that several ranks train on, this rank's part: an equal one with tensor
-    parallelism; with pipeline parallelism the first stage has all. So too ``tokens``, ``padded_tokens``, ``flops``."""
+    """Samples of all micro-batches. If several ranks share batches, this rank's part: an equal share with tensor
+    parallelism, all on the first stage of a pipeline. The same holds for ``tokens``, ``padded_tokens`` and ``flops``."""
     tokens: Whole = 0
-    """Tokens of all micro-batches, without padding where a mask is known."""
+    """Tokens of all micro-batches, without padding if a mask is known."""
     padded_tokens: Whole = 0
     """Tokens of all micro-batches, padding included."""
     retries: Whole = 0
@@ -236,25 +236,25 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     ooms: Whole = 0
     """Out-of-memory errors the allocator raised since the process began."""
     probe_us: Whole = 0
-    """What ftmon itself cost the training thread in this step."""
+    """Cost of ftmon itself to the training thread in this step."""
     dropped: Whole = 0
     """Messages this probe has dropped since it began."""
     label_tokens: Whole = 0
-    """Labels that ``loss`` is a mean over, by which ranks are weighted in a mean over ranks. 0: not known, or the loss
-    is normalised over all ranks already; ranks then count alike."""
+    """Number of labels that ``loss`` is a mean over: the rank's weight in a mean over ranks. 0: unknown, or the loss is
+    already normalised over all ranks; ranks then have equal weights."""
     updates: list[Update] = []
-    """Where several engines or optimizers update in one round of the loop: the first 32 of those that did, in their
-    order. The step's own figures are those of the first of the run."""
+    """If several engines or optimizers update in one iteration of the loop: the first 32 that did, in order. The step's
+    own figures are those of the first one in the run."""
     cpu_us: Whole = 0
     """CPU time of the training thread in this step; 0: not measured."""
     flops: Flops = 0.0
-    """FLOPs of the model for this rank's tokens of the step, as ``throughput`` defines them; 0: not known."""
+    """FLOPs of the model for this rank's tokens of the step, as defined in ``throughput``; 0: unknown."""
     fetch_us: Whole | None = None
-    """Host time that the training thread spent in its DataLoaders, part of ``data``; None: it fetched from none. The
-    rest of ``data`` is the script's own work on the batch."""
+    """Host time of the training thread in its DataLoaders, part of ``data``; None: it used none. The rest of ``data``
+    is the script's own work on the batch."""
 
     def phase(self, name: str) -> PhaseRecord | None:
-        """Return the record of the phase called ``name``, or None when the step had none."""
+        """Return the record of the phase ``name``; None if the step had no such phase."""
         for record in self.phases:
             if record.name == name:
                 return record
@@ -262,7 +262,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
     @property
     def peak_phase(self) -> PhaseRecord | None:
-        """The phase with the highest memory peak, or None for a step without phases."""
+        """The phase with the highest memory peak; None for a step without phases."""
         return max(self.phases, key=lambda record: record.peak_span.peak, default=None)
 
     @property
@@ -276,11 +276,11 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
 
 class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
-    """What a rank did after its last step, such as a final evaluation or a save; sent as it ends, no optimizer step."""
+    """A rank's phases after its last step, such as a final evaluation or a save; sent as it ends. Not a step."""
 
     rank: Rank
     step: Whole
-    """The last finished step; 0: there was none."""
+    """The last finished step; 0: none."""
     started: Time
     host_us: Whole
     phases: list[PhaseRecord]
@@ -290,21 +290,21 @@ class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
 class Evaluation(msgspec.Struct, tag="evaluation", frozen=True, omit_defaults=True):
     """The result of an evaluation over all ranks; sent by one rank. One step may have several, for several splits.
 
-    A run that is resumed sends the best one before it first, with its loss alone.
+    A resumed run first sends the best earlier evaluation, with only its loss.
     """
 
     rank: Rank
     step: Whole
     """The last finished step."""
     time: Time
-    """When it ended."""
+    """End of the evaluation."""
     name: Name = "evaluation"
     """The split or data set."""
     loss: float | None = None
     """Mean over the label tokens of all ranks."""
     perplexity: float | None = None
     label_tokens: Whole = 0
-    """Of all ranks, each counted once; 0: not known."""
+    """Label tokens of all ranks, each counted once; 0: unknown."""
     seconds: float = 0.0
     best: bool = False
     """No evaluation of this name had a lower loss before."""
@@ -320,9 +320,9 @@ class Checkpoint(msgspec.Struct, tag="checkpoint", frozen=True, omit_defaults=Tr
     time: Time
     path: str
     bytes: Whole = 0
-    """Of all its files; 0: not known."""
+    """Size of all its files; 0: unknown."""
     seconds: float = 0.0
-    """From its beginning until it was complete; the training waited for a part of it where it is written in the
+    """Time from its start until it was complete; training waits for only a part of it if it is written in the
     background."""
     best: bool = False
     """It has the lowest evaluation loss so far."""
@@ -336,11 +336,11 @@ class CheckpointFailed(msgspec.Struct, tag="checkpoint_failed", frozen=True, omi
     """The last finished step."""
     time: Time
     path: str
-    """Where it would have been."""
+    """The intended path."""
     error: str
-    """Why, such as ``No space left on device``."""
+    """The reason, such as ``No space left on device``."""
     kept: str = ""
-    """The newest complete checkpoint; empty: there is none."""
+    """The newest complete checkpoint; empty: none."""
 
 
 class EarlyStop(msgspec.Struct, tag="early_stop", frozen=True, omit_defaults=True):
@@ -355,11 +355,11 @@ class EarlyStop(msgspec.Struct, tag="early_stop", frozen=True, omit_defaults=Tru
     best_loss: float | None = None
     """The lowest evaluation loss."""
     best_step: Whole = 0
-    """The step it was found after; 0: not known."""
+    """The step of that evaluation; 0: unknown."""
 
 
 class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
-    """What a run does besides its steps; sent at its beginning, at most twice a second meanwhile, and at its end."""
+    """An activity of a run other than its steps; sent at its start, at most twice a second, and at its end."""
 
     rank: Rank
     time: Time
@@ -368,20 +368,20 @@ class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
     step: Whole = 0
     """The last finished step."""
     text: str = ""
-    """Detail for a person: what is being rehearsed, what came of it."""
+    """Detail as text, such as what is rehearsed and the result."""
     done: Whole = 0
     total: Whole = 0
-    """Parts of it, such as batches; 0: not known."""
+    """Number of parts, such as batches; 0: unknown."""
     over: bool = False
     seconds: float = 0.0
-    """Since its begin."""
+    """Seconds since its start."""
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
-    """Present phase of a rank: sent when the phase changed, at most ten times a second, and to fill silence.
+    """Current phase of a rank: sent when the phase changed, at most ten times a second, and when nothing else was sent.
 
-    ``progress`` is moved by the training thread alone, so a heartbeat with an unchanged ``progress`` proves only that
-    the process lives.
+    Only the training thread changes ``progress``, so a heartbeat with an unchanged ``progress`` proves only that the
+    process lives.
     """
 
     rank: Rank
@@ -398,21 +398,21 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
     last_collective: str = ""
     step_collectives: Whole = 0
-    """Of ``collectives``, those entered in the current step. They are comparable between ranks whose totals differ
-    since start-up, and so show which rank has not entered a collective.
+    """Collective calls entered in the current step. They are comparable between ranks whose totals differ since
+    start-up, and so show which rank has not entered a collective.
     """
     group: str = ""
-    """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
+    """PyTorch's name for the process group of ``collective``, or of ``last_collective`` outside of one."""
     group_sequence: Whole = 0
-    """How many collectives of that group this rank has entered; the same number names the same one on all its ranks."""
+    """Number of that group's collectives this rank has entered; equal numbers mean the same call on all its ranks."""
     size: Whole = 0
-    """Elements of the tensor given to that collective; 0 where there is none, or a list of them."""
+    """Elements of that collective's tensor; 0: none, or a list of tensors."""
     allocated: Whole = 0
     reserved: Whole = 0
     resident: Whole = 0
     dropped: Whole = 0
     held_since: Time = 0.0
-    """Since when it waits at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: it does not."""
+    """Start of the hold at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: not held."""
 
 
 class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -430,7 +430,7 @@ class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     segment_bytes: Whole = 0
     """Growth of reserved memory by cudaMalloc minus cudaFree."""
     host_us: Whole = 0
-    """Host time of the phase, all its occurrences: what a rate is counted over."""
+    """Host time of all occurrences of the phase: the denominator of rates."""
 
 
 class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=True):
@@ -443,23 +443,23 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
     entries: Whole = 0
     """Trace entries read."""
     read_us: Whole = 0
-    """What reading them cost (on the publisher thread)."""
+    """Cost of reading them (on the publisher thread)."""
     host_us: Whole = 0
     """Host time of the whole step."""
     retries: Whole = 0
-    """Times in the step that the allocator gave everything back to find room (cudaMalloc retries)."""
+    """Number of times in the step that the allocator released all cached memory (cudaMalloc retries)."""
     allocated_bytes: Whole = 0
-    """When it was read, as everything below."""
+    """At the time of reading, like all following fields."""
     reserved_bytes: Whole = 0
     reserved_growth_bytes: Whole = 0
-    """Since the sampled step before this one; 0 for the first."""
+    """Growth since the previous sampled step; 0 for the first."""
     free_bytes: Whole = 0
     """Free bytes in reserved memory."""
     largest_free_block_bytes: Whole = 0
     rounding_bytes: Whole = 0
-    """Of allocated blocks, what was not asked for."""
+    """Bytes of allocated blocks beyond the requested size."""
     pending_bytes: Whole = 0
-    """Freed by the program, and waiting for a stream that still uses it."""
+    """Bytes freed by the program that a stream still uses."""
     segments: Whole = 0
 
 
@@ -496,21 +496,21 @@ class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
 
 
 class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
-    """Python stacks of all threads of a rank, as ``faulthandler`` writes them."""
+    """Python stacks of all threads of a rank, in the format of ``faulthandler``."""
 
     rank: Rank
     time: Time
     text: str
     reason: str = ""
     thread: str = ""
-    """The training thread as ``text`` names it; empty: not known."""
+    """The training thread's name in ``text``; empty: unknown."""
     taken_by: Literal["", "probe", "signal", "py-spy"] = ""
     """``probe``: the rank answered; ``signal``: native code held the GIL, and faulthandler wrote them on a signal;
-    ``py-spy``: read from outside, native frames included."""
+    ``py-spy``: read by py-spy, with native frames."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
-    """A rank is about to end in order. Nothing follows."""
+    """A rank is about to end in an orderly way; its last message."""
 
     rank: Rank
     time: Time
@@ -521,7 +521,7 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process that holds memory of a device. ``rank`` is None when it is not of this run."""
+    """One process that holds memory of a device. ``rank`` is None if it does not belong to this run."""
 
     pid: Whole
     used_bytes: Whole

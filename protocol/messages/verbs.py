@@ -1,6 +1,6 @@
 """The verbs of commands, one struct each: its fields are the arguments, encoded as ``Command.args``.
 
-A receiver decodes a command once, with the tuple of verbs that it accepts. Arguments that a verb lacks are ignored: a
+A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
 newer sender may have more. ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
 """
 
@@ -54,7 +54,7 @@ class Kill(OnRanks, frozen=True):
     signal: _Signal = ""
     """``INT``, ``TERM`` or ``KILL``, with or without ``SIG``; empty to go through all three."""
     on_gpu: _Flag = False
-    """To an agent alone: the ranks use GPUs, so check that their memory is free afterwards."""
+    """To an agent only: the ranks use GPUs, so check that their memory is free afterwards."""
     reason: _Text = ""
     """Why the hub itself ends the run; such a command is only recorded."""
 
@@ -81,11 +81,11 @@ class Stacks(OnRanks, frozen=True):
     native: _Flag = False
     """To the hub: also native frames, where py-spy is installed."""
     calls: _Flag = False
-    """To a rank: also the collectives it entered and the lock file it waits for."""
+    """To a rank: also return the collectives it entered and the lock file it waits for."""
     activity: _Flag = False
-    """To a rank: also what its process does."""
+    """To a rank: also return its process's activity."""
     quiet: _Flag = False
-    """To a rank: in the result alone, without a ``stacks`` message."""
+    """To a rank: return them only in the result, without a ``stacks`` message."""
 
 
 class Snapshot(OnRanks, frozen=True):
@@ -104,7 +104,7 @@ class Ping(Verb, frozen=True):
 
 
 class Shutdown(Verb, frozen=True):
-    """Ends the hub alone; the ranks train on."""
+    """Ends only the hub; the ranks continue to train."""
 
 
 class Arm(OnRanks, frozen=True):
@@ -117,7 +117,7 @@ class Arm(OnRanks, frozen=True):
     from_step: _Step = 0
     """Not before this step; 0: the next one."""
     reason: _Text = "asked"
-    """``asked``, ``spike``, ``leak`` (searches for memory that stays) or ``oom``."""
+    """``asked``, ``spike``, ``leak`` (searches for memory that stays allocated) or ``oom``."""
 
 
 class Release(OnRanks, frozen=True):
@@ -158,7 +158,7 @@ RANK = (Stop, Stacks, Snapshot, Identify, Ping, Arm, Release, Console, Compose)
 AGENT = (Kill, Stop, Ping, Look)
 """What an agent accepts from its hub."""
 READ_ONLY = ("ping",)
-"""Names of those that a read-only hub still accepts."""
+"""Names of the verbs that a read-only hub accepts."""
 
 V = TypeVar("V", bound=Verb)
 

@@ -1,7 +1,7 @@
-"""The envelope: two frames, a header and a body, and the arithmetic of what was lost.
+"""The envelope: two frames, a header and a body; and the counting of lost messages.
 
 Frame 0 is a msgpack map ``{"v": [major, minor], "src": sender, "seq": number, "t": seconds}``; frame 1 is one message.
-The hub republishes a body's bytes untouched under a header of its own. Sequence numbers count from 1 for each sender.
+The hub republishes a body's bytes unchanged under its own header. Sequence numbers count from 1 for each sender.
 """
 
 import msgspec
@@ -11,10 +11,10 @@ from . import control, health, hosts, jobs, memory, oom, prediction, step_trace,
 from .bounds import Name, Sequence, Time
 
 VERSION = (1, 0)
-"""Major and minor version of the protocol; another major is refused, a newer minor is understood as far as known."""
+"""Major and minor version of the protocol. Another major is refused; a newer minor is read as far as known."""
 
 RESTART_LEAP = 1 << 20
-"""A hub that replaces an earlier one skips this many numbers; a gap that large is no loss."""
+"""A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
 
 MESSAGE_TYPES = (
     telemetry.Hello,
@@ -118,7 +118,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A message of the hub's one stream: its place in the stream, when the hub had it, and the message."""
+    """A message of the hub's stream: its sequence number, the time when the hub received it, and the message."""
 
     seq: int
     t: float
@@ -126,7 +126,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of msgspec for untrusted bytes; a string that is no UTF-8 is a ValueError of Python's own."""
+"""Errors of msgspec for untrusted bytes; for a string that is not UTF-8, Python raises ValueError."""
 
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
@@ -160,7 +160,7 @@ def decode_header(frame: bytes) -> Header:
     """Decode frame 0.
 
     Raises:
-        VersionError: the sender speaks another major version.
+        VersionError: the sender has another major version.
         ProtocolError: the frame is not a header.
     """
     try:
@@ -178,10 +178,10 @@ def decode_header(frame: bytes) -> Header:
 
 
 def decode_body(frame: bytes) -> Message | None:
-    """Decode frame 1; None for a message of a type this version does not know.
+    """Decode frame 1; return None for a message type unknown to this version.
 
     Raises:
-        ProtocolError: the frame is no message, or one of a known type with fields of a wrong kind.
+        ProtocolError: the frame is not a message, or is of a known type with fields of a wrong type.
     """
     try:
         return _message_decoder.decode(frame)
@@ -197,16 +197,16 @@ def decode_body(frame: bytes) -> Message | None:
 
 
 def is_leap(gap: int) -> bool:
-    """Whether so many numbers are missing because a new hub took over the numbering, not because they were lost.
+    """Return whether a gap in the numbering is due to a new hub, not to lost messages.
 
-    The new hub counts from the last number recorded plus ``RESTART_LEAP``. The numbers given after that one, those of
-    heartbeats and of messages not yet written, make the gap smaller.
+    The new hub counts from the last recorded number plus ``RESTART_LEAP``. Numbers that were assigned after that one
+    (heartbeats, messages not yet written) make the gap smaller.
     """
     return gap >= RESTART_LEAP // 2
 
 
 class LossCounter:
-    """Counts, for each sender, the messages that its numbering shows were lost on the way."""
+    """Counts the lost messages of each sender, from gaps in its numbering."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
@@ -218,11 +218,10 @@ class LossCounter:
         return {src: following - 1 for src, following in self._next.items()}
 
     def see(self, src: str, seq: int) -> int:
-        """Note that message ``seq`` of ``src`` arrived; return how many were lost just before it.
+        """Record that message ``seq`` of ``src`` arrived; return the number of messages lost just before it.
 
-        The first message seen from a sender sets where counting begins. A number below the expected one is a
-        duplicate or a sender that began anew, and a leap of ``RESTART_LEAP`` is a hub that took over from an
-        earlier one: neither is a loss.
+        Counting starts at a sender's first message. A number below the expected one is a duplicate or a restarted
+        sender, and a leap of ``RESTART_LEAP`` is a hub that replaced an earlier one: neither is a loss.
         """
         expected = self._next.get(src)
         self._next[src] = seq + 1
