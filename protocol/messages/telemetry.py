@@ -226,7 +226,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
     samples: Whole = 0
     """Samples of all micro-batches. If several ranks share batches, this rank's part: an equal share with tensor
-    parallelism, all on the first stage of a pipeline. The same holds for ``tokens``, ``padded_tokens`` and ``flops``."""
+    parallelism, all on the first stage of a pipeline. The same holds for ``tokens``, ``padded_tokens``, ``flops``."""
     tokens: Whole = 0
     """Tokens of all micro-batches, without padding if a mask is known."""
     padded_tokens: Whole = 0

@@ -14,7 +14,7 @@
 - A requested death (kill) is information about that rank, and so is the lost peer of the others. The requested end of
   a whole run raises no alert.
 - If a job finishes with exit code 0 within 60 s of a death by SIGTERM, or of an exit between steps, the death is
-  resolved: what had started the rank ended it (a notebook its kernel, Ray its workers).
+  resolved: the program that had started the rank ended it (a notebook its kernel, Ray its workers).
 """
 
 import signal
@@ -67,7 +67,7 @@ def _by_kernel(kill: KernelKill | None) -> bool:
 
 
 def is_lost_peer(error: str) -> bool:
-    """Return whether an error only says that another rank is gone."""
+    """Return whether an error only reports that another rank is gone."""
     lowered = error.lower()
     return any(words in lowered for words in _LOST_PEER)
 
@@ -88,7 +88,7 @@ class DeathDetector:
         self._died: set[int] = set()
         """Ranks whose death has been reported."""
         self._first: tuple[float, Matter] | None = None
-        """Time and matter of the first trouble."""
+        """Time and matter of the first failure or death."""
         self._followers: dict[int, Follower] = {}
         self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
         self._maybe_intended: list[tuple[float, Matter]] = []
@@ -102,7 +102,7 @@ class DeathDetector:
         lines.append(line.text)
 
     def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
-        """Record that the job's command ended before its ranks; their later deaths follow from that.
+        """Record that the job's command ended before its ranks; their later deaths are consequences.
 
         Args:
             t: seconds since the epoch.
@@ -118,7 +118,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def trouble(self, t: float, matter: Matter) -> None:
-        """Register a finding, possibly of another detector (out of memory), as a candidate for the first trouble."""
+        """Register a finding, possibly of another detector (out of memory), as a candidate for the first failure."""
         if self._first is None or t - self._first[0] > CONSEQUENCE_S:
             self._first = (t, matter)
             self._followers = {}
@@ -154,10 +154,10 @@ class DeathDetector:
             t: seconds since the epoch.
             state: the rank's state.
             kill_asked: ranks whose end was requested.
-            kill: evidence that the kernel killed the process; None: there is none.
+            kill: evidence that the kernel killed the process; None: none.
             pressure: use of the host's memory just before; None: not full, or unknown.
             alone: whether the run has no other rank.
-            phase: the rank's, by its last message.
+            phase: the rank's phase in its last message.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -209,7 +209,7 @@ class DeathDetector:
         return findings
 
     def _raise_earlier(self, t: float) -> list[Finding]:
-        """Raise a failure held back whose process ended before ``t``; empty if there is none."""
+        """Raise one failure held back whose process ended before ``t``; return an empty list if there is none."""
         ended = [place for place, (_, failure, _) in enumerate(self._held) if self._held_gone.get(failure.rank, t) < t]
         return self._raise_held(t, ended[0]) if ended else []
 

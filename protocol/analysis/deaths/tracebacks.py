@@ -1,4 +1,4 @@
-"""Finds what ended a program in its output: an exception, or an error without a traceback; and the port of an error."""
+"""Finds the error that ended a program in its output, with or without a traceback; and the port named by an error."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from ...code_owner import is_probe, library_of
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
-"""A message may begin with a new line, and the space before it be stripped."""
+"""A message may start with a newline, in which case the space before it may be stripped."""
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """Exceptions that a launcher raises because one of its processes failed; never the cause."""
@@ -24,19 +24,19 @@ _REFUSALS = (
     # click
     re.compile(r"^(Error): ((?:No such|Missing|Invalid value|Got unexpected) .+)$"),
 )
-"""Lines with which a program refuses what it was given; no traceback comes with them."""
+"""Lines with which a program refuses a wrong file, module, argument or command; they have no traceback."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
 
 
 class RaisedException(msgspec.Struct, frozen=True):
-    """An exception, as printed in a traceback; or the error with which a program refused to begin."""
+    """An exception from a traceback; or the error with which a program refused to start."""
 
     kind: str
     """Its type, without the module; or the program's name."""
     message: str
-    """Its message; may have several lines."""
+    """Its message, which may have several lines."""
     file: str = ""
     """File, line and function that raised it."""
     line: int = 0
@@ -46,11 +46,11 @@ class RaisedException(msgspec.Struct, frozen=True):
     own_line: int = 0
     own_function: str = ""
     rank: int | None = None
-    """Rank from torchrun's mark on the line."""
+    """Rank from torchrun's prefix of the line."""
 
     @property
     def is_of_launcher(self) -> bool:
-        """Whether it only says that a process which a launcher had started failed."""
+        """Whether it only reports that a process started by a launcher failed."""
         return self.kind in _LAUNCHER_TYPES
 
     @property
@@ -72,8 +72,8 @@ class RaisedException(msgspec.Struct, frozen=True):
 def last_exception(lines: Iterable[str]) -> RaisedException | None:
     """Return the exception of the last traceback in ``lines``, except for those that only report a failed child.
 
-    If all report failed children, or there is none: the last line with which a program refused to begin; else the last
-    exception. None: there is neither.
+    If there is no other, return the last line with which a program refused to start; else the last exception; else
+    None.
     """
     texts = list(lines)
     found: list[RaisedException] = []
@@ -116,7 +116,7 @@ def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
 def _read(body: list[str], rank: int | None) -> RaisedException | None:
     """Parse the lines after a traceback's first one: frames are indented, the exception is not.
 
-    The probe's frames count only where no others are: native code that a wrapper calls has no frame of its own.
+    The probe's frames count only if there are no others: native code called by a wrapper has no frame of its own.
     """
     place = own = ("", 0, "")
     for at, line in enumerate(body):
@@ -141,7 +141,7 @@ def _read(body: list[str], rank: int | None) -> RaisedException | None:
 
 
 def _message(found: re.Match[str], following: list[str]) -> str:
-    """Return the message of an exception, at whose beginning blank lines do not end it."""
+    """Return the message of an exception; blank lines at its start do not end it."""
     if ":" not in found.group():
         return ""
     message = [found.group(2) or ""]

@@ -1,10 +1,9 @@
-"""The alert store: one entry a matter, sent when it is raised, when it changes and when it ends; never a flood.
+"""The alert store: one alert per matter, sent when it is raised, changed and resolved, at a limited rate.
 
-A matter is known by its key: kind, rank (None when several ranks share it), phase and ``evidence["rule"]``. Raising a
-matter again counts it up. An alert is sent at once when it is new, when its severity rises or when it ends. A mere
-change is sent at once too while that alert has sendings to spare: it has ``BURST``, and gets one back every
-``RESEND_S``; without one the change waits for ``tick``. At most ``FRESH_LIMIT`` new alerts in ``FRESH_WINDOW_S`` are
-let through; the rest are counted in one note.
+A matter is identified by its key: kind, rank (None for several ranks), phase and ``evidence["rule"]``. Raising it again
+increments its count. An alert is sent at once if it is new, if its severity rises, or if it is resolved. Other changes
+are limited per alert by a token bucket: ``BURST`` tokens, one more every ``RESEND_S``; without a token the change waits
+for ``tick``. At most ``FRESH_LIMIT`` new alerts are raised in ``FRESH_WINDOW_S``; the rest are counted in one note.
 """
 
 from collections import deque
@@ -19,12 +18,12 @@ BURST = 3
 FRESH_LIMIT = 40
 FRESH_WINDOW_S = 60.0
 RANKS_LISTED = 64
-"""Evidence and rank lists are cut at so many entries: an alert stays a line, not a table."""
+"""Maximum length of evidence and rank lists."""
 
 LASTING = ("dropped", "disk", "note", "health")
-"""Kinds of alert that are of the monitor itself and of the hosts, or that end by themselves with a job."""
+"""Kinds of alert about the monitor and the hosts, or that their detectors resolve at the end of a job."""
 FATAL = ("died", "failure", "oom", "exit")
-"""Kinds that stand after their job has ended, until a later job makes a step."""
+"""Kinds that remain active after their job has ended, until a later job makes a step."""
 
 Key = tuple[AlertKind, int | None, str, str]
 _RAISED = ""
@@ -38,19 +37,19 @@ class _Entry:
     def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
         self.alert = alert
         self.parts = {_RAISED: alert.text}
-        """Parts of the text, in order: as raised, each addition by its name, how it ended."""
+        """Parts of the text, in order: as raised, additions by name, resolution."""
         self.restored = restored
-        """It comes from a recording: its additions are in the text it was raised with."""
+        """Whether it is from a recording: its text as raised then includes earlier additions."""
         self.spare = BURST - 1.0
         self.at = now
 
     @property
     def text(self) -> str:
-        """The alert's text, of its parts."""
+        """The alert's text, joined from its parts."""
         return " ".join(filter(None, self.parts.values()))
 
     def may_send(self, now: float) -> bool:
-        """Use one of the spare sends, if there is one."""
+        """Take one token; return whether there was one."""
         self.spare = min(float(BURST), self.spare + max(0.0, now - self.at) / RESEND_S)
         self.at = now
         if self.spare < 1.0:
@@ -60,12 +59,12 @@ class _Entry:
 
 
 def key_of(alert: Alert) -> Key:
-    """Return the key of the matter an alert is about, as ``AlertStore.raise_alert`` made it."""
+    """Return the key of an alert's matter, as in ``AlertStore.raise_alert``."""
     return alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", ""))
 
 
 class AlertStore:
-    """All alerts of the run, standing and past. Ids count from 1 and go on after ``restore``."""
+    """All alerts of the run, active and resolved. Ids count from 1 and continue after ``restore``."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
@@ -73,7 +72,7 @@ class AlertStore:
         self._fresh: deque[float] = deque()
         self._dirty: set[Key] = set()
         self._past: list[_Entry] = []
-        """What ended earlier jobs, and stands until a later one makes a step."""
+        """Active alerts that ended earlier jobs, until a later job makes a step."""
 
     def begin_job(self, now: float) -> list[Alert]:
         """Resolve the alerts of the previous job, except for the one that ended it."""
@@ -92,11 +91,11 @@ class AlertStore:
 
     @property
     def past(self) -> bool:
-        """Whether an alert stands of what ended an earlier job."""
+        """Whether an alert that ended an earlier job is active."""
         return bool(self._past)
 
     def resolve_past(self, now: float, text: str) -> list[Alert]:
-        """Resolve what ended earlier jobs: a later one has made a step."""
+        """Resolve the alerts that ended earlier jobs, because a later job has made a step."""
         past, self._past = self._past, []
         return [
             msgspec.structs.replace(entry.alert, resolved=now, text=f"{entry.alert.text} {text}".strip())
@@ -119,21 +118,21 @@ class AlertStore:
         evidence: dict[str, Any] | None = None,
         repeat: bool = True,
     ) -> list[Alert]:
-        """Raise an alert, or record that it happened again or changed; return the messages to send now.
+        """Raise an alert, or record its repetition or change; return the messages to send now.
 
         Args:
             now: Seconds since the epoch.
             kind: See ``ftmon.protocol.messages.control.AlertKind``.
-            severity: How bad it is; a standing alert's severity never falls.
+            severity: The severity; that of an active alert never falls.
             title: One line for a list.
-            rule: Which rule of its detector raised it; kept as ``evidence["rule"]`` and part of the key.
-            rank: The one rank it is about; None for several.
-            ranks: All ranks it is about.
-            step: The step in which it happened last.
-            phase: The phase, where one is concerned.
-            text: What it means and what to do.
-            evidence: Figures it rests on: plain numbers, strings, lists and maps.
-            repeat: True counts it up; False only updates its text and evidence.
+            rule: The detector's rule; stored as ``evidence["rule"]`` and part of the key.
+            rank: The rank concerned; None for several.
+            ranks: All ranks concerned.
+            step: The step of its last occurrence.
+            phase: The phase concerned, if any.
+            text: Meaning and advice.
+            evidence: Figures that support it: plain numbers, strings, lists and maps.
+            repeat: True increments its count; False only updates its text and evidence.
         """
         found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
         listed = ranks if ranks is not None else [rank] if rank is not None else []
@@ -168,13 +167,13 @@ class AlertStore:
         return self._send(key, entry, now, at_once=worse)
 
     def update(self, now: float, key: Key, title: str, text: str, evidence: dict[str, Any]) -> list[Alert]:
-        """Replace title, text and evidence of an alert, standing or resolved; does nothing where the store has none.
+        """Replace title, text and evidence of an alert, active or resolved; return no message if it does not exist.
 
         Args:
             now: seconds since the epoch.
-            key: of the alert.
+            key: the alert's key.
             title: one line for a list.
-            text: what it means; what was added when it was resolved stays.
+            text: its meaning; the text of its resolution is kept.
             evidence: all its figures.
         """
         entry = self._entries.get(key)
@@ -186,13 +185,13 @@ class AlertStore:
         return self._change(key, entry, now, title=title, text=entry.text, evidence={**rule, **evidence})
 
     def annotate(self, now: float, key: Key, name: str, evidence: dict[str, Any], text: str = "") -> list[Alert]:
-        """Add evidence (and a sentence) to a matter; nothing where the store has none.
+        """Add evidence (and a sentence) to an alert; return no message if it does not exist.
 
         Args:
             now: seconds since the epoch.
-            key: of the alert.
-            name: what was added; its sentence replaces the one added under this name before.
-            evidence: to add.
+            key: the alert's key.
+            name: name of the addition; an earlier sentence with this name is replaced.
+            evidence: evidence to add.
             text: a sentence to add at the end; empty: none.
         """
         entry = self._entries.get(key)
@@ -211,7 +210,7 @@ class AlertStore:
         return self._send(key, entry, now, at_once=False)
 
     def resolve(self, now: float, key: Key, text: str = "", title: str = "") -> list[Alert]:
-        """Note that a matter ended by itself; return what is to be sent. Resolving twice, or nothing, sends nothing."""
+        """Resolve an alert; return the messages to send: none if it does not exist or is already resolved."""
         entry = self._entries.get(key)
         if entry is None or entry.alert.resolved is not None:
             return []
@@ -222,18 +221,18 @@ class AlertStore:
         return self._send(key, entry, now, at_once=True)
 
     def get(self, key: Key) -> Alert | None:
-        """Return the alert of a matter as it now stands, or None."""
+        """Return the current alert of a key, or None."""
         entry = self._entries.get(key)
         return entry.alert if entry is not None else None
 
     def standing(self, kind: AlertKind) -> list[Alert]:
-        """Return the alerts of a kind that have not ended, oldest first."""
+        """Return the active alerts of a kind, oldest first."""
         return [
             entry.alert for entry in self._entries.values() if entry.alert.kind == kind and entry.alert.resolved is None
         ]
 
     def tick(self, now: float, *, everything: bool = False) -> list[Alert]:
-        """Return the changes that had to wait for their turn; ``everything`` at the end of the run."""
+        """Return delayed changes whose alerts have a token again; with ``everything`` (end of the run), all of them."""
         alerts: list[Alert] = []
         for key in list(self._dirty):
             alerts += self._send(key, self._entries[key], now, at_once=everything)
@@ -243,7 +242,7 @@ class AlertStore:
         """Restore an alert from the recording, so that it continues under the same id.
 
         Returns:
-            Whether it is of the present job: False for the end of what had ended an earlier one.
+            Whether it belongs to the current job: False for the resolution of an alert that ended an earlier job.
         """
         standing = [entry for entry in self._past if entry.alert.id != alert.id]
         if len(standing) < len(self._past):
@@ -272,7 +271,7 @@ class AlertStore:
     def _overflow(self, now: float) -> list[Alert]:
         key: Key = ("note", None, "", "overflow")
         if key not in self._entries:
-            # The note itself is always let through.
+            # The note itself is always admitted.
             self._fresh.popleft()
         return self.raise_alert(
             now,

@@ -1,4 +1,4 @@
-"""A finding: what a detector concluded, as figures. ``analysis.text`` turns it into sentences."""
+"""A finding: a detector's conclusion, as figures. ``analysis.text`` turns it into sentences."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,7 @@ FindingKind = Literal[
     "hang_action",
     "unproven_hang",
 ]
-"""Stable names: an alert of kind ``health`` carries its own as ``evidence["finding"]``."""
+"""Stable names: an alert of kind ``health`` has its finding's name as ``evidence["finding"]``."""
 
 State = Literal["raised", "updated", "explained", "added", "resolved"]
 """``updated``: new figures of an unresolved finding. ``explained``: its explanation became known, resolved or not.
@@ -69,7 +69,7 @@ ResolvedWhy = Literal["calm", "rank_ended", "restarted", "caught", "resumed", "r
 
 
 class Matter(NamedTuple):
-    """What a finding is about: all findings of one matter are one alert."""
+    """Identity of a condition: all findings with the same matter belong to one alert."""
 
     kind: FindingKind
     rank: int | None = None
@@ -78,7 +78,7 @@ class Matter(NamedTuple):
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """How a finding was resolved, in place of its facts."""
+    """How a finding was resolved; replaces its facts."""
 
     why: ResolvedWhy
     number: float = 0
@@ -90,30 +90,30 @@ class Finding(msgspec.Struct, frozen=True):
 
     kind: FindingKind
     facts: Any
-    """The figures it rests on: a struct of its detector's."""
+    """The figures that support it: a struct of its detector."""
     state: State = "raised"
     severity: Severity = "warning"
     ranks: tuple[int, ...] = ()
     """The ranks concerned; empty: the whole run, or a host."""
     key: str = ""
-    """Distinguishes two findings of one kind: a host and a path, a device, a function. Empty: one of a kind."""
+    """Distinguishes findings of one kind: a host and a path, a device, a function. Empty: there is only one."""
     step: int | None = None
     rank: int | None = None
-    """The one rank it is about, where each rank has a finding of its own."""
+    """The rank concerned, if each rank has its own finding."""
     phase: str = ""
 
     @property
     def matter(self) -> Matter:
-        """What it is about."""
+        """Its matter."""
         return Matter(self.kind, self.rank, self.phase, self.key)
 
 
 def added(matter: Matter, facts: Any) -> Finding:
-    """Return the finding that more is known of a matter."""
+    """Return a finding that adds facts to a matter."""
     return Finding(matter.kind, facts, "added", rank=matter.rank, phase=matter.phase, key=matter.key)
 
 
 def resolved(matter: Matter, over: Resolution) -> Finding:
-    """Return the finding that a matter is over."""
+    """Return a finding that resolves a matter."""
     ranks = () if matter.rank is None else (matter.rank,)
     return Finding(matter.kind, over, "resolved", ranks=ranks, rank=matter.rank, phase=matter.phase, key=matter.key)

@@ -1,9 +1,8 @@
 """Diagnostic requests of detectors to ranks: queued here, sent by the hub.
 
-A capture costs the rank time (stacks make allocations slower), so it is requested rarely: a rank with a spike of
-its own at most ``PER_RANK`` times a run, each time after a longer pause unless the next spike can be foreseen, at most
-``RANKS_A_PHASE`` ranks for one phase, and once for a transient of every step. Only ranks on a GPU are asked: on the CPU
-allocations leave no trace.
+A capture costs the rank time (stacks make allocations slower), so requests are limited: for spikes, at most
+``PER_RANK`` per rank and run, with growing pauses unless the next spike can be predicted, and ``RANKS_A_PHASE`` ranks
+per phase; for a transient of every step, one per phase. Only ranks on a GPU are asked: the CPU allocator has no trace.
 """
 
 from typing import NamedTuple
@@ -14,13 +13,13 @@ from ...messages.telemetry import PHASES, Hello
 PER_RANK = 3
 PAUSE_S = 30.0
 LONGER = 4.0
-"""Each pause is so many times the one before."""
+"""Factor between consecutive pauses."""
 RANKS_A_PHASE = 4
 LEAK_STEPS = 3
 
 
 class Action(NamedTuple):
-    """A command that a detector asks the hub to send."""
+    """A command that a detector requests from the hub."""
 
     verb: verbs.Verb
     ranks: tuple[int, ...]
@@ -28,15 +27,15 @@ class Action(NamedTuple):
 
 
 class DiagnosticRequests:
-    """The queue, and the limits of asking for stacks. Pure: times are passed in."""
+    """The queue of requests and its limits. Times are passed in."""
 
     def __init__(self) -> None:
         self._queue: list[Action] = []
         self._cuda: set[int] = set()
         self._asked: dict[int, tuple[int, float]] = {}
-        """For each rank: how often it was asked, and when last."""
+        """By rank: number of requests, and time of the last one."""
         self._awaited: dict[int, int] = {}
-        """For each rank, the step that it was asked to record beforehand."""
+        """By rank: the predicted step for which a capture was requested."""
         self._ranks: dict[str, set[int]] = {}
         self._steady: set[str] = set()
         self._leak_asked = 0
@@ -47,28 +46,28 @@ class DiagnosticRequests:
         return found
 
     def add(self, action: Action) -> None:
-        """Ask for something."""
+        """Queue a request."""
         self._queue.append(action)
 
     def hello(self, hello: Hello) -> None:
-        """Learn whether a rank has a trace to read."""
+        """Record whether a rank's allocator has a trace."""
         (self._cuda.add if hello.memory_measure == "cuda" else self._cuda.discard)(hello.rank)
 
     def spike(self, t: float, rank: int, phase: str, steps: list[int]) -> None:
-        """A rank had a spike: have it record the stacks of that phase, of the step in which it is to come again.
+        """Request a capture of a rank's phase after a spike, for the step in which the next spike is predicted.
 
         Args:
             t: seconds since the epoch.
             rank: the rank.
             phase: the phase.
-            steps: the steps in which it had one, ascending.
+            steps: the steps with a spike, ascending.
         """
         ranks = self._ranks.setdefault(phase, set())
         times, last = self._asked.get(rank, (0, 0.0))
         if rank not in self._cuda or phase not in PHASES or times >= PER_RANK:
             return
         expected = next_step(steps)
-        # One that can be foreseen is caught at its next time; the pause is for those that cannot.
+        # The pause applies only to spikes that cannot be predicted.
         if times and not expected and t - last < PAUSE_S * LONGER ** (times - 1):
             return
         if (rank not in ranks and len(ranks) >= RANKS_A_PHASE) or steps[-1] <= self._awaited.get(rank, -1):
@@ -85,7 +84,7 @@ class DiagnosticRequests:
             self._arm(rank, phase, 0, f"a transient of every {phase}")
 
     def leak(self, rank: int) -> None:
-        """A rank's memory grows: have it record what whole steps leave behind."""
+        """Request a capture of whole steps of a rank whose memory grows."""
         if rank in self._cuda and self._leak_asked < PER_RANK:
             self._leak_asked += 1
             arm = verbs.Arm(steps=LEAK_STEPS, reason="leak")
@@ -97,7 +96,7 @@ class DiagnosticRequests:
 
 
 def next_step(steps: list[int]) -> int:
-    """Return the step of the next spike if the earlier ones were evenly spaced; 0: not known."""
+    """Return the step of the next spike if the last ones were evenly spaced; 0: unknown."""
     if len(steps) < 3:
         return 0
     first, second = steps[-1] - steps[-2], steps[-2] - steps[-3]

@@ -29,7 +29,7 @@ FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "part
 _SEGMENT = 2 * 2**20
 """The allocator asks the driver for multiples of this, and reports that size when it fails."""
 _PART_OF_DEVICE = 0.05
-"""Memory of other processes, or outside the allocator, counts from this share of the device."""
+"""Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
 _PIECES = 0.02
 """Free pieces of less than this share of the device are not the cause."""
 _OUTSIDE_USUAL = 2 * 2**30
@@ -43,7 +43,7 @@ _BUCKETS = (
     "partition_grads", "get_flat_partition",
 )  # fmt: skip
 _ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
-"""Optimizers that keep two numbers per updated parameter."""
+"""Optimizers that keep two values per updated parameter."""
 
 
 class OomContext(NamedTuple):
@@ -114,7 +114,7 @@ def facts(oom: Oom, around: OomContext) -> dict[str, int]:
 
 
 def outside_of(oom: Oom, around: OomContext) -> Outside:
-    """Split what is used outside of the failing rank's allocator into other processes and its own."""
+    """Split memory used outside the failing rank's allocator into that of other processes and its own."""
     capacity = oom.capacity_bytes or oom.device_total_bytes
     elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
     own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
@@ -146,7 +146,7 @@ def steady_growth(starts: Sequence[int]) -> int | None:
 def pending_states(oom: Oom) -> int:
     """Return a lower bound of the bytes that Adam's first step still had to allocate for states; 0: unknown.
 
-    Adam keeps two numbers per updated parameter, in the parameters' data type; states created so far are subtracted.
+    Adam keeps two values per updated parameter, in the parameters' data type; states created so far are subtracted.
     """
     is_adam = oom.optimizer_class.lower() in _ADAM
     if oom.phase != "optimizer" or not is_adam or not oom.trainable or "optimizer_states" not in oom.parts:
@@ -208,9 +208,9 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
         weights["fragmentation"] = oom.usable_free_bytes
     elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
-        weights["fragmentation"] = _unused(oom)  # the pieces are unknown, but one piece would have been enough
+        weights["fragmentation"] = _unused(oom)  # the block sizes are unknown, but contiguous it would have sufficed
     elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
-        weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
+        weights["fragmentation"] = found["fragmented"]  # with the driver's free memory it would have sufficed
     # If the device had room, the process's own limit refused it: other processes are not the cause.
     if not (oom.limit and oom.device_free_bytes >= oom.requested_bytes):
         weights |= _beside_allocator(found, short, capacity)
@@ -223,7 +223,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
         not matters(weights["fragmentation"], oom.reserved_bytes)
         or (by_phase == "optimizer_states" and found.get("to_come", 0) > weights["fragmentation"] + _left(oom))
     ):
-        del weights["fragmentation"]  # in one piece too, what was free would not have taken the run much further
+        del weights["fragmentation"]  # even contiguous, the free memory would not have lasted much longer
     order = sorted(weights, key=lambda kind: -weights[kind])
     if by_phase == "logits" and (not order or order[0] == "longer_batch"):
         return "logits", order, sure

@@ -30,7 +30,7 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
 
     Args:
         snapshot: the snapshot.
-        replays: of the devices to check.
+        replays: replays of the devices to check.
     """
     found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
     if not found:
@@ -79,7 +79,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
 
 
 def phase_of(frames: list[Frame]) -> str:
-    """Return the phase that a stack (innermost first) shows; empty where it shows none."""
+    """Return the phase derived from a stack (innermost first); empty if unknown."""
     words = " ".join(f"{frame.filename}:{frame.name}" for frame in frames)
     return next((phase for phase, marks in _PHASES if any(mark in words for mark in marks)), "")
 

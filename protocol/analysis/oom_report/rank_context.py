@@ -86,7 +86,7 @@ class LatestByRank:
         hello, beat, step = self._hellos.get(rank), self._beats.get(rank), self._steps.get(rank)
         sample = self._device_of(hello, hello.memory_measure) if hello is not None else None
         peak = step.peak_phase if step is not None else None
-        if rank == oom.rank:  # it has just reported where it is
+        if rank == oom.rank:  # its own report is newer than its last heartbeat
             beat = Heartbeat(
                 rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step,
                 allocated=oom.allocated_bytes, reserved=oom.reserved_bytes,
@@ -111,7 +111,7 @@ class LatestByRank:
     def _device_of(self, hello: Hello, measure: str) -> DeviceSample | None:
         if measure != "cuda":
             return self._hosts.get(hello.host)
-        # CUDA counts the devices it may see, NVML all of them: only the identifier is the same for both.
+        # CUDA numbers the visible devices, NVML all devices: only the UUID is the same for both.
         return self._gpus.get(hello.device.uuid) or self._gpus.get(f"{hello.host} {hello.device.index}")
 
 

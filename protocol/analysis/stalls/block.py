@@ -15,7 +15,7 @@ FINE_RATIO = 1.15
 
 @dataclass(slots=True)
 class Block:
-    """A rank beside the others over the steps of a block: means of one step, microseconds."""
+    """Figures of a rank and of the others over a block of steps: means per step, microseconds."""
 
     excess: float
     """Median over the steps of its own work minus the others'."""
@@ -28,7 +28,7 @@ class Block:
     least: float
     """The shortest waiting of any rank."""
     steps: int
-    """Steps of the block, those not compared included."""
+    """Steps of the block, including those not compared."""
     off_cpu: float = 0.0
     others_off_cpu: float = 0.0
     tokens: float = 0.0
@@ -36,10 +36,10 @@ class Block:
     parts: dict[str, float] | None = None
     others_parts: dict[str, float] | None = None
     uneven: bool = False
-    """Its steps do not last as long as the others': it is not in step with them."""
+    """Its steps last longer or shorter than the others', so their steps do not run in parallel."""
 
     def counts(self, ratio: float) -> bool:
-        """Return whether the block counts against the rank: its own work is ``ratio`` times the others' at least."""
+        """Return whether the block counts against the rank: its own work is at least ``ratio`` times the others'."""
         half = self.excess / 2
         return (
             self.excess >= max(EXCESS_US, EXCESS_SHARE * self.wall)
@@ -93,7 +93,7 @@ def compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, Block]
             others_waited=usual_wait.upper(waits[rank]),
             least=least,
             steps=count,
-            # Ranks whose steps last differently are not in step with each other.
+            # Steps of different duration do not run in parallel.
             uneven=abs(wall - usual_wall.median(wall)) > max(0.5 * middle, 0.0),
         )
     return found
@@ -122,7 +122,7 @@ def add_parts(block: Block, number: int, steps: Sequence[Mapping[int, Work]]) ->
 
 
 class _Others:
-    """Medians of values with one of them left out, without sorting again."""
+    """Medians of values without one of them; the values are sorted once."""
 
     __slots__ = ("_at", "_high", "_low", "_upper_at", "_upper_high", "_upper_low")
 
@@ -133,10 +133,10 @@ class _Others:
         self._upper_at, self._upper_low, self._upper_high = ordered[upper], ordered[upper + 1], ordered[upper]
 
     def median(self, value: float) -> float:
-        """Return the median of the others than ``value``; of an even number of them, the mean of both."""
+        """Return the median of the values other than ``value``; of an even number, the mean of the middle two."""
         lower = self._high if value > self._at else self._low
         return (lower + (self._upper_high if value > self._upper_at else self._upper_low)) / 2
 
     def upper(self, value: float) -> float:
-        """Return the upper median of the others than ``value``."""
+        """Return the upper median of the values other than ``value``."""
         return self._upper_high if value > self._upper_at else self._upper_low

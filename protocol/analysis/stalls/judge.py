@@ -111,7 +111,7 @@ def judge(views: list[RankView]) -> Verdict | None:
     if not stuck:
         return _held_up_by_silence(present) or _silent_together(present)
     verdict = _stall(stuck, present)
-    # Where all are asleep in one collective no rank is named: then the ordinary limits hold.
+    # If all are asleep in one collective, no rank is named, and the ordinary limits apply.
     if verdict is not None and verdict.kind == "unclear" and not any(view.overdue for view in stuck):
         return None
     return verdict
@@ -261,7 +261,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
     roots = [view for view in awaited if not view.inside or view.absent] or awaited
     late = [view for view in roots if view.absent or view.stuck]
     if len(late) < len(roots):
-        return None  # who is awaited may be at work
+        return None  # an awaited rank may be working
     if any(view.inside and not view.absent for view in late):
         # It is in a recv without a sender, which is not a collective; or in a collective that the others have left,
         # so that the cause is the network or the collective itself.

@@ -9,7 +9,7 @@ Rank states and their conditions:
 - ``hung``: the judge named it; or its process outlived its ``Goodbye`` by 30 s; or its end was requested and its
   process has been in uninterruptible sleep for 3 s.
 - ``stopped``: /proc shows state T or t (SIGSTOP, or a debugger), and has done so for ``STOPPED_S`` without progress:
-  what limits a process's CPU time (cpulimit) stops and continues it many times a second.
+  limiters of CPU time (cpulimit) stop and continue a process many times a second.
 - ``gone``: its process is gone without a ``Goodbye``.
 - ``finished``: it sent a ``Goodbye``, or ended with exit code 0.
 - ``unreachable``: no message for 15 s and its process unknown, or for 30 s although its process lives; or its host is
@@ -280,7 +280,7 @@ class RankTracker:
         known = tracked.hello
         same = known is None or (known.pid, known.start_ticks) == (hello.pid, hello.start_ticks)
         if not same:
-            # The rank was started again: nothing of the process before counts.
+            # The rank was restarted: the figures of its earlier process do not apply.
             tracked = self.ranks[hello.rank] = TrackedRank(hello.rank, t)
         tracked.hello = hello
         tracked.progress.last_message_at = t
@@ -339,7 +339,7 @@ class RankTracker:
             if tracked.cut_off:
                 messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
             else:
-                # Time without a connection does not count against it; what it sent meanwhile comes now.
+                # Time without a connection does not count against it; messages sent meanwhile arrive now.
                 tracked.progress.moved(t)
                 if tracked.state is not None and tracked.state.state == "unreachable":
                     messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")

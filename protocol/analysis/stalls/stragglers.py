@@ -226,7 +226,7 @@ class Stragglers:
             ended, rank.facts = rank.facts, None
             self._ended += 1
             for one in self._ranks.values():
-                one.excesses.clear()  # those of the spell that is over are explained
+                one.excesses.clear()  # excesses during the resolved finding are explained
             return [StragglerFinding(msgspec.structs.replace(ended, step=step), "resolved")]
         window = list(rank.blocks)[-FAST_BLOCKS:]
         if t - rank.reported_at >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:

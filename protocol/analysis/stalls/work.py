@@ -22,7 +22,7 @@ NOT_COMPARED = ("eval", "checkpoint")
 """Steps with one of these phases on any rank are not compared: often one rank runs them and the others wait."""
 _SPECIAL = frozenset((*NOT_WORK, *NOT_COMPARED))
 BATCH = "batch"
-"""Own work within the phase ``data`` but outside of the dataloader: on a batch, before its forward."""
+"""Own work in the phase ``data`` outside the dataloader: on a batch, before its forward."""
 FRONT = ("idle", "data", "forward")
 """The phases between an update and the backward after it."""
 
