@@ -10,7 +10,7 @@ from .findings.finding import Matter
 
 ORPHAN_S = 600.0
 _STANDING = ("gpu_xid", "checkpoint_failed")
-"""Findings that stay true, however long nothing is seen of them again."""
+"""Findings that remain valid however long ago they were last reported."""
 
 
 _OWN: dict[FindingKind, tuple[AlertKind, str]] = {
@@ -45,27 +45,27 @@ _OWN: dict[FindingKind, tuple[AlertKind, str]] = {
     "hang_action": ("note", "on-hang"),
     "unproven_hang": ("note", "on-hang-proof"),
 }
-"""Findings that are not of the kind ``health``: the kind and the rule of their alerts. A hang's rule is its verdict; a
+"""Kind and rule of the alerts of findings that are not of the kind ``health``. A hang's rule is its verdict; a
 finding's key is appended to its rule: ``port 29500``."""
 _OF_RULE: dict[tuple[AlertKind, str], FindingKind] = {rule: kind for kind, rule in _OWN.items()}
 _COUNTED = ("spike", "failure", "ended_early", "oom", "oom_failure", "hang", "stopped", "telemetry_lost")
-"""Findings that are counted up each time they are raised."""
+"""Findings whose alert's count is incremented each time they are raised."""
 _WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
-"""Kinds of alert whose titles are not cut: each part of them is short already."""
+"""Kinds of alert whose titles are not truncated, because their parts are short."""
 
 
 class FindingAlerts:
-    """Raises, updates and resolves alerts. Of kind ``health``, ``evidence["finding"]`` is the finding's own kind."""
+    """Raises, updates and resolves alerts. For kind ``health``, ``evidence["finding"]`` is the finding's kind."""
 
     def __init__(self, store: AlertStore) -> None:
         self._store = store
         self._orphans: dict[Key, float] = {}
-        """Alerts that an earlier hub left standing, and since when this one has seen nothing of them."""
+        """Active alerts of an earlier hub that were not raised again, with the time since when."""
 
     def restore(self, alert: Alert) -> Finding | None:
-        """Process an alert of the recording; return its finding, None if it has none.
+        """Process an alert of the recording; return its finding, or None if it has none.
 
-        One of kind ``health`` that is not raised again ends after ``ORPHAN_S``.
+        An alert of kind ``health`` that is not raised again is resolved after ``ORPHAN_S``.
         """
         if alert.kind == "health" and alert.resolved is None and alert.evidence.get("finding") not in _STANDING:
             self._orphans[key_of(alert)] = 0.0
@@ -88,7 +88,7 @@ class FindingAlerts:
         )
 
     def tick(self, now: float) -> list[Alert]:
-        """End what this hub has seen nothing of."""
+        """Resolve alerts of an earlier hub that were not raised again."""
         alerts: list[Alert] = []
         for key, since in list(self._orphans.items()):
             if not since:
@@ -99,7 +99,7 @@ class FindingAlerts:
         return alerts
 
     def put(self, now: float, findings: Iterable[Finding]) -> list[Alert]:
-        """Turn findings into the alerts to be sent now; ``now`` is seconds since the epoch."""
+        """Return the alerts to send now for findings; ``now`` is seconds since the epoch."""
         alerts: list[Alert] = []
         for finding in findings:
             key = _key(finding.matter)

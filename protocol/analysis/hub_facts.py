@@ -1,4 +1,4 @@
-"""Facts of the findings that the hub makes itself, without a detector; ``analysis.text`` puts them into words."""
+"""Facts of the hub's own findings, made without a detector; ``analysis.text`` turns them into text."""
 
 import msgspec
 
@@ -17,12 +17,12 @@ class NoStepFacts(msgspec.Struct, frozen=True):
     """A run that ended without a recorded step."""
 
     end: str
-    """How it ended, as ``exit.json`` has it."""
+    """How it ended, as in ``exit.json``."""
     exit_code: int | None
     ranks: int
     """Number of ranks that reported."""
     error: str = ""
-    """The exception that ended it; empty: none was found."""
+    """The exception that ended it; empty: none found."""
     error_rank: int | None = None
     """The rank that raised it; None: it is from the output of the job's command."""
     error_place: str = ""
@@ -102,19 +102,19 @@ class PortFacts(msgspec.Struct, frozen=True):
 
 
 class JobFailedFacts(msgspec.Struct, frozen=True):
-    """A job that ran beside the shown one and failed."""
+    """A job that ran concurrently with the shown one and failed."""
 
     number: int
     error: str
 
 
 class ConcurrentJobFacts(msgspec.Struct, frozen=True):
-    """A job that began while another one was shown."""
+    """A job that started while another one was shown."""
 
     number: int
     shown: int
     rank: int
-    """A rank that both have."""
+    """A rank number that both jobs have."""
     command: list[str]
 
 
@@ -126,7 +126,7 @@ class LeftProcess(msgspec.Struct, frozen=True):
     state: str
     """Letter of /proc/PID/stat."""
     kernel_function: str = ""
-    """In which it waits; empty: unknown."""
+    """The kernel function in which it waits; empty: unknown."""
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):
@@ -146,19 +146,19 @@ class LateExit(msgspec.Struct, frozen=True):
     after_s: float
     """Seconds since the last progress."""
     left: list[int]
-    """Ranks whose processes live; empty: only the launcher's."""
+    """Ranks whose processes are alive; empty: only the launcher's."""
 
 
 class HangActionFacts(msgspec.Struct, frozen=True):
-    """What the hub does against a hang."""
+    """The hub's action on a hang."""
 
     action: str
     """``stacks``, ``stop`` or ``kill``."""
     option: str
-    """The option that demands it."""
+    """The option that requests it."""
     cause: Verdict | LateExit
     stacks: str
-    """File with the stacks of all ranks; empty: none could be written."""
+    """File with the stacks of all ranks; empty: it could not be written."""
 
 
 class UnprovenHangFacts(msgspec.Struct, frozen=True):

@@ -59,12 +59,12 @@ from .stalls.straggler_detector import SlowDetector
 
 
 class Detectors:
-    """Everything that finds something worth an alert, fed with one stream.
+    """All detectors, fed with one stream of messages.
 
     Args:
         tracker: The run's rank tracker; it must be fed and ticked first.
         store: The run's alerts.
-        keep: Keeps the report of an out-of-memory error beside the stream, and says where.
+        keep: Stores the report of an out-of-memory error in a file; returns the report with the file's path.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Detectors:
         self._moments = LatestByRank()
         self._health = HealthDetector()
         self._monitor = HealthMonitor()
-        """It begins anew by itself where a rank is another process, and goes on looking at the hosts."""
+        """Resets itself if a rank is a new process; its checks of hosts continue."""
         self._findings = FindingAlerts(store)
         self._job = 0
         self._begin()
@@ -128,27 +128,27 @@ class Detectors:
         }
 
     def begin_job(self, now: float) -> list[Message]:
-        """Begin anew for the next job of the run; return the alerts of the one before that end with it."""
+        """Reset the detectors for the next job of the run; return the resolved alerts of the previous job."""
         alerts = self._put(now, self._death.tick(now, over=True))
         alerts += self._store.begin_job(now)
         self._begin()
         return list(alerts)
 
     def feed(self, seq: int, t: float, message: Message) -> Sequence[Message]:
-        """Look at one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
+        """Process one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
         handler = self._handlers.get(type(message))
         return handler(t, message) if handler is not None else []
 
     def steps(self, steps: Sequence[tuple[float, Step]], failed: Callable[[], object]) -> list[Message]:
-        """Look at a batch of steps; return the alerts to send.
+        """Process a batch of steps; return the alerts to send.
 
         Each detector processes the whole batch before the next detector does, so that its code and state stay in the
         processor's cache: a batch takes half the CPU time of the same steps one at a time.
 
         Args:
             steps: time of receipt and step, in the order of the stream.
-            failed: called in the ``except`` block of an exception that a detector raised for one step; the batch goes
-                on with the next step.
+            failed: called in the ``except`` block of an exception that a detector raised for one step; processing
+                continues with the next step.
         """
         alerts: list[Message] = []
         if self._store.past:
@@ -174,11 +174,11 @@ class Detectors:
         return alerts
 
     def drain_actions(self) -> list[Action]:
-        """Return what detectors have asked ranks to do since the last call."""
+        """Return the commands to ranks that detectors have requested since the last call."""
         return self._asks.drain()
 
     def tick(self, now: float) -> list[Message]:
-        """Look at states and at what time alone changes; return the alerts to send."""
+        """Process changed states and elapsed time; return the alerts to send."""
         alerts: list[Message] = []
         for change in self._tracker.drain_changes():
             if isinstance(change, RankState):
@@ -197,11 +197,11 @@ class Detectors:
         return alerts
 
     def put(self, now: float, finding: Finding) -> list[Message]:
-        """Take in a finding of the hub itself (``hub_facts``); return the alerts to send."""
+        """Process a finding of the hub itself (``hub_facts``); return the alerts to send."""
         return list(self._put(now, [finding]))
 
     def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
-        """Take in that the job's command ended before its ranks did; return the alerts to send."""
+        """Record that the job's command ended before its ranks; return the alerts to send."""
         return (
             []
             if self._tracker.kill_asked
@@ -209,11 +209,11 @@ class Detectors:
         )
 
     def stacks(self, now: float, action: Action, answers: Mapping[int, Result]) -> list[Message]:
-        """Look at the stacks that were asked for; return the alerts to send."""
+        """Process requested stacks; return the alerts to send."""
         return list(self._put(now, self._slow.stacks(action.ranks, answers)))
 
     def restore(self, frames: Iterable[Frame]) -> None:
-        """Take in the run's history after a hub restart: alerts go on under their ids, and nothing is sent twice."""
+        """Restore the run's history after a hub restart: alerts keep their ids, and nothing is sent twice."""
         for frame in frames:
             message = frame.message
             if isinstance(message, Alert):
@@ -320,7 +320,7 @@ class Detectors:
         fact = tracked.fact if tracked is not None else None
         alerts = self._put(now, self._hang.state(state, fact is not None and fact.is_traced))
         self._hang.held(state.rank, self._oom.standing(state.rank) if state.state == "held" else None)
-        if state.state not in ("stopped", "unreachable"):  # a rank that is held may be stopped, or fall silent
+        if state.state not in ("stopped", "unreachable"):  # a held rank may be stopped or become unreachable
             alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
         if state.state == "gone":
             kill = fact.kernel_kill if fact is not None else None

@@ -1,4 +1,4 @@
-"""The table of remedies against causes of memory use, each with its condition and what it saves.
+"""The table of remedies against causes of memory use, each with its condition and the bytes it saves.
 
 Causes are the patterns of transients (``memory.stack_patterns``) and the verdicts on failed allocations (``OomKind``).
 If a remedy has several rows, the first row whose condition holds applies.
@@ -12,10 +12,10 @@ from ..messages.telemetry import Hello, Oom
 from .oom.verdict import ALONE, OomContext, elements, facts
 
 _STATES_8BIT = 0.75
-"""Adam's two states take 8 bytes a number in fp32, and 2 in 8 bits."""
+"""Adam's two states take 8 bytes per element in fp32, and 2 in 8 bits."""
 _LARGE_VOCABULARY = 30_000
 _BUCKET = 500_000_000
-"""DeepSpeed's default for both bucket sizes, in numbers."""
+"""DeepSpeed's default for both bucket sizes, in elements."""
 _SMALLER = 200_000_000
 _SUB_GROUP = 1_000_000_000
 _MICRO_BATCH = "train_micro_batch_size_per_gpu, gradient_accumulation_steps"
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     stage: int
     """ZeRO stage; 0 also without ZeRO."""
     gather: int
-    """This and the next two: sizes of DeepSpeed's buckets, in numbers."""
+    """This and the next two: sizes of DeepSpeed's buckets, in elements."""
     reduce: int
     sub_group: int
     offloads: bool
@@ -68,11 +68,11 @@ class Row(NamedTuple):
 
     name: str
     text: str
-    """What to try; in braces, fields of the case."""
+    """The advice; in braces, fields of the case."""
     setting: str = ""
     when: Callable[[Case], object] = lambda _: True
     frees: Callable[[Case], int] = lambda _: 0
-    """Bytes; 0: not known."""
+    """Bytes freed; 0: unknown."""
     bound: Literal["", "about", "at most"] = ""
 
 

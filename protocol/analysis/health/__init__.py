@@ -1,1 +1,1 @@
-"""Loss, gradients, throughput and devices: what is wrong with a run that still trains."""
+"""Problems of a run that still trains: loss, gradients, throughput and devices."""

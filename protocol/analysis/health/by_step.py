@@ -3,20 +3,20 @@
 from typing import Generic, TypeVar
 
 KEPT = 16
-"""Steps that are kept for ranks that are late."""
+"""Number of steps kept for late ranks."""
 
 Value = TypeVar("Value")
 
 
 class RanksByStep(Generic[Value]):
-    """Collects a value of each rank; a step is complete when all known ranks have reported it, two at least."""
+    """Collects one value per rank; a step is complete when all known ranks, at least two, have reported it."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, Value]] = {}
         self._ranks: set[int] = set()
 
     def add(self, step: int, rank: int, value: Value) -> dict[int, Value] | None:
-        """Add a rank's value; returns all values of the step, by rank, once it is complete."""
+        """Add a rank's value; return all values of the step, by rank, once it is complete, else None."""
         self._ranks.add(rank)
         values = self._steps.setdefault(step, {})
         values[rank] = value

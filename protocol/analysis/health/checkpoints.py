@@ -1,6 +1,6 @@
-"""Checkpoints that could not be written: the run continues, and what it does since the last complete one is not safe.
+"""Checkpoints that could not be written: the run continues, and its progress since the last complete one is not saved.
 
-Raised at the first that failed, updated at each further one, resolved by the next that is complete.
+Raised at the first failure, updated at each further one, resolved by the next complete checkpoint.
 """
 
 import msgspec
@@ -10,19 +10,19 @@ from ..findings import Finding
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
-    """What failed, and what there is to go on from."""
+    """The failures, and the newest complete checkpoint."""
 
     path: str
-    """Where the latest that failed would have been."""
+    """The intended path of the latest failed one."""
     error: str
     first_step: int
-    """Step of the first that failed."""
+    """Step of the first failed one."""
     step: int
-    """Step of the latest that failed."""
+    """Step of the latest failed one."""
     failures: int
-    """That failed in a row."""
+    """Number of consecutive failures."""
     kept: str
-    """The newest complete one; empty: there is none."""
+    """The newest complete checkpoint; empty: none."""
 
 
 class Checkpoints:
@@ -32,7 +32,7 @@ class Checkpoints:
         self._facts: CheckpointFacts | None = None
 
     def failed(self, message: CheckpointFailed) -> list[Finding]:
-        """Take in a checkpoint that failed."""
+        """Process a failed checkpoint."""
         before = self._facts
         self._facts = CheckpointFacts(
             message.path,
@@ -45,12 +45,12 @@ class Checkpoints:
         return [_finding(self._facts, "raised" if before is None else "updated")]
 
     def complete(self, message: Checkpoint) -> list[Finding]:
-        """Take in a complete checkpoint."""
+        """Process a complete checkpoint."""
         del message
         return self.reset()
 
     def reset(self) -> list[Finding]:
-        """Forget everything: another job begins. Returns the end of what stood."""
+        """Reset for another job; return the resolved finding, if any."""
         facts, self._facts = self._facts, None
         return [_finding(facts, "resolved")] if facts is not None else []
 

@@ -1,9 +1,9 @@
-"""Recompilation storms of ``torch.compile``: the same function compiled again and again while the run trains.
+"""Recompilation storms of ``torch.compile``: a function that is compiled repeatedly while the run trains.
 
-A rank reports each compilation that Dynamo made (``Compiles``). A few are healthy: the first, one with dynamic shapes,
-another for the last batch of an epoch or for evaluation. Found when one function was recompiled ``RECOMPILES`` times
-after the run's first ``WARM_UP`` steps, or Dynamo gave it up at its limit. Resolved after ``QUIET_STEPS`` steps
-without another.
+A rank reports each compilation by Dynamo (``Compiles``). A few are normal: the first, one with dynamic shapes, another
+for the last batch of an epoch or for evaluation. Raised if one function was recompiled ``RECOMPILES`` times after the
+run's first ``WARM_UP`` steps, or if Dynamo stopped compiling it at its limit. Resolved after ``QUIET_STEPS`` steps
+without a recompilation.
 """
 
 import msgspec
@@ -17,17 +17,17 @@ QUIET_STEPS = 100
 
 
 class CompileFacts(msgspec.Struct, frozen=True):
-    """Which function, how often, and why the last time."""
+    """The function, the number of recompilations, and the last reason."""
 
     function: str
     recompiles: int
     seconds: float
-    """Spent compiling it since warm-up."""
+    """Time of its compilations since warm-up."""
     reason: str
-    """Dynamo's own words for the guard that failed last; empty: not known."""
+    """Dynamo's description of the guard that failed last; empty: unknown."""
     since_step: int
     limit_reached: bool = False
-    """Dynamo has given it up: it runs uncompiled from now on."""
+    """Whether Dynamo reached its limit, so that the function runs uncompiled from now on."""
 
 
 class _Function:
@@ -50,7 +50,7 @@ class Recompilation:
         self._functions: dict[str, _Function] = {}
 
     def compiles(self, message: Compiles) -> list[Finding]:
-        """Take in what a rank has compiled since its last message."""
+        """Process a rank's compilations since its last message."""
         found: list[Finding] = []
         for one in message.functions:
             if one.step <= WARM_UP or not (one.reason or one.failed):
@@ -71,7 +71,7 @@ class Recompilation:
         return found
 
     def step(self, step: int) -> list[Finding]:
-        """Let a step pass; call it now and then."""
+        """Resolve findings that are quiet at ``step``; call it at intervals."""
         found: list[Finding] = []
         for name, function in list(self._functions.items()):
             if step - function.step > QUIET_STEPS:
@@ -81,7 +81,7 @@ class Recompilation:
         return found
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved findings."""
         found = [_finding(name, one, "resolved") for name, one in self._functions.items() if one.raised]
         self._functions.clear()
         return found

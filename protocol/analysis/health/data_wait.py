@@ -1,13 +1,12 @@
-"""Input-bound runs: the share of a step in which the training thread waits for its next batch.
+"""Input-bound runs: the share of a step for which the training thread waits for its next batch.
 
-Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank; the longest ``LEFT_OUT`` of them are
-left out (an epoch's first batch waits for new workers), and the first ``WARM_UP`` steps never count. On a GPU waiting
-costs only what the device idles meanwhile: the share is then the smaller of the host's wait and the part of the step's
-device time that lies outside of forward, backward, optimizer, evaluation and checkpoint. Found when at least half of
-the ranks have a share of ``SHARE`` or more and ``LEAST_US`` a step (one rank alone is a slow rank, which is another
-detector's), in that window and in ``FEWEST_PARTS`` of the ``EVERY`` steps that it consists of: a shuffle buffer that is
-filled again, or a file system that is busy for a moment, takes long in a few of them. Resolved below half of ``SHARE``
-at two looks.
+Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank, without the ``LEFT_OUT`` longest (an
+epoch's first batch waits for new workers) and without the run's first ``WARM_UP`` steps. On a GPU waiting costs only
+the time for which the device idles: the wait is then the smaller of the host's wait and the step's device time outside
+forward, backward, optimizer, evaluation and checkpoint. Raised if at least half of the ranks wait ``SHARE`` of the step
+and ``LEAST_US`` per step (a single slow rank is a straggler), in the whole window and in ``FEWEST_PARTS`` of its parts
+of ``EVERY`` steps: refilling a shuffle buffer, or a briefly busy file system, affects only a few parts. Resolved if the
+share is below half of ``SHARE`` at two consecutive checks.
 """
 
 from collections import deque
@@ -30,10 +29,10 @@ _WORK = frozenset(("forward", "backward", "optimizer", "eval", "checkpoint"))
 
 
 class DataWaitFacts(msgspec.Struct, frozen=True):
-    """How long a step waits, and what loads the data."""
+    """The wait per step, and the settings of the data loader."""
 
     share: float
-    """Of the step, of the rank that waits longest."""
+    """Share of the step for which the rank with the longest wait waits."""
     wait_ms: float
     step_ms: float
     window_steps: int
@@ -41,9 +40,9 @@ class DataWaitFacts(msgspec.Struct, frozen=True):
     ranks_total: int
     cuda: bool
     loader: DataLoaderInfo | None = None
-    """Settings of the DataLoader of the rank that waits longest; None: not known, or no PyTorch DataLoader."""
+    """Settings of that rank's DataLoader; None: unknown, or not PyTorch's DataLoader."""
     workers_needed: int = 0
-    """Worker processes a rank that would hide the wait, if they scale; 0: cannot be said."""
+    """Number of worker processes per rank that would hide the wait, if loading scales; 0: unknown."""
 
 
 class _Rank:
@@ -66,7 +65,7 @@ class DataWait:
         self._who: tuple[int, ...] = ()
 
     def hello(self, hello: Hello) -> None:
-        """Learn a rank's device and loader."""
+        """Record a rank's device and loader."""
         rank = self._ranks.setdefault(hello.rank, _Rank())
         rank.cuda = hello.device.kind == "cuda"
         if hello.loader is not None:
@@ -77,7 +76,7 @@ class DataWait:
         self._ranks.pop(rank, None)
 
     def step(self, step: Step) -> list[Finding]:
-        """Look at one rank's step."""
+        """Process one rank's step."""
         rank = self._ranks.get(step.rank)
         if rank is None:
             rank = self._ranks[step.rank] = _Rank()
@@ -101,7 +100,7 @@ class DataWait:
         return self._check(step.step)
 
     def reset(self) -> list[Finding]:
-        """Forget the steps; returns the end of what stood."""
+        """Discard all steps; return the resolved finding, if any."""
         facts, who = self._facts, self._who
         self._facts, self._free = None, 0
         for rank in self._ranks.values():
@@ -153,9 +152,9 @@ class DataWait:
 
 
 def may_be_bound(steps: list[tuple[int, int]]) -> bool:
-    """Return whether the share of ``_check`` may reach ``SHARE``; False is certain, and cheap to find.
+    """Return whether the share of ``_check`` may reach ``SHARE``: a cheap test whose False is certain.
 
-    The steps left out have at least the mean wait, and each at most the longest time.
+    The omitted steps have at least the mean wait, and each at most the longest time.
     """
     waits, hosts = zip(*steps, strict=True)
     kept = len(steps) - LEFT_OUT
@@ -168,17 +167,17 @@ def _is_lasting(steps: list[tuple[int, int]]) -> bool:
 
 
 def _share(steps: list[tuple[int, int]]) -> tuple[float, float, float]:
-    """Return (share of the steps' time that was waiting, wait of a step, length of a step), times in microseconds."""
+    """Return (waiting as a share of the steps' time, mean wait, mean step time), times in microseconds."""
     waits, hosts = zip(*steps, strict=True)
     wait, host = sum(waits), sum(hosts)
     return wait / max(1, host), wait / len(steps), host / len(steps)
 
 
 def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float) -> int:
-    """Return how many worker processes would load a batch in the time that the rest of a step takes; 0: not known.
+    """Return how many worker processes would load a batch in the rest of a step's time; 0: unknown.
 
-    Without workers the wait is a batch's whole cost. With ``w`` of them a run that waits gets one batch every
-    ``step / w``, so one costs about ``w`` steps.
+    Without workers the wait is a batch's whole cost. With ``w`` workers a waiting run receives one batch per step, so a
+    batch costs about ``w`` steps of a worker's time.
     """
     compute = step_us - wait_us
     if loader is None or compute <= 0:

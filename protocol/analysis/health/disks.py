@@ -1,17 +1,16 @@
-"""Disks about to fill: by what is left, by the rate at which it goes, and by what was written at once before.
+"""Disks about to fill: by free space, by its rate of decrease, and by the size of earlier bursts of writing.
 
-A finding is about one volume of one host; the volumes are those that the run writes to.
+A finding is about one volume of one host that the run writes to.
 
-- *rate*: what is left has fallen in each quarter of the last ``LEAST_S`` seconds or longer, it will be gone within
-  ``HORIZON_S`` at that rate and within ``LOOKAHEAD`` times as long as the fall has lasted. So a checkpoint that is
-  being written is none, unless it takes a third of what was left when it began; nor are the first checkpoints of
-  which a few are kept: what falls in bursts is judged by the latest alone before there are ``FEWEST_BURSTS``.
-- *next write*: twice or more, ``BURST_BYTES`` and more were written at once (a checkpoint, at ``BURST_PER_S`` or
-  more without a pause of ``BURST_GAP_S``), and what was left ``SETTLED_S`` after the last is less than the largest of
-  them.
-- *low*: little is left whatever the rate.
+- *rate*: free space has decreased in each quarter of the last ``LEAST_S`` seconds or longer, and will be used up at
+  that rate within ``HORIZON_S`` and within ``LOOKAHEAD`` times the duration of the decrease. A checkpoint being written
+  does not count, unless it takes a third of the space that was free when it started. Neither do the first of several
+  kept checkpoints: with fewer than ``FEWEST_BURSTS`` bursts, the rate is that of the latest burst.
+- *next write*: at least two bursts of ``BURST_BYTES`` or more were written (a checkpoint, at ``BURST_PER_S`` or more
+  without a pause of ``BURST_GAP_S``), and the free space ``SETTLED_S`` after the last is less than the largest burst.
+- *low*: little space is free, regardless of the rate.
 
-Resolved when none of these has held for ``CALM_S``.
+Resolved if none of these has held for ``CALM_S``.
 """
 
 from collections import deque
@@ -31,7 +30,7 @@ LOOKAHEAD = 2.0
 LEAST_FALL = 8 * 2**20
 BURST_BYTES = 256 * 2**20
 BURST_PER_S = 2 * 2**20
-"""Bytes per second from which a fall is part of a burst; logs take less."""
+"""Minimum decrease in bytes per second that is part of a burst; logs write less."""
 BURST_GAP_S = 10.0
 FEWEST_BURSTS = 5
 SETTLED_S = 30.0
@@ -44,13 +43,13 @@ Why = Literal["rate", "next write", "low"]
 
 
 class DiskFacts(msgspec.Struct, frozen=True):
-    """What is left on a volume, and how fast it goes."""
+    """Free space of a volume, and its rate of decrease."""
 
     host: str
     path: str
-    """The directory of the run that lies on it."""
+    """The run's directory on it."""
     use: str
-    """What the run has there: ``run directory``, ``output``, ``working directory``, ``TMPDIR``, ``/dev/shm``."""
+    """The directory's purpose: ``run directory``, ``output``, ``working directory``, ``TMPDIR``, ``/dev/shm``."""
     why: Why
     free_bytes: int
     total_bytes: int
@@ -93,7 +92,7 @@ class _Volume:
         last_t, last = samples[-1]
         start = len(samples) - 1
         highest = last
-        # Back to where it began to fall; it may have stood still meanwhile, but not risen by more than a tenth.
+        # Search back for the start of the decrease; pauses, and rises by up to a tenth, do not end it.
         for at in range(len(samples) - 2, -1, -1):
             free = samples[at][1]
             if free < highest - (highest - last) // 10 - 2**20:
@@ -102,7 +101,7 @@ class _Volume:
                 highest, start = free, at
         bursts, latest = self._bursts(start)
         if 1 < bursts < FEWEST_BURSTS:
-            start = latest  # what fell before a pause is no part of the present rate
+            start = latest  # decreases before a pause are not part of the current rate
         begun, top = samples[start]
         lasted = last_t - begun
         if lasted < LEAST_S or top - last < LEAST_FALL or len(samples) - start < FEWEST:
@@ -113,9 +112,9 @@ class _Volume:
         return (top - last) / lasted, lasted
 
     def _bursts(self, start: int) -> tuple[int, int]:
-        """Return in how many bursts what is left has fallen since the sample ``start``, and where the latest begins.
+        """Return the number of bursts since the sample ``start``, and the index of the latest burst's first sample.
 
-        What falls most of the time falls in one. Between bursts little is written for ``BURST_GAP_S``.
+        A decrease at most of the samples is one burst. Between bursts little is written for ``BURST_GAP_S``.
         """
         samples = list(self.samples)[start:]
         drops = [before[1] - after[1] for before, after in pairwise(samples)]

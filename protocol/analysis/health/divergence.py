@@ -1,34 +1,31 @@
-"""Divergence: the loss has risen far above its own recent level, and does not come back.
+"""Divergence: the loss has risen far above its recent level and does not return.
 
 The loss of a step is the mean over ranks. The median of its last ``BLOCK`` values is compared with the blocks of the
-last 384 steps that had a comparable learning rate (``levels``). A rise counts when it is above the lowest of them by
-all of
+last 384 steps with a comparable learning rate (``levels``). A rise counts if it exceeds the lowest of them by all of
 
-- ``NOISE`` times the spread of single steps, by the median absolute deviation or the tail (a mixture of easy and hard
-  batches), and ``BLOCK_NOISE`` times that of one block against the next;
-- ``SHARE_OF_LEVEL`` of that lowest level, and ``SHARE_OF_GAIN`` of all that the run has gained since its start; where
-  the run has not learned anything yet (a generator, a policy) ``UNLEARNED`` times the larger of that level and the
-  first one;
-- ``SWING`` times the largest rise of the series before this one began, over as many steps at most: a loss that swings,
-  or has risen all the time, does not diverge. Early in a run the series has not shown all of its swings yet, and the
-  factor is larger.
+- ``NOISE`` times the spread of single steps, from the median absolute deviation or the tail (a mixture of easy and hard
+  batches), and ``BLOCK_NOISE`` times that between consecutive blocks;
+- ``SHARE_OF_LEVEL`` of that lowest level, and ``SHARE_OF_GAIN`` of the run's total decrease since its start; if the run
+  has not learned yet (a generator, a policy), ``UNLEARNED`` times the larger of that level and the first one;
+- ``SWING`` times the largest rise of the series before this one, over at most as many steps: a loss that oscillates, or
+  has always risen, does not diverge. Early in a run, before all oscillations have been seen, the factor is larger.
 
-What counts is found when it is seen at ``RISING_LOOKS`` looks in a row (one every ``EVERY`` steps) and the loss still
-rises, or at ``STAYING_LOOKS`` in a row without falling: harder data, another task, a restart of the learning rate or a
-new target network let the loss jump too, and it falls from then on or jumps back. For ``RESTART_STEPS`` after the
-learning rate jumped up nothing is found. A rise that was found and came back is found again only if it is higher, or
+A rise is raised if it is present at ``RISING_LOOKS`` consecutive checks (one every ``EVERY`` steps) and the loss still
+rises, or at ``STAYING_LOOKS`` consecutive checks without falling. Harder data, another task, a restart of the learning
+rate or a new target network raise the loss too, but then it falls or jumps back. For ``RESTART_STEPS`` after the
+learning rate jumped up nothing is raised. After a rise was raised and resolved, another counts only if it is higher or
 lasts twice as long.
 
-It is information only (``info``)
+The severity is only ``info``
 
-- where less than ``MUCH_OF_GAIN`` of the gain is lost and the level has not trebled: a weight of a loss term that grows
-  looks the same;
-- where the loss stepped up and stays below the run's start, or the run has not learned: other data look the same. A
-  warning follows when it has stayed for ``STEPPED_LOOKS``, or rises further;
-- where steps generate what they learn from: losses of policies and values grow as rewards do.
+- if less than ``MUCH_OF_GAIN`` of the decrease is lost and the level has not trebled: a growing weight of a loss term
+  has the same effect;
+- if the loss stepped up and stays below the run's start, or the run has not learned: other data have the same effect.
+  It becomes a warning if it stays for ``STEPPED_LOOKS``, or rises further;
+- if steps generate their own training data: losses of policies and values grow with rewards.
 
-Resolved when the level has fallen below the middle of the rise. Where one rank's rows alternate between engines,
-nothing is judged.
+Resolved if the level falls below the middle of the rise. If one rank's rows alternate between engines, nothing is
+judged.
 """
 
 from collections import deque
@@ -67,7 +64,7 @@ UPDATE_LOOKS = 25
 
 
 class DivergenceFacts(msgspec.Struct, frozen=True):
-    """The level before and after, and what the rise is measured by."""
+    """The level before and after the rise, and the figures that it is compared with."""
 
     loss: float
     """Median of the last steps."""
@@ -75,7 +72,7 @@ class DivergenceFacts(msgspec.Struct, frozen=True):
     """Median of the lowest block of the reference."""
     lowest_step: int
     since_step: int
-    """The step at which the rise was seen first."""
+    """The first step of the rise."""
     noise: float
     """Robust standard deviation of single steps."""
     first_loss: float
@@ -85,13 +82,13 @@ class DivergenceFacts(msgspec.Struct, frozen=True):
     steps: int
     """Steps in the reference."""
     rollouts: bool = False
-    """Steps generate what they learn from."""
+    """Whether steps generate their own training data."""
     stepped: bool = False
-    """It rose at once to a level that it stays at, as with other data."""
+    """Whether it rose at once to a level at which it stays, as with other data."""
 
 
 class _Rise(msgspec.Struct):
-    """How far the loss is above its reference, and how far it must be."""
+    """Height of the loss above its reference, and the limit."""
 
     height: float
     limit: float
@@ -111,19 +108,19 @@ class Divergence:
         self._lowest_of_run: float | None = None
         self._held_until = 0
         self._high: list[float] = []
-        """The loss at each look since it is high."""
+        """The loss at each check since it is high."""
         self._since = 0
         self._low = 0
         self._facts: DivergenceFacts | None = None
         self._severity: Severity = "warning"
         self._peak = self._height = 0.0
         self._returned = 0.0, 0
-        """The highest and the longest of the rises that were found and came back: (height, looks)."""
+        """Maximum height and duration (in checks) of the resolved rises."""
         self._middle = 0.0
         self._looks = 0
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Take in one step of the run."""
+        """Process one step of the run."""
         if row.loss is None:
             return []
         self._rate(row)
@@ -136,7 +133,7 @@ class Divergence:
         return self._check(row) if self._facts is None else self._watch(row, self._facts)
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved finding, if any."""
         facts, severity = self._facts, self._severity
         self.__init__()
         return [_finding(facts, "resolved", severity, None)] if facts is not None else []
@@ -183,13 +180,13 @@ class Divergence:
         return [_finding(facts, "raised", self._severity, row.step)]
 
     def _rise(self, recent: float, row: JoinedStep) -> _Rise | None:
-        """Return the rise that counts most; None: there is none worth measuring, or nothing to compare it with."""
+        """Return the rise that exceeds its limit most; None: no rise, or nothing to compare with."""
         before = self._levels.before()
         if len(before) < FEWEST_BLOCKS:
             return None
         lowest = min([block.level for block in before])
         self._lowest_of_run = lowest if self._lowest_of_run is None else min(lowest, self._lowest_of_run)
-        # Cheap and decisive for most looks: nothing above the level's share, nothing to judge.
+        # A cheap test that ends most checks: the rise is below the level's share.
         if recent - lowest <= SHARE_OF_LEVEL * abs(lowest):
             return None
         comparable = self._levels.comparable(row.lr, FEWEST_BLOCKS)
@@ -197,7 +194,7 @@ class Divergence:
         if len(comparable) >= FEWEST_BLOCKS:
             rises.append(self._measured(recent, comparable))
         if len(comparable) < len(before):
-            # Against a lower learning rate only what lies above the run's start counts.
+            # Compared with a lower learning rate, only a loss above the run's start counts.
             rises.append(self._measured(recent, before))
             start = ABOVE_START * abs(self._first or 0.0) + (self._first or 0.0) - rises[-1].lowest.level
             rises[-1].limit = max(rises[-1].limit, start)
@@ -223,7 +220,7 @@ class Divergence:
         return _Rise(height, limit, noise, lowest, len(reference) * BLOCK, learned)
 
     def _swing(self, onset: float) -> tuple[float, int]:
-        """Return the largest rise of the series before it was last below ``onset``, and in how many blocks."""
+        """Return the largest rise of the series before it was last below ``onset``, and the number of blocks."""
         blocks = self._levels.blocks
         count = len(blocks)
         for block in reversed(blocks):
@@ -233,12 +230,12 @@ class Divergence:
         return 0.0, 0
 
     def _lasts(self, rise: _Rise) -> Literal["", "rises", "stays"]:
-        """Return in which way the loss has been high for long enough: still rising, or not falling; empty: neither."""
+        """Return how the loss has been high for long enough: still rising, or not falling; empty: it has not."""
         height, longest = self._returned
         if len(self._high) < RISING_LOOKS or (rise.height < SWING * height and len(self._high) < 2 * longest):
             return ""
-        looks = self._high[2:]  # the first ones lie on the way up
-        # Two medians of BLOCK values each, and what their difference scatters by.
+        looks = self._high[2:]  # the first ones are part of the ascent
+        # The scatter of the difference of two medians of BLOCK values each.
         scatter = 1.25 * spread([after - before for before, after in pairwise(looks)], 0.0)
         margin = max(0.15 * rise.height, 3 * rise.noise * 1.25 * (2 / BLOCK) ** 0.5, 3 * scatter)
         if looks[-1] - looks[0] > margin:
@@ -257,7 +254,7 @@ class Divergence:
         return "error" if facts.loss > max(facts.first_loss, 2 * lowest) else "warning"
 
     def _stepped(self, recent: float, facts: DivergenceFacts) -> bool:
-        """Whether a loss that stepped up may still be that of other data: not for long, and no further."""
+        """Return whether other data may still explain a loss that stepped up: briefly, and without a further rise."""
         if recent - facts.lowest > FURTHER * self._height:
             return False
         fallen = self._peak - recent > 0.25 * (self._peak - facts.lowest)
@@ -279,7 +276,7 @@ class Divergence:
             looks = len(self._high) + self._looks
             self._returned = max(height, self._peak - facts.lowest), max(longest, looks)
             self._facts, self._high = None, []
-            # The level is judged anew: what was high is no reference.
+            # The high values must not be part of the next reference.
             self._levels = Levels()
             return [found]
         worse = _ORDER.index(severity) > _ORDER.index(self._severity)

@@ -1,13 +1,13 @@
-"""What hinders or damages a GPU, by NVML and the driver's log: throttling, memory errors, XIDs, degraded links.
+"""Faults of GPUs, from NVML and the driver's log: throttling, memory errors, XIDs, degraded links.
 
 - throttling: a thermal, power-brake or hardware slowdown reason in at least half of the samples of ``WINDOW_S``
-  seconds while the GPU computes. A power cap alone is how a GPU under full load runs. Resolved when none showed for
-  ``WINDOW_S``.
-- memory errors: uncorrectable ECC errors since the driver was loaded, remapped rows that wait for a reset or failed.
-- XIDs: as the driver reported them; those that follow from a process's death are ignored (``ignored``).
-- links: PCIe narrower or slower than the device and its slot allow, under load for ``WINDOW_S`` (idle GPUs slow their
-  links to save power); replays that go on; NVLinks that are down where they were up, or where the host's other GPUs
-  have more. Resolved when the link is back.
+  seconds while the GPU computes. A power cap alone does not count: it is normal under full load. Resolved if none
+  occurred for ``WINDOW_S``.
+- memory errors: uncorrectable ECC errors since the driver was loaded; row remappings that are pending or failed.
+- XIDs: as reported by the driver, except those that result from a process's death (``IGNORED``).
+- links: PCIe narrower or slower than the device and its slot support, under load for ``WINDOW_S`` (idle GPUs slow their
+  links to save power); continuing replays; NVLinks that were up before, or of which the host's other GPUs have more.
+  Resolved if the link is restored.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ WINDOW_S = 20.0
 FEWEST = 10
 BUSY_PERCENT = 50.0
 REPLAYS = 100
-"""PCIe replays within ``WINDOW_S`` that are no longer chance."""
+"""Minimum number of PCIe replays within twice ``WINDOW_S`` that counts as a fault."""
 HINDERING = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
-"""NVML's reasons that slow a GPU down unintended; a power cap is how it runs under full load."""
+"""NVML's reasons for unintended slowdown; a power cap is normal under full load."""
 
 State = Literal["raised", "updated", "resolved"]
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """Which GPU, and the figures that tell."""
+    """The GPU, and its figures."""
 
     host: str
     index: int
@@ -63,7 +63,7 @@ class XidFacts(msgspec.Struct, frozen=True):
     host: str
     code: int
     index: int
-    """NVML's index of the GPU; -1: not known."""
+    """NVML's index of the GPU; -1: unknown."""
     bus: str
     count: int
     text: str
@@ -74,7 +74,7 @@ class XidFacts(msgspec.Struct, frozen=True):
 class _Gpu:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, bool, bool, tuple[str, ...]]] = deque()
-        """Time, whether it computed, whether it was hindered, and by what."""
+        """Time, whether it computed, whether it was throttled, and the reasons."""
         self.last: DeviceSample | None = None
         self.health: DeviceHealth | None = None
         self.narrow: deque[tuple[float, bool]] = deque()
@@ -96,7 +96,7 @@ class Gpus:
         self._xids: dict[tuple[str, str, int], int] = {}
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
-        """Look at one sample: throttling."""
+        """Check one sample for throttling."""
         if sample.kind != "gpu":
             return []
         gpu = self._gpus.setdefault((sample.host, sample.index), _Gpu())
@@ -114,13 +114,13 @@ class Gpus:
         return self._settle("gpu_throttling", gpu, facts, bad, over, "warning")
 
     def health(self, message: DeviceHealth) -> list[Finding]:
-        """Look at what NVML says of a GPU's memory and links."""
+        """Check NVML's figures of a GPU's memory and links."""
         gpu = self._gpus.setdefault((message.host, message.index), _Gpu())
         gpu.health = message
         return [*self._memory(message, gpu), *self._pcie(message, gpu), *self._links(message, gpu)]
 
     def xid(self, message: Xid) -> list[Finding]:
-        """Take in an error that the driver reported."""
+        """Process an error reported by the driver."""
         if message.code in IGNORED:
             return []
         gpu = message.bus or str(message.index)
@@ -216,7 +216,7 @@ class Gpus:
 
     @staticmethod
     def _settle(kind: Any, gpu: _Gpu, facts: DeviceFacts, bad: bool, over: bool, severity: Any) -> list[Finding]:
-        """Raise what is bad and new, update what got worse, resolve what is over."""
+        """Return the finding that a condition is new, has changed, or is over; an empty list otherwise."""
         known = gpu.standing.get(kind)
         key = f"{facts.host}:{facts.index}"
         if bad and (known is None or _figures(kind, known) != _figures(kind, facts)):
@@ -229,13 +229,13 @@ class Gpus:
 
 
 def is_narrow(link: DeviceHealth | DeviceFacts) -> bool:
-    """Return whether a PCIe link is slower or narrower than the device and its slot allow."""
+    """Return whether a PCIe link is slower or narrower than the device and its slot support."""
     gen, fastest, width, widest = link.pcie_gen, link.pcie_gen_max, link.pcie_width, link.pcie_width_max
     return bool(width and widest and width < widest) or bool(gen and fastest and gen < fastest)
 
 
 def _figures(kind: str, facts: DeviceFacts) -> object:
-    """Return what makes a standing finding worth sending again."""
+    """Return the figures whose change updates an active finding."""
     if kind == "gpu_throttling":
         return facts.reasons
     if kind == "gpu_memory_errors":

@@ -1,11 +1,11 @@
-"""Gradient norm explosion and collapse, in logarithms: norms of healthy runs are spread over factors, not sums.
+"""Gradient norm explosion and collapse, from logarithms, because norms of healthy runs vary by factors.
 
 Explosion: in ``EXPLODED_STEPS`` of the last ``EXPLODED_WINDOW`` steps the norm is ``RATIO`` times the median of the
-``REFERENCE`` steps before, above it by ``SIGMAS`` of their spread, and ``RATIO_OF_TAIL`` times the highest twentieth
-of them; single spikes, and a few in a row, are what clipping is for. Collapse: at ``COLLAPSED_STEPS`` steps in a row it
-is below a thousandth of that median (and so many sigmas, and below the lowest twentieth), while the loss is not near
-zero too. Resolved after ``FINE_STEPS`` steps in a row back within the square root of the limits. An explosion that was
-found and came back is how this run is (a second task, a wandering source of data): another is found only if it is
+``REFERENCE`` steps before, above it by ``SIGMAS`` of their spread, and ``RATIO_OF_TAIL`` times their 95th percentile;
+clipping handles single spikes and a few in a row. Collapse: for ``COLLAPSED_STEPS`` consecutive steps it is below a
+thousandth of that median (and below it by as many sigmas, and below the 5th percentile), while the loss is not near
+zero too. Resolved after ``FINE_STEPS`` consecutive steps within the square root of the limits. A resolved explosion
+counts as usual for this run (a second task, a wandering source of data): another is raised only if it is
 ``RATIO_AGAIN`` times as high, or lasts twice as long.
 """
 
@@ -25,7 +25,7 @@ WARM_UP = 10
 RATIO = 10.0
 SIGMAS = 6.0
 LEAST_SIGMA = 0.1
-"""In natural logarithms: a norm that never moves by more than a few percent has a spread all the same."""
+"""Minimum spread, in natural logarithms, for norms that vary by only a few percent."""
 RATIO_OF_TAIL = 3.0
 RATIO_AGAIN = 3.0
 FEW = 5
@@ -43,34 +43,34 @@ class GradientFacts(msgspec.Struct, frozen=True):
     """The norm now and before."""
 
     grad_norm: float
-    """Median of the steps that raised it."""
+    """Median over the steps of the finding."""
     usual: float
     """Median of the reference."""
     ratio: float
     since_step: int
     steps: int
-    """Such steps when it was found."""
+    """Number of such steps when it was raised."""
     loss: float | None
     lr: float | None
 
 
 class _Explosion:
-    """The steps around the present one whose norm is high."""
+    """Recent steps with a high norm."""
 
     def __init__(self) -> None:
         self.window: deque[tuple[int, float] | None] = deque(maxlen=EXPLODED_WINDOW)
-        """Step and logarithm of the norm where it is high; None where it is not."""
+        """Step and logarithm of each high norm; None for the others."""
         self.steps = 0
-        """High ones since the last ``FINE_STEPS`` in a row that were not."""
+        """Number of high norms since the last ``FINE_STEPS`` consecutive normal ones."""
         self.peak = 0.0
-        """The highest of those above the median, as a logarithm."""
+        """The highest of them above the median, as a logarithm."""
         self.fine = 0
         self.standing = False
         self.returned = 0.0, 0
-        """Of the explosions that were found and came back: the highest ``peak`` and the most ``steps``."""
+        """Maximum ``peak`` and ``steps`` of the resolved explosions."""
 
     def add(self, step: int, log: float, above: float | None) -> None:
-        """Append a step; ``above`` is how far it is above the median where that is too high, else None."""
+        """Append a step; ``above`` is its height above the median if that is too high, else None."""
         self.window.append(None if above is None else (step, log))
         if above is not None:
             self.fine = 0
@@ -82,7 +82,7 @@ class _Explosion:
             self.steps, self.peak = 0, 0.0
 
     def found(self) -> list[tuple[int, float]]:
-        """Return the high steps of the window where they are an explosion."""
+        """Return the high steps of the window if they are an explosion, else an empty list."""
         high = [one for one in self.window if one is not None]
         peak, steps = self.returned
         usual = steps and self.peak < peak + math.log(RATIO_AGAIN) and self.steps < 2 * steps
@@ -102,7 +102,7 @@ class Gradients:
         self._logs: deque[float] = deque(maxlen=REFERENCE)
         self._seen = 0
         self._odd: list[float] = []
-        """Logarithms of the norms in a row that are too high, or too low."""
+        """Logarithms of the latest consecutive norms that are too high, or too low."""
         self._odd_way: Literal["", "up", "down"] = ""
         self._odd_since = 0
         self._up = _Explosion()
@@ -115,7 +115,7 @@ class Gradients:
         self._judged_at = -1
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Take in one step of the run."""
+        """Process one step of the run."""
         if row.loss is not None and self._first_loss is None:
             self._first_loss = row.loss
         norm = row.grad_norm
@@ -134,7 +134,7 @@ class Gradients:
         found = self._resolve(log, row) if self._standing else []
         self._up.add(row.step, log, log - self._middle if way == "up" else None)
         if way != self._odd_way and len(self._odd) < FEW:
-            self._logs.extend(self._odd)  # a few in a row are how this run is
+            self._logs.extend(self._odd)  # a few in a row are usual for this run
         if not way:
             self._odd, self._odd_way = [], ""
             self._logs.append(log)
@@ -143,20 +143,20 @@ class Gradients:
             self._odd, self._odd_way, self._odd_since = [], way, row.step
         self._odd.append(log)
         if len(self._odd) > REFERENCE:
-            # What lasts as long as the reference itself becomes the reference.
+            # A change that lasts as long as the reference becomes the new reference.
             self._logs.append(log)
         if way in self._standing:
             return found
         return found + (self._exploded(row) if way == "up" else self._collapsed(row))
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved findings."""
         found = [_finding(way, facts, "resolved", None) for way, (facts, _) in self._standing.items()]
         self.__init__()
         return found
 
     def _measure(self) -> None:
-        """Median and spread of the reference, every few steps: the reference moves slowly."""
+        """Update median and spread of the reference every 8 steps, because it changes slowly."""
         if self._judged_at >= 0 and self._seen - self._judged_at < 8:
             return
         self._judged_at = self._seen

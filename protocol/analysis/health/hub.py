@@ -1,8 +1,9 @@
 """The monitor's own faults: dropped telemetry, no recording.
 
-- **telemetry_lost**: the loss counters of a HubStats rose. Counted up with each rise, resolved after 60 s without.
-- **not_recording**: HubStats has the reason why nothing is recorded. Resolved when it has none; an alert of the kind
-  ``disk`` that stands already is left as it is.
+- **telemetry_lost**: the loss counters of a HubStats rose. The count is incremented with each rise; resolved after 60 s
+  without one.
+- **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
+  the kind ``disk`` is active.
 """
 
 import msgspec
@@ -20,14 +21,14 @@ class LossFacts(msgspec.Struct, frozen=True):
 
     total: int
     new: int
-    """Since the statistics before."""
+    """Messages lost since the previous statistics."""
     by_sender: dict[str, int]
     sources: tuple[str, ...]
-    """The senders of the new ones."""
+    """The senders of these."""
 
 
 class RecordingFacts(msgspec.Struct, frozen=True):
-    """Why nothing is recorded, and how many messages have been."""
+    """Why nothing is recorded, and the number of messages recorded so far."""
 
     error: str
     recorded: int
@@ -41,7 +42,7 @@ class HealthDetector:
         self._rose_at = 0.0
 
     def stats(self, t: float, stats: HubStats, known: bool) -> list[Finding]:
-        """Take in the hub's own figures; ``known``: an alert about the recording stands."""
+        """Process the hub's own figures; ``known``: whether an alert about the recording is active."""
         return [*self._losses(t, stats), *self._recording(stats, known)]
 
     def observe(self, stats: HubStats) -> None:

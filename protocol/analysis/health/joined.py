@@ -1,4 +1,4 @@
-"""The steps of all ranks joined by their number: one row a step of the run, with means over ranks."""
+"""The steps of all ranks joined by step number: one row per step of the run, with means over ranks."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -6,24 +6,24 @@ from math import isfinite
 from ...messages.telemetry import Step
 
 LAG = 16
-"""A step is passed on without the ranks that are so many steps behind the newest."""
+"""A step is returned without waiting for more ranks once the newest step is this many steps ahead."""
 REPEATS = 3
-"""So many step numbers that one rank sends twice: rows of several engines or optimizers alternate."""
+"""If ranks send this many step numbers twice, rows of several engines or optimizers alternate."""
 
 
 @dataclass(slots=True)
 class JoinedStep:
-    """One step of the run; a figure is None where no rank gave a finite one."""
+    """One step of the run; a figure is None if no rank sent a finite one."""
 
     step: int
     loss: float | None = None
-    """Mean over the ranks that have one."""
+    """Mean over the ranks with a finite loss."""
     grad_norm: float | None = None
     lr: float | None = None
     loss_scale: float | None = None
     overflow: bool = False
     rollout: bool = False
-    """It generated what it learned from: reinforcement learning."""
+    """Whether the step generated its own training data (reinforcement learning)."""
     ranks: int = 0
     _losses: int = 0
 
@@ -49,12 +49,12 @@ class JoinedStep:
 
 
 class Join:
-    """Joins steps. ``ranks`` says who is waited for."""
+    """Joins the steps of ``ranks``."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
         self.alternating = False
-        """Several engines or optimizers train in one loop: their losses are not one series."""
+        """Whether several engines or optimizers train in one loop, so that their losses are not one series."""
         self._open: dict[int, JoinedStep] = {}
         self._last: dict[int, int] = {}
         self._repeats = 0
@@ -72,7 +72,7 @@ class Join:
         self._last[step.rank] = step.step
         self.ranks.add(step.rank)
         if step.step <= self._passed:
-            return []  # a straggler's, after the others were passed on without it
+            return []  # from a straggler whose step was returned without it
         row = self._open.get(step.step)
         if row is None:
             row = self._open[step.step] = JoinedStep(step.step)
@@ -90,6 +90,6 @@ class Join:
         return [self._open.pop(number) for number in sorted(self._open) if number <= newest]
 
     def drop(self, rank: int) -> None:
-        """Wait for a rank no more."""
+        """Stop waiting for a rank."""
         self.ranks.discard(rank)
         self._last.pop(rank, None)

@@ -8,12 +8,12 @@ BLOCK = 8
 REFERENCE_BLOCKS = 48
 KEPT_BLOCKS = 512
 COMPARABLE = 1.5
-"""Blocks whose learning rate was lower than the present one by more than this factor are no reference: a loss is lower
-at a lower rate, as cycles and warm restarts show."""
+"""Blocks whose learning rate was lower than the current one by more than this factor are no reference, because a loss
+is lower at a lower rate, as with cycles and warm restarts."""
 
 
 class Block:
-    """``BLOCK`` steps in a row."""
+    """``BLOCK`` consecutive steps."""
 
     __slots__ = ("end", "largest_rise", "level", "lr", "residuals", "step")
 
@@ -21,12 +21,12 @@ class Block:
         self.step = step
         """Number of its first step."""
         self.end = end
-        """Values of the series up to its last one."""
+        """Number of values of the series up to the block's end."""
         self.level = median(values)
         self.residuals = [value - self.level for value in values]
         self.lr = lr
         self.largest_rise = 0.0
-        """Of the series up to here: from a block to a later one, at most ``REFERENCE_BLOCKS`` apart."""
+        """Largest rise of the series so far, from a block to a later one at most ``REFERENCE_BLOCKS`` apart."""
 
 
 class Levels:
@@ -60,13 +60,13 @@ class Levels:
 
     def before(self) -> list[Block]:
         """Return the last ``REFERENCE_BLOCKS`` blocks before the recent values, oldest first."""
-        # The last block to end is among the recent values, or reaches into them; none before it does.
+        # Only the last complete block overlaps the recent values.
         return list(self._latest)[:-1]
 
     def comparable(self, lr: float | None, fewest: int) -> list[Block]:
-        """Return those of ``before`` that had a comparable learning rate.
+        """Return the blocks of ``before`` with a comparable learning rate.
 
-        Where that are fewer than ``fewest``, the latest ``REFERENCE_BLOCKS`` such blocks of the whole series.
+        If there are fewer than ``fewest``, return the latest ``REFERENCE_BLOCKS`` such blocks of the whole series.
         """
         before = self.before()
         if lr is None or lr <= 0:

@@ -1,6 +1,6 @@
-"""All health detectors behind one door: messages of the stream in, findings out. Pure: every time is passed in.
+"""One interface to all health detectors: messages of the stream in, findings out. Pure: times are passed in.
 
-A rank's second hello from another process begins another job of the run: what was judged by its steps begins anew.
+A rank's hello from another process starts another job of the run and resets all detectors that use steps.
 """
 
 from ...messages.health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
@@ -54,7 +54,7 @@ class HealthMonitor:
         return found
 
     def drop(self, rank: int) -> list[Finding]:
-        """A rank ended: wait for it, and compare with it, no more."""
+        """Stop waiting for a rank that ended, and comparing with it."""
         self._join.drop(rank)
         self._data_wait.drop(rank)
         self._replicas.drop(rank)
@@ -62,12 +62,12 @@ class HealthMonitor:
         return self._losses.settle(self._join.ranks) + self._norms.settle(self._join.ranks)
 
     def plan(self, plan: Plan) -> list[Finding]:
-        """Learn how long the run means to go on."""
+        """Record the planned number of steps."""
         self._plateau.total_steps = plan.total_steps
         return []
 
     def step(self, step: Step) -> list[Finding]:
-        """Look at one rank's step."""
+        """Process one rank's step."""
         found = self._losses.step(step, self._precision, self._join.ranks)
         found += self._norms.step(step, self._precision, self._join.ranks)
         found += self._data_wait.step(step)
@@ -82,39 +82,39 @@ class HealthMonitor:
         return found
 
     def compiles(self, message: Compiles) -> list[Finding]:
-        """Take in what a rank compiled."""
+        """Process a rank's compilations."""
         return self._compiles.compiles(message)
 
     def checkpoint(self, message: Checkpoint) -> list[Finding]:
-        """Take in a complete checkpoint."""
+        """Process a complete checkpoint."""
         return self._checkpoints.complete(message)
 
     def checkpoint_failed(self, message: CheckpointFailed) -> list[Finding]:
-        """Take in a checkpoint that could not be written."""
+        """Process a checkpoint that could not be written."""
         return self._checkpoints.failed(message)
 
     def checksum(self, message: Checksum) -> list[Finding]:
-        """Take in a rank's checksums."""
+        """Process a rank's checksums."""
         return self._replicas.checksum(message)
 
     def batch_loss(self, message: BatchLoss) -> list[Finding]:
-        """Take in a rank's loss of one batch."""
+        """Process a rank's loss of one batch."""
         return self._batches.batch_loss(message)
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
-        """Look at a device's sample, and raise findings that have waited long enough: samples come every second."""
+        """Process a device's sample; also raise delayed findings, because samples arrive every second."""
         return [*self._losses.tick(sample.time), *self._norms.tick(sample.time), *self._gpus.sample(sample)]
 
     def device(self, message: DeviceHealth) -> list[Finding]:
-        """Look at a GPU's faults and links."""
+        """Process a GPU's faults and links."""
         return self._gpus.health(message)
 
     def xid(self, message: Xid) -> list[Finding]:
-        """Take in a driver error."""
+        """Process a driver error."""
         return self._gpus.xid(message)
 
     def disks(self, message: DiskSpace) -> list[Finding]:
-        """Look at what is left on a host's disks."""
+        """Process the free space of a host's disks."""
         return self._disks.space(message)
 
     def _reset(self) -> list[Finding]:

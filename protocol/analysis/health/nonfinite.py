@@ -1,8 +1,8 @@
 """NaN and infinite losses and gradient norms: first rank, first step, the last good values.
 
-Raised at the first one in a step whose update the loss scaler did not skip: a skipped update with an infinite norm is
-how dynamic loss scaling works. It waits until all ranks have reported that step, at most ``WAIT_SECONDS``: the report
-of the rank where it began may arrive last. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
+Raised at the first one in a step whose update the loss scaler did not skip: skipped updates with an infinite norm are
+part of dynamic loss scaling. It is delayed until all ranks have reported that step, at most ``WAIT_SECONDS``, because
+the report of the rank of origin may arrive last. Resolved after ``CLEAN_STEPS`` finite steps of every affected rank.
 """
 
 from collections import deque
@@ -19,9 +19,9 @@ from ..findings import Finding
 CLEAN_STEPS = 20
 WAIT_SECONDS = 2.0
 UPDATE_STEPS = 50
-"""A standing finding is sent again after so many more steps with such a value."""
+"""An active finding is sent again after this many further steps with such a value."""
 KEPT_STEPS = 64
-"""So many finite steps of a rank are remembered, for the moment another rank is not finite."""
+"""Number of finite steps kept per rank, to compare with another rank's non-finite step."""
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
@@ -30,12 +30,12 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     value: str
     """``nan``, ``inf`` or ``-inf``."""
     first_rank: int
-    """The one of ``first_ranks`` that reported first: the last good values are its own."""
+    """The rank of ``first_ranks`` that reported first; the last good values are its own."""
     first_ranks: tuple[int, ...]
-    """Ranks with such a value in the first step: all of them where gradients are reduced before their norm is taken."""
+    """Ranks with such a value in the first step; all ranks if gradients are reduced before the norm is computed."""
     first_step: int
     last_good_step: int | None
-    """The last step of that rank before it with a finite value; None: there was none."""
+    """The last earlier step of that rank with a finite value; None: none."""
     last_good_loss: float | None
     last_good_grad_norm: float | None
     lr: float | None
@@ -43,7 +43,7 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     """Steps with such a value so far, over all ranks."""
     ranks_total: int
     finite_elsewhere: bool
-    """In that first step other ranks had a finite value: that rank's batch, or device, began it."""
+    """Whether other ranks had a finite value in that step: then that rank's batch or device is the origin."""
     precision: str = ""
 
 
@@ -67,18 +67,18 @@ class _Case:
     good: tuple[int | None, float | None, float | None]
     lr: float | None
     since: float
-    """When its first step ended."""
+    """End of its first step."""
     precision: str
     steps: int = 0
     first_ranks: set[int] = field(default_factory=set[int])
     ranks: set[int] = field(default_factory=set[int])
     finite_elsewhere: bool = False
-    """Kept, since the good steps of the ranks go back for ``KEPT_STEPS`` only."""
+    """Stored, because the ranks' good steps are kept for ``KEPT_STEPS`` only."""
     raised: bool = False
 
 
 class NonFinite:
-    """One of the two: ``loss`` or ``grad_norm``."""
+    """Detects non-finite values of ``loss`` or ``grad_norm``."""
 
     def __init__(self, what: Literal["loss", "grad_norm"]) -> None:
         self._what = what
@@ -87,12 +87,12 @@ class NonFinite:
         self._case: _Case | None = None
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
-        """Look at one rank's step.
+        """Process one rank's step.
 
         Args:
             step: the step.
-            precision: of the training.
-            ranks: that still train: the finding waits for their reports of its step.
+            precision: precision of the training.
+            ranks: ranks that still train; the finding waits for their reports of its step.
         """
         rank = self._ranks.get(step.rank)
         if rank is None:
@@ -114,7 +114,7 @@ class NonFinite:
         return found if self._case is None else found + self.settle(ranks)
 
     def settle(self, ranks: Collection[int]) -> list[Finding]:
-        """Raise a finding that waits for none of ``ranks`` any more."""
+        """Raise a delayed finding if all of ``ranks`` have reported its step."""
         case = self._case
         if case is None or case.raised:
             return []
@@ -131,15 +131,15 @@ class NonFinite:
         return [self._finding(case, "raised", case.precision)]
 
     def _of_updates(self, step: Step, value: float | None) -> float | None:
-        """Return the first value that is not finite; one of several engines is enough."""
+        """Return the first non-finite value of several engines, else ``value``."""
         if value is not None and not isfinite(value):
             return value
-        # An update that its scaler skipped is not one.
+        # Updates skipped by their scaler do not count.
         of_each = [getattr(one, self._what) for one in step.updates if not one.overflow]
         return next((one for one in of_each if one is not None and not isfinite(one)), value)
 
     def reset(self) -> list[Finding]:
-        """Forget everything: another job begins. Returns the end of what stood."""
+        """Reset for another job; return the resolved finding, if any."""
         case, self._case = self._case, None
         self._ranks.clear()
         return [self._finding(case, "resolved", "")] if case is not None and case.raised else []
@@ -153,7 +153,7 @@ class NonFinite:
         known = step.rank in case.ranks
         case.ranks.add(step.rank)
         case.steps += 1
-        if step.step < case.first_step:  # another rank's message was on its way for longer
+        if step.step < case.first_step:  # another rank's message arrived later
             case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
             case.good, known = _good(rank), False
             case.first_ranks.clear()

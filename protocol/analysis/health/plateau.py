@@ -1,12 +1,12 @@
 """Plateau: the loss has not fallen over the last 30 % of the run, and at least ``FEWEST_STEPS`` steps.
 
-Information only. Found when the medians of the two halves of that window differ by less than ``FLAT`` of the level, and
-the noise is low enough to tell: the standard error of that difference is below ``FLAT`` too. Not found
+Information only. Raised if the medians of the two halves of that window differ by less than ``FLAT`` of the level, and
+the standard error of that difference is below ``FLAT`` too. Not raised
 
-- in the tail of a schedule: the learning rate is below ``TAIL`` of its highest, or the plan is nearly done;
-- where there is nothing left to learn: the level is below ``SOLVED`` of the first one, or not above zero.
+- in the tail of a schedule: the learning rate is below ``TAIL`` of its maximum, or the plan is nearly done;
+- if there is nothing left to learn: the level is below ``SOLVED`` of the first one, or not above zero.
 
-Resolved when the level falls by 1 %.
+Resolved if the level falls by 1 %.
 """
 
 import msgspec
@@ -27,7 +27,7 @@ FALL = 0.01
 
 
 class PlateauFacts(msgspec.Struct, frozen=True):
-    """The level, since when, and what was ruled out."""
+    """The level, its start, and related figures."""
 
     loss: float
     improvement: float
@@ -37,7 +37,7 @@ class PlateauFacts(msgspec.Struct, frozen=True):
     first_loss: float
     lr: float | None
     never_fell: bool
-    """The level is the one the run began with."""
+    """Whether the level is still that of the run's start."""
 
 
 class Plateau:
@@ -49,16 +49,16 @@ class Plateau:
         self._block: list[float] = []
         self._began: list[int] = []
         self._first: float | None = None
-        """Level of the run's first blocks, also after a plateau that was resolved."""
+        """Level of the run's first blocks, kept after a plateau is resolved."""
         self._at = 0
         self._lr: float | None = None
         self._top_lr = 0.0
         self._facts: PlateauFacts | None = None
         self.total_steps = 0
-        """Of the plan; 0: not known."""
+        """Planned steps; 0: unknown."""
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Take in one step of the run."""
+        """Process one step of the run."""
         if row.loss is None:
             return []
         if row.lr is not None:
@@ -79,7 +79,7 @@ class Plateau:
         return self._check(row)
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset, except for the plan; return the resolved finding, if any."""
         facts, total = self._facts, self.total_steps
         self.__init__()
         self.total_steps = total

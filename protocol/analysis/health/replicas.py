@@ -1,10 +1,10 @@
-"""Replicas that differ: ranks that should hold the same parameters do not.
+"""Replicas that differ: ranks that should hold the same parameters but do not.
 
 Ranks report checksums of a few parameters at the same steps (``Checksum``): the sum in double precision and the norm.
-Equal parameters have equal sums, to rounding; ranks are compared parameter by parameter at the same step. A difference
-counts from ``SAME`` of the norm on; from ``SERIOUS`` on it is an error, below a drift in the last bits, as GPUs of
-different kinds or non-deterministic optimizers cause. Found at the second check that shows one; resolved at
-``EQUAL_CHECKS`` checks in a row without, over at least as many parameters as there were.
+Equal parameters have equal sums up to rounding; ranks are compared parameter by parameter at the same step. A
+difference counts from ``SAME`` of the norm on. From ``SERIOUS`` on it is an error; smaller ones are a drift in the last
+bits, as caused by GPUs of different kinds or non-deterministic optimizers. Raised at the second check with a
+difference. Resolved after ``EQUAL_CHECKS`` consecutive checks without one, once all parameters that differed are equal.
 """
 
 import msgspec
@@ -20,17 +20,17 @@ EQUAL_CHECKS = 3
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
-    """Which parameter differs, on whom, by how much."""
+    """The parameter that differs most, the ranks, and the size of the difference."""
 
     parameter: str
     """The parameter with the largest difference."""
     difference: float
-    """Of its sums, in units of its norm: about the relative size of what differs."""
+    """Difference of its sums in units of its norm: about the relative size of the deviation."""
     odd_ranks: tuple[int, ...]
     """Ranks that differ from the most common value; empty: no majority."""
     first_step: int
     parameters: int
-    """Parameters that differed at the latest check, of ``checked``."""
+    """Number of ``checked`` parameters that differed at the latest check."""
     checked: int
     ranks_total: int
 
@@ -43,21 +43,21 @@ class Replicas:
         self._differing = self._equal = 0
         self._first = 0
         self._wanted: set[str] = set()
-        """Parameters that differed, and were not seen equal since."""
+        """Parameters that differed and have not been equal since."""
         self._facts: ReplicaFacts | None = None
         self._severity = "warning"
 
     def checksum(self, message: Checksum) -> list[Finding]:
-        """Add one rank's checksums of one step; compares them once all ranks have sent theirs."""
+        """Add one rank's checksums of one step; compare them once all ranks have sent theirs."""
         sums = self._checks.add(message.step, message.rank, {one.name: one for one in message.parameters})
         return self._compare(message.step, sums) if sums is not None else []
 
     def drop(self, rank: int) -> None:
-        """Expect nothing more of a rank that ended."""
+        """Stop waiting for a rank that ended."""
         self._checks.drop(rank)
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved finding, if any."""
         facts, severity = self._facts, self._severity
         self.__init__()
         return [_finding(facts, "resolved", severity, None)] if facts is not None else []
@@ -106,7 +106,7 @@ class Replicas:
 
 def _difference(sums: list[ParameterSum]) -> float:
     values = [one.total for one in sums]
-    if any(value != value for value in values):  # NaN everywhere is another finding's; NaN on some is a difference
+    if any(value != value for value in values):  # NaN on all ranks is not a difference; NaN on some is
         return 0.0 if all(value != value for value in values) else 1.0
     low, high = min(values), max(values)
     norm = max(one.norm for one in sums)

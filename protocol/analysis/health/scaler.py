@@ -1,9 +1,9 @@
-"""The fp16 loss scaler: at its floor and still overflowing, or skipping updates again and again.
+"""The fp16 loss scaler: overflows at its minimum scale, or frequently skipped updates.
 
-A scaler begins far too high and skips its first updates on purpose: until ``SETTLED`` steps in a row went through (or
-``SEARCH_STEPS`` steps have passed) nothing is judged. After that it skips one update in a thousand or two. Found when
-``SKIPPED`` of the last ``WINDOW`` updates were skipped; it is the floor when the scale is not above ``floor`` then.
-Resolved after ``WINDOW`` updates without a skip.
+A scaler starts far too high and skips its first updates on purpose, so nothing is judged until ``SETTLED`` consecutive
+steps were not skipped (or ``SEARCH_STEPS`` steps have passed). After that it skips one update in a thousand or two.
+Raised if ``SKIPPED`` of the last ``WINDOW`` updates were skipped, as ``scaler_floor`` if the scale is at most
+``floor``. Resolved after ``WINDOW`` updates without a skip.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ FLOOR = 1.0
 
 
 class ScalerFacts(msgspec.Struct, frozen=True):
-    """How many updates were skipped, at which scale."""
+    """The number of skipped updates, and the scale."""
 
     loss_scale: float | None
     floor: float
@@ -44,7 +44,7 @@ class Scaler:
         self._standing: tuple[str, ScalerFacts] | None = None
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Take in one step of the run."""
+        """Process one step of the run."""
         if row.loss_scale is not None:
             self._scale = row.loss_scale
         if not row.overflow and not self._in_all:
@@ -72,7 +72,7 @@ class Scaler:
         return [_finding(*self._standing, "raised", row.step)]
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved finding, if any."""
         standing, floor = self._standing, self.floor
         self.__init__(floor)
         return [_finding(*standing, "resolved", None)] if standing is not None else []

@@ -1,10 +1,10 @@
-"""Ranks with different losses for the same inputs: replicas that hold or compute something different.
+"""Ranks with different losses for the same inputs: replicas whose parameters or computations differ.
 
-Ranks send the loss of one batch now and then, with a fingerprint of its inputs (``BatchLoss``). Most ranks have batches
-of their own, and nothing is compared. Those of a step with equal fingerprints must have equal losses: a difference
-counts above ``precision`` (which the rank knows) of the larger of the loss and ``SHARE_OF_LARGEST`` of the largest loss
-so far, as losses near zero are sums that cancel, and above ``LEAST``. Found at the second such step in a row; resolved
-at ``EQUAL_CHECKS`` in a row without. Losses that are not finite are another finding's.
+Ranks send the loss of sampled batches with a fingerprint of the inputs (``BatchLoss``). Usually ranks have different
+batches, and nothing is compared. Ranks with equal fingerprints in a step must have equal losses: a difference counts if
+it is above ``precision`` (sent by the rank) of the larger of the loss and ``SHARE_OF_LARGEST`` of the largest loss so
+far, because losses near zero are sums that cancel, and above ``LEAST``. Raised at the second consecutive such step;
+resolved after ``EQUAL_CHECKS`` consecutive steps without one. Non-finite losses are left to ``nonfinite``.
 """
 
 import math
@@ -24,7 +24,7 @@ SHOWN = 8
 
 
 class UnequalLossFacts(msgspec.Struct, frozen=True):
-    """Who had the same inputs, and which losses."""
+    """Ranks with the same inputs, and their losses."""
 
     step: int
     """The latest step at which they differed."""
@@ -32,11 +32,11 @@ class UnequalLossFacts(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     """Ranks with the same inputs."""
     losses: tuple[tuple[int, float], ...]
-    """By rank, the most different ones first; at most ``SHOWN``."""
+    """Ranks and losses, the most different first; at most ``SHOWN``."""
     odd_ranks: tuple[int, ...]
-    """Those that differ from most of them; empty: no majority."""
+    """Ranks that differ from the majority; empty: no majority."""
     difference: float
-    """Between the highest and the lowest, relative to the loss."""
+    """Difference of the highest and the lowest loss, relative to the loss."""
     precision: float
 
 
@@ -51,18 +51,18 @@ class UnequalLosses:
         self._facts: UnequalLossFacts | None = None
 
     def batch_loss(self, message: BatchLoss) -> list[Finding]:
-        """Add one rank's loss of one step; compares the losses once all ranks have sent theirs."""
+        """Add one rank's loss of one step; compare the losses once all ranks have sent theirs."""
         if math.isfinite(message.loss):
             self._largest = max(self._largest, abs(message.loss))
         losses = self._steps.add(message.step, message.rank, message)
         return self._compare(message.step, losses) if losses is not None else []
 
     def drop(self, rank: int) -> None:
-        """Expect nothing more of a rank that ended."""
+        """Stop waiting for a rank that ended."""
         self._steps.drop(rank)
 
     def reset(self) -> list[Finding]:
-        """Forget everything; returns the end of what stood."""
+        """Reset; return the resolved finding, if any."""
         facts = self._facts
         self.__init__()
         return [_finding(facts, "resolved", None)] if facts is not None else []
@@ -89,7 +89,7 @@ class UnequalLosses:
         return [_finding(self._facts, state, step)]
 
     def _judge(self, step: int, group: dict[int, BatchLoss]) -> UnequalLossFacts:
-        """Return how far the losses of one group are apart; without ranks where that is no difference."""
+        """Return the difference of one group's losses; without ranks if it does not count."""
         losses = {rank: found.loss for rank, found in group.items()}
         precision = max(found.precision for found in group.values())
         level = max(abs(loss) for loss in losses.values())

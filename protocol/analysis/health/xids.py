@@ -1,9 +1,9 @@
-"""What NVIDIA's XID numbers mean to who trains (docs.nvidia.com/deploy/xid-errors)."""
+"""Meanings of NVIDIA's XID numbers for training (docs.nvidia.com/deploy/xid-errors)."""
 
 from typing import Literal
 
 IGNORED = frozenset((45,))
-"""Preemptive cleanup: how the driver ends the channels of a process that was killed or failed before."""
+"""Preemptive cleanup: the driver closes the channels of a process that was killed or failed before."""
 
 _OF_THE_PROGRAM = {
     13: "an illegal instruction or address in a kernel, of the program most often",
@@ -39,5 +39,5 @@ def meaning(code: int) -> tuple[str, Literal["warning", "error"]]:
 
 
 def of_the_program(code: int) -> bool:
-    """Return whether the program, not the device, is the first suspect."""
+    """Return whether the program, not the device, is the likely cause."""
     return code in _OF_THE_PROGRAM

@@ -1,4 +1,4 @@
-"""Usual value of a few recent ones: robust against outliers."""
+"""Robust statistics of a few recent values."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ..health.recent import MAD_TO_SIGMA
 
 FEW = 8
-"""With fewer values than this the largest stands for the usual one: too little is known to call anything unusual."""
+"""With fewer values than this the maximum counts as typical, because they show too little of the usual variation."""
 
 
 class Usual(NamedTuple):
@@ -18,7 +18,7 @@ class Usual(NamedTuple):
 
 
 def usual_of(values: Sequence[int]) -> Usual:
-    """Describe recent values (any unit); zeros for none."""
+    """Return the statistics of recent values (any unit); zeros for an empty list."""
     ordered = sorted(values)
     count = len(ordered)
     if not count:

@@ -1,4 +1,4 @@
-"""Finds the code of a phase's transient, and of what steps left allocated, in the allocator's trace with stacks.
+"""Finds the code that allocated a phase's transient, or memory left by steps, in the allocator's trace with stacks.
 
 Pure functions over the entries of ``torch.cuda.memory._snapshot()["device_traces"]``: plain dictionaries with
 ``action``, ``addr``, ``size``, ``time_us`` and ``frames``.
@@ -23,21 +23,21 @@ class Span(NamedTuple):
     begin_us: int
     end_us: int
     start_bytes: int
-    """Allocated at its beginning."""
+    """Allocated bytes at its start."""
 
 
 class Blocks(NamedTuple):
-    """Allocations by the place of their entry in the trace."""
+    """Allocations, as indices of their entries in the trace."""
 
     total_bytes: int
-    """Allocated at the moment they were found, blocks from before included; 0 where that was not asked."""
+    """Allocated bytes at that moment, including earlier blocks; 0: not computed."""
     found: list[int]
     kept: frozenset[int]
-    """Those of ``found`` that outlived their phase."""
+    """The members of ``found`` that outlived their phase."""
 
 
 def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
-    """Find what was allocated in a phase and live at its peak; of several occurrences, in the one with the highest."""
+    """Return the blocks allocated in a phase and live at its peak, for the occurrence with the highest peak."""
     best: tuple[int, Span] | None = None
     best_place = -1
     for span in spans:
@@ -70,11 +70,11 @@ def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
 
 
 def blocks_left(trace: Sequence[Entry], begin_us: int, border_us: int, end_us: int) -> Blocks:
-    """Find what was allocated from ``begin_us`` to ``border_us`` and not freed until ``end_us``."""
+    """Return the blocks allocated from ``begin_us`` to ``border_us`` and not freed until ``end_us``."""
     live: dict[int, int] = {}
     for index, entry in _within(trace, begin_us, end_us):
         if entry["action"] == "alloc":
-            # A later allocation at an address means that the one before has been freed.
+            # A later allocation at an address means that the earlier block has been freed.
             live.pop(entry["addr"], None)
             if entry["time_us"] < border_us:
                 live[entry["addr"]] = index
@@ -90,11 +90,10 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
     Args:
         trace: the entries.
         blocks: some of its allocations.
-        kept_counts: order by all bytes (what stayed is what is looked for), not by what came and went.
+        kept_counts: order by all bytes, as for a leak, not by transient bytes.
 
     Returns:
-        The first ``MOST_GROUPS`` groups, and the bytes of all blocks that have a stack (that came and went, unless
-        ``kept_counts``).
+        The first ``MOST_GROUPS`` groups, and the (transient, unless ``kept_counts``) bytes of all blocks with a stack.
     """
     found: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
     for index in blocks.found:
@@ -117,7 +116,7 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
 
 
 def reaches_back(trace: Sequence[Entry], begin_us: int, ring: int) -> bool:
-    """Return whether a ring of so many entries still holds what happened since ``begin_us``."""
+    """Return whether the trace, from a ring of ``ring`` entries, covers the time since ``begin_us``."""
     return len(trace) < ring or trace[0]["time_us"] <= begin_us
 
 
@@ -130,8 +129,8 @@ def _within(trace: Sequence[Entry], begin_us: int, end_us: int) -> Iterable[tupl
 def _free_action(trace: Sequence[Entry], begin_us: int, end_us: int) -> str:
     """Return the action at which the allocator's counters stop counting a block.
 
-    That is the request to free it. A block that another stream has used (``record_stream``, as ZeRO-3's gathered
-    parameters are) completes later, often in the next phase. Without requests in the trace, completions have to do.
+    That is the request to free it. A block used by another stream (``record_stream``, as for ZeRO-3's gathered
+    parameters) completes later, often in the next phase. Completions are used only if the trace has no requests.
     """
     asked = any(entry["action"] == "free_requested" for _, entry in _within(trace, begin_us, end_us))
     return "free_requested" if asked else "free_completed"
@@ -142,5 +141,5 @@ def _time(entry: Entry) -> int:
 
 
 def _words(frames: tuple[tuple[str, int, str], ...]) -> list[str]:
-    """Write frames, innermost first in the trace, as ``file:line function`` with the innermost last."""
+    """Format frames of the trace (innermost first) as ``file:line function``, innermost last."""
     return [f"{file}:{line} {name}" for file, line, name in reversed(frames)]

@@ -1,4 +1,4 @@
-"""Facts of the memory detectors. Alerts carry them as evidence; ``analysis.text`` has the words."""
+"""Facts of the memory detectors. Alerts carry them as evidence; ``analysis.text`` turns them into text."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .stack_patterns import Named
 
 
 class NumbersCause(msgspec.Struct, frozen=True):
-    """A cause that the step itself names, without stacks."""
+    """A cause identified by the step's own figures, without stacks."""
 
     pattern: str
     """``longer_batch``, ``loss_scale_overflow`` or ``checkpoint_saving``."""
@@ -19,7 +19,7 @@ class NumbersCause(msgspec.Struct, frozen=True):
     longest_shape: list[int] = []
     """The largest batch before."""
     saves_bytes: int = 0
-    """What a batch like those before would save; 0: see the remedy."""
+    """Bytes that a batch like earlier ones would save; 0: see the remedy."""
 
 
 class StackCause(msgspec.Struct, frozen=True):
@@ -31,17 +31,17 @@ class StackCause(msgspec.Struct, frozen=True):
 
     @property
     def pattern(self) -> str:
-        """The pattern of most of it; empty: cannot tell."""
+        """The pattern with most bytes; empty: cannot tell."""
         return self.named.pattern if self.named is not None else ""
 
 
 class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A transient far above what the phase usually takes."""
+    """A transient far above the phase's usual one."""
 
     transient_bytes: int
     usual_bytes: int
     limit_bytes: int
-    """Above this a transient counts as a spike."""
+    """Threshold above which a transient counts as a spike."""
     peak_bytes: int
     capacity_bytes: int
     share_of_capacity: float
@@ -57,11 +57,11 @@ class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     allocations: int = 0
     allocated_bytes: int = 0
     largest_bytes: list[int] = []
-    """The largest single allocations of the latest, by the allocator's trace."""
+    """The largest single allocations of the latest spike, from the allocator's trace."""
     latest_rank: int = -1
-    """The rank it was seen on last, where ranks share one alert."""
+    """The rank of the latest spike, if ranks share one alert."""
     causes: Any = ()
-    """``NumbersCause`` and ``StackCause``, as far as they are known."""
+    """The known ``NumbersCause`` and ``StackCause``."""
 
 
 class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,9 +85,9 @@ class GrowthFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory that the first optimizer step created and kept."""
 
     growth_bytes: int
-    """On the rank with most."""
+    """Growth on the rank with most."""
     net_bytes: int
-    """By how much memory rose in that step, on the latest rank."""
+    """Net increase of memory in that step, on the latest rank."""
     capacity_bytes: int
     bytes_by_rank: dict[str, int]
     freed_bytes: int = 0
@@ -103,7 +103,7 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     window_steps: int
     block_steps: int
     rise_bytes: int
-    """Over the window."""
+    """Increase over the window."""
     level_bytes: int
     peak_bytes: int
     capacity_bytes: int
@@ -111,8 +111,8 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_per_step_by_rank: dict[str, int]
     latest_rank: int = -1
     ends_at_step: int = 0
-    """The run's last step, where it comes before the device is full."""
+    """The run's last step, if it comes before the device is full; else 0."""
     place: str = ""
-    """Where most of what is kept was allocated."""
+    """The line that allocated most of the kept memory."""
     cause: Any = None
-    """A ``Cause`` of reason ``leak``: what whole steps left behind, by stack."""
+    """A ``Cause`` of reason ``leak``: memory left allocated by whole steps, by stack."""

@@ -1,16 +1,16 @@
-"""What a device's used memory consists of: NVML's figures joined with those of a rank's allocator. Pure arithmetic.
+"""Composition of a device's used memory, from NVML's figures and those of a rank's allocator.
 
-NVML knows processes and no tensors, PyTorch's allocator knows tensors and not what CUDA and NCCL take beside it. Put
-together, with everything in bytes and each line a subtraction:
+NVML reports processes, not tensors; PyTorch's allocator reports tensors, not the memory of CUDA and NCCL. Combined, in
+bytes:
 
-* ``allocated``: what the parts of a composition add up to;
+* ``allocated``: sum of the parts of a composition;
 * ``unused`` = reserved - allocated: cached by PyTorch, free or lost to rounding and fragmentation;
-* ``context`` = the process's used (NVML) - reserved: the CUDA context, its modules, NCCL's and cuBLAS' own buffers;
-* ``others``: what NVML lists for other processes on the device;
+* ``context`` = the process's used (NVML) - reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS;
+* ``others``: memory of other processes on the device (NVML);
 * ``unexplained`` = used (NVML, of the device) - all processes: the driver's own.
 
-The two sides are read at different moments. A ``context`` or ``unexplained`` below zero is that gap: it is kept as it
-is, so that the lines always add up to ``used``.
+The two sources are read at different moments, so ``context`` or ``unexplained`` may be negative; they are not clipped,
+so that the figures always add up to ``used``.
 """
 
 import msgspec
@@ -36,16 +36,16 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 def footprint(allocated: int, reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
-    """Join a rank's allocator with NVML's sample of its device.
+    """Combine the figures of a rank's allocator with NVML's sample of its device.
 
     Args:
         allocated: bytes PyTorch had allocated, ``Composition.allocated_bytes`` or a phase's peak.
         reserved: bytes it had reserved at the same moment.
-        sample: of the rank's device, read close to it.
+        sample: sample of the rank's device, read at about the same time.
         rank: the rank.
 
     Returns:
-        None when NVML lists no process of that rank (in a container it may not see any).
+        None if NVML lists no process of that rank (in a container it may not see any).
     """
     own = sum(process.used_bytes for process in sample.processes if process.rank == rank)
     if not own:

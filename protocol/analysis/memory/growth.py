@@ -1,11 +1,11 @@
-"""Growth: memory that the first optimizer step created and that stays; reported as information, not as a spike.
+"""Growth: memory that the first optimizer step allocated and keeps; reported as information, not as a spike.
 
 Rule: in the first three optimizer steps of a rank that the loss scaler did not skip, the phase's ``end - start`` is at
 least 16 MiB. One alert for all ranks, once a run; its size is the largest rank's.
 
-Gradients do not count: what a forward and backward inside the update (its closure) left behind is subtracted, and once
-the step's composition has come, the size is that of the optimizer's states that were found, so gradients that the
-update freed do not make it smaller.
+Gradients do not count: memory left by a forward and backward inside the update (its closure) is subtracted. Once the
+step's composition is received, the size is that of the optimizer's states, so that gradients freed by the update do not
+reduce it.
 """
 
 from ...messages.memory import Composition
@@ -25,18 +25,18 @@ class GrowthDetector:
     def __init__(self) -> None:
         self._left: dict[int, int] = {}
         self._grown: dict[int, tuple[int, int]] = {}
-        """Of each rank, the step that grew and by how much, until its composition has come."""
+        """By rank: the step with growth and its size, until its composition is received."""
         self._capacity = 0
         self._sizes: dict[str, int] = {}
         self._found: set[int] = set()
-        """Ranks that grew."""
+        """Ranks with growth."""
 
     def hello(self, hello: Hello) -> None:
         """Record the device's size, for the growth's share of it."""
         self._capacity = hello.device.capacity_bytes
 
     def step(self, step: Step) -> list[Finding]:
-        """Check one step; free after the first few."""
+        """Check one step; after the first few this costs nothing."""
         left = self._left.get(step.rank, FIRST_STEPS)
         if left == 0 or step.overflow:
             return []
@@ -52,7 +52,7 @@ class GrowthDetector:
         return [self._finding(step.rank, step.step, grown, grown)]
 
     def composition(self, found: Composition) -> list[Finding]:
-        """Process a step's composition: the optimizer's states are what its first step created."""
+        """Process a step's composition, whose optimizer states are the growth of the first step."""
         number, grown = self._grown.get(found.rank, (-1, 0))
         states = found.known.get("optimizer_states", 0)
         if found.step != number or states < GROWTH_FLOOR:
@@ -81,7 +81,7 @@ class GrowthDetector:
 
 
 def _own_growth(step: Step, record: PhaseRecord) -> int:
-    """Return what the update itself left behind: without what phases inside it (a closure's) did."""
+    """Return the update's own growth, without that of phases inside it (a closure's)."""
     grown = record.allocated.growth
     if record.count > 1:
         inside = [phase for phase in step.phases if phase.name in _NESTED and phase.start_us >= record.start_us]

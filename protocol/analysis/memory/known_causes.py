@@ -1,7 +1,7 @@
-"""Why a phase took what it took: from the numbers of its step at once, and from stacks when a rank has sent them.
+"""Causes of a phase's transient: from its step's figures at once, and from stacks once a rank has sent them.
 
-The numbers name a batch longer than any before, an update that the loss scaler skipped, and a checkpoint being saved.
-Stacks name the rest (``stack_patterns``). Where neither does, there is no cause to report.
+The figures identify a batch longer than any before, an update skipped by the loss scaler, and a checkpoint being saved.
+Stacks identify the others (``stack_patterns``). Otherwise no cause is reported.
 """
 
 from collections import defaultdict, deque
@@ -14,7 +14,7 @@ from .facts import NumbersCause, StackCause
 from .stack_patterns import name_cause
 
 REPEATED_SHARE = 0.5
-"""Stacks of a step that took less than this share of the spike are those of another matter."""
+"""Stacks of a step with less than this share of the spike do not explain it."""
 STEPS_KEPT = 64
 """Steps whose batch sizes are kept: the stacks of a step arrive some steps later."""
 
@@ -27,10 +27,10 @@ class _Rank:
         self.elements = 0
         self.longest: list[int] = []
         self.sizes: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)
-        """Latest steps with the elements of their largest micro-batch."""
+        """Latest steps, each with the elements of its largest micro-batch."""
 
     def elements_of(self, step: int) -> int:
-        """Return the elements of a step's batch, or of the latest if the step is not known; 0: none is."""
+        """Return the elements of a step's batch, or of the latest batch if the step is unknown; 0: none is known."""
         return dict(self.sizes).get(step, self.sizes[-1][1] if self.sizes else 0)
 
 
@@ -44,7 +44,7 @@ class KnownCauses:
         self._settled: set[Matter] = set()
 
     def hello(self, hello: Hello) -> None:
-        """Learn what a rank trains with."""
+        """Record a rank's configuration."""
         self._ranks[hello.rank].hello = hello
 
     def note(self, step: Step) -> None:
@@ -90,7 +90,7 @@ class KnownCauses:
         self._stacks[matter] = found
 
     def settled(self, matter: Matter) -> bool:
-        """Return whether stacks of a step that had the transient are known already."""
+        """Return whether stacks of a step with this transient are already known."""
         return matter in self._settled
 
     def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:

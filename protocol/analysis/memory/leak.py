@@ -1,29 +1,29 @@
-"""Leaks: memory that grows step over step at the same point of the step, separated from noise by a stated test.
+"""Leaks: memory that grows step over step at the same point of the step, separated from noise by a test.
 
-**What is measured**: bytes allocated (never reserved) when a step's forward begins, or at the step's end where no
-forward is known; on the CPU the resident set there. The first ``FIRST`` steps of a rank count for nothing, nor do steps
-with a checkpoint, nor those with an evaluation, unless ``REGULAR`` in a row have one (a policy that acts in that mode).
+**What is measured**: bytes allocated (never reserved) at the start of a step's forward, or at the step's end if no
+forward is known; on the CPU the resident set. Excluded are the first ``FIRST`` steps of a rank, steps with a
+checkpoint, and steps with an evaluation unless ``REGULAR`` in a row have one (a policy that acts in evaluation mode).
 
-**The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks of which the lowest counts (``levels``). A
-window shows a leak when, twice in a row,
+**The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks represented by their minimum (``levels``). A
+window shows a leak if, twice in a row,
 
-- Mann-Kendall's S is at least 96 of 120: without a trend that has a probability of 6e-7 a test;
-- no single rise makes more than 0.3 of the whole, and the median rises by at least 0.1 of it from each quarter of the
-  window to the next: a level that changed once or twice is no leak;
-- the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB are
-  always enough), with glibc's own count of what is in use rising by half of it or more: the resident set alone also
+- Mann-Kendall's S is at least 96 of 120: without a trend its probability is 6e-7 per test;
+- no single rise is more than 0.3 of the whole, and the median rises by at least 0.1 of it from each quarter of the
+  window to the next: a level that changed once or twice is not a leak;
+- the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB always
+  suffice), and glibc's own count of used memory rises by at least half of that, because the resident set alone also
   grows by fragmentation;
-- half of the rise or more lies above all that was before the window: what wanders, or comes down again (garbage that is
-  collected now and then), fails this; at most it is reported while its first rise is longer than a window;
-- the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be distinguished from
-  a leak.
+- at least half of the rise lies above all levels before the window. Levels that wander or fall again (garbage collected
+  at intervals) fail this, unless their first rise is longer than a window;
+- the batches do not grow too: S of their sizes is below 56, otherwise outputs kept from them cannot be distinguished
+  from a leak.
 
-Values that hang together over some ten steps make a false alarm likelier than that: 2 in 2,500 runs of 2,500 steps,
-measured with noise that has 0.9 of its last value in the next.
+Values that are correlated over about ten steps make false alarms more likely: 2 in 2,500 runs of 2,500 steps, measured
+with autoregressive noise of coefficient 0.9.
 
 **The rate** is the median of all pairs' slopes (Theil-Sen). The device is full when the highest peak of the last step,
-growing at that rate, meets its capacity. One alert for all ranks; a warning, or information when the run's plan ends
-before. A leak has stopped when, twice in a row, the last eight blocks grow at less than a fifth of the rate.
+growing at that rate, reaches its capacity. One alert for all ranks; a warning, or information if the run's plan ends
+before. A leak has stopped if, twice in a row, the last eight blocks grow at less than a fifth of the rate.
 """
 
 from collections import defaultdict
@@ -59,7 +59,7 @@ class _Open:
         self.rate = rate
         self.blocks = 0
         self.slow = 0
-        """How many times in a row it was found to have stopped."""
+        """Number of consecutive checks at which it had stopped."""
 
 
 class _Rank:
@@ -86,7 +86,7 @@ class _Rank:
         self.cpu = False
         self.host = ""
         self.phases = self.place = 0
-        """How many phases its steps have, and which of them is measured."""
+        """Number of phases of its steps, and the index of the measured one."""
         self.evaluated = 0
         """Number of its last steps with an evaluation, without a checkpoint."""
         self.name = ""
@@ -103,11 +103,11 @@ class LeakDetector:
         self._total_steps = 0
         self._place = ""
         self._cause: Cause | None = None
-        """What the stacks of whole steps showed."""
+        """Cause from the stacks of whole steps."""
         self._latest: Finding | None = None
 
     def hello(self, hello: Hello) -> None:
-        """Learn a rank's device."""
+        """Record a rank's device."""
         rank = self._ranks[hello.rank]
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
@@ -116,7 +116,7 @@ class LeakDetector:
         rank.floor = min(MOST_FLOOR, max(low, int(share * rank.capacity)))
 
     def plan(self, plan: Plan) -> None:
-        """Learn when the run means to end."""
+        """Record the planned end of the run."""
         self._total_steps = plan.total_steps
 
     def step(self, step: Step) -> list[Finding]:
@@ -129,7 +129,7 @@ class LeakDetector:
         if rank.seen <= FIRST or not step.phases:
             return _NONE
         phases = step.phases
-        # Steps of four phases or fewer look alike: where the phase of the one before was is looked first.
+        # Steps of four phases or fewer are usually alike, so the previous step's index is tried first.
         if len(phases) != rank.phases or phases[rank.place].name != rank.name:
             rank.phases = len(phases) if len(phases) <= ORDINARY else 0
             names = [record.name for record in phases]
@@ -176,14 +176,14 @@ class LeakDetector:
             rank.open = _Open(series, float(facts.bytes_per_step))
 
     def drop(self, number: int) -> list[Finding]:
-        """A rank has ended: its memory grows no more."""
+        """Resolve the leak of a rank that has ended."""
         rank = self._ranks.get(number)
         return self._close(rank, Resolution("rank_ended")) if rank is not None and rank.open is not None else []
 
     def _check(self, step: Step, rank: _Rank, new: int) -> list[Finding]:
         opened = rank.open
         if opened is not None:
-            # A wider window knows the rate better, but takes longer to see the end of it.
+            # A wider window measures the rate better, but detects its end later.
             if opened.series not in rank.levels.series[:new]:
                 return []
             opened.blocks += 1

@@ -1,8 +1,8 @@
-"""Memory of a rank at the same point of every step, reduced to short series of minima: cheap enough for every step.
+"""Memory of a rank at the same point of every step, reduced to short series of minima at little cost per step.
 
-A block's value is the lowest of its steps: what a script keeps from a longer batch, an output say, comes on top of the
-level and goes away with it. Blocks of 4 steps are joined to blocks of 16, and these to blocks of 64, so that slow
-growth shows too. Each series has the last ``trend.LENGTH`` blocks.
+A block's value is the minimum of its steps, because memory that a script keeps from a longer batch, such as an output,
+is temporary. Blocks of 4 steps are joined to blocks of 16, and these to blocks of 64, so that slow growth is visible
+too. Each series has the last ``trend.LENGTH`` blocks.
 """
 
 from collections import deque
@@ -10,16 +10,16 @@ from collections import deque
 from .trend import LENGTH, LIKELY, SURE, climbs, mann_kendall, theil_sen
 
 SIZES = (4, 16, 64)
-"""Steps in a block, of each series."""
+"""Steps per block of each series."""
 _JOINED = 4
 RECENT = 8
 STOPPED_SHARE = 0.2
 NEW_SHARE = 0.5
-"""Of a leak, so much of the rise lies above all that was before the window: what wanders does not get far above."""
+"""Minimum share of a leak's rise that lies above all levels before the window, unlike that of a wandering level."""
 
 
 class Series:
-    """The last blocks of one size: what was held, a second figure that must grow with it, and the batch before."""
+    """The last blocks of one size: memory level, a second figure that must grow with it, and the batch before."""
 
     __slots__ = ("batches", "highest", "levels", "seconds", "size", "sure")
 
@@ -29,9 +29,9 @@ class Series:
         self.seconds: deque[int] = deque(maxlen=LENGTH)
         self.batches: deque[int] = deque(maxlen=LENGTH)
         self.highest = 0
-        """The highest level of all blocks that are no longer in the series."""
+        """The highest level of all blocks that have left the series."""
         self.sure = 0
-        """How many times in a row it has been found to grow."""
+        """Number of consecutive checks at which it grew."""
 
     def add(self, level: int, second: int, batch: int) -> None:
         """Add a block."""
@@ -43,10 +43,10 @@ class Series:
         self.batches.append(batch)
 
     def grows(self, floor: int) -> bool:
-        """Judge the series; True at the second time in a row that it is found to be a trend (rules: ``leak``)."""
+        """Return whether the series is a trend for the second consecutive time (rules: ``leak``)."""
         levels = self.levels
         rise = levels[-1] - levels[0]
-        # The cheap question first: most of the time, the answer is no.
+        # The cheap test first: it usually fails.
         new_high = levels[-1] - self.highest >= NEW_SHARE * rise
         if len(levels) < LENGTH or rise < floor or not new_high or not self._is_trend(rise):
             self.sure = 0
@@ -64,11 +64,11 @@ class Series:
 
     @property
     def rate(self) -> float:
-        """Bytes a step, by the median of all slopes."""
+        """Bytes per step: the median of all slopes."""
         return theil_sen(list(self.levels)) / self.size
 
     def goes_on(self, rate: float) -> bool:
-        """Return whether the last blocks still grow at a good part of a rate (bytes a step)."""
+        """Return whether the last blocks still grow at ``STOPPED_SHARE`` of ``rate`` (bytes per step)."""
         recent = list(self.levels)[-RECENT:]
         least = STOPPED_SHARE * rate * self.size
         if len(recent) < RECENT or recent[-1] - recent[0] >= 2 * least * (RECENT - 1):
@@ -87,12 +87,12 @@ class Levels:
         self._level = self._second = self._batch = 0
 
     def add(self, level: int, second: int, batch: int) -> int:
-        """Add one step; return how many series have a new block.
+        """Add one step; return the number of series with a new block.
 
         Args:
-            level: bytes held.
-            second: another figure that a leak raises too; negative for none.
-            batch: positions of the batch before, whose outputs may still be held.
+            level: memory in bytes.
+            second: another figure that a leak raises too; negative: none.
+            batch: positions of the previous batch, whose outputs may still be referenced.
         """
         steps = self._steps
         if steps & 3 == 0 or level < self._level:

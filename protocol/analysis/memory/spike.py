@@ -1,24 +1,25 @@
-"""Spikes: memory that a phase allocated and freed, large against its own recent steps, or large in every step.
+"""Spikes: memory that a phase allocated and freed, large compared with its recent steps, or large in every step.
 
 A phase's transient is ``peak - max(start, end)`` of the figure with a true high-water mark (allocated on a GPU,
 resident set on the CPU). Two rules:
 
-**recent** (one alert for each rank and phase). The transient exceeds what this phase of this rank usually takes::
+**recent** (one alert per rank and phase). The transient exceeds the usual one of this phase and rank::
 
     transient > usual + max(k x 1.4826 x MAD, share x usual, floor)
 
 over the last 32 steps: ``usual`` is their median (their maximum while there are fewer than 8; the first step does not
 count). ``k`` = 6, ``share`` = 0.25 and at least 2 steps for the optimizer; 8, 1.0 and at least 8 steps for other
 phases, whose activations follow the batch's length. ``floor`` is 0.1 % of the device on a GPU, within 32 to 256 MiB,
-and 0.2 % on the CPU, within 48 to 256 MiB: the resident set jumps by glibc's trimming and by file pages, which is no
-news. A repeat counts the alert up; after 20 calm steps it is resolved. It is a warning in the optimizer, or when it
-makes the run's peak and takes 5 % of the device, else information.
+and 0.2 % on the CPU, within 48 to 256 MiB, because glibc's trimming and file pages change the resident set. A repeat
+increments the alert's count; after 20 steps without a spike it is resolved. It is a warning in the optimizer, or if it
+sets the run's peak and is at least 5 % of the device, else information.
 
-**steady** (one alert for all ranks and a phase). A transient that is there in every step: the median of 5 steps or more
-is at least 0.5 % of the device and 256 MiB (optimizer, GPU), 2 % and 256 MiB (optimizer, CPU), or 10 % for another
-phase that makes the step's peak. It is a warning from 5 % on (optimizer), else information.
+**steady** (one alert per phase, for all ranks). The transient is large in every step: the median of 5 steps or more is
+at least 0.5 % of the device and 256 MiB (optimizer, GPU), 2 % and 256 MiB (optimizer, CPU), or 10 % for another phase
+that sets the step's peak. It is a warning from 5 % on (optimizer), else information.
 
-Either asks a rank for the stacks of that phase (``requests``); its cause is added once it is known (``known_causes``).
+Both request the stacks of that phase from a rank (``requests``); the cause is added once it is known
+(``known_causes``).
 """
 
 from collections import defaultdict, deque
@@ -41,7 +42,7 @@ EARLIEST = 2
 CALM_STEPS = 20
 STEADY_STEPS = 5
 RANKS_APART = 8
-"""So many ranks get a spike alert of their own for a phase; further ones share one."""
+"""Number of ranks with their own spike alert for a phase; further ranks share one."""
 SEVERE_SHARE = 0.05
 
 _NEVER = 1 << 62
@@ -55,7 +56,7 @@ class _PhaseHistory:
         self.seen = 0
         self.next_update = EARLIEST
         self.limit = _NEVER
-        """A cheap bound, updated now and then; transients above it are judged exactly."""
+        """A cheap bound, updated at intervals; transients above it are judged exactly."""
         self.steady_found = False
 
 
@@ -71,7 +72,7 @@ class _Rank:
         self.run_peak = 0
         self.steps = 0
         self.open: dict[str, int] = {}
-        """Phases with a standing alert: the step of the last spike."""
+        """By phase with an active alert: the step of the last spike."""
 
 
 class SpikeDetector:
@@ -87,7 +88,7 @@ class SpikeDetector:
         self._recorded: list[Cause] = []
 
     def hello(self, hello: Hello) -> None:
-        """Learn a rank's device, which the floors are shares of."""
+        """Record a rank's device; the floors are shares of its memory."""
         rank = self._ranks[hello.rank]
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
@@ -138,7 +139,7 @@ class SpikeDetector:
         return findings
 
     def allocator(self, events: AllocatorEvents) -> list[Finding]:
-        """Add the largest allocations of a spike's own step, where the allocator's trace has them."""
+        """Add the largest allocations of a spike's step, if the allocator's trace has them."""
         findings: list[Finding] = []
         for phase in events.phases:
             matter = Matter("spike", events.rank, phase.name)
@@ -149,7 +150,7 @@ class SpikeDetector:
         return findings
 
     def cause(self, cause: Cause) -> list[Finding]:
-        """Process a cause that a rank found by stacks; return the findings that it explains."""
+        """Process a cause from a rank's stacks; return the findings that it explains."""
         findings: list[Finding] = []
         for matter in matters_of(cause):
             known = self._matters.get(matter)
@@ -160,17 +161,17 @@ class SpikeDetector:
         return findings
 
     def restore_cause(self, cause: Cause) -> None:
-        """Restore a cause from the recording; it is used once its alert is restored too."""
+        """Restore a cause from the recording, for use once its alert is restored too."""
         self._recorded.append(cause)
 
     def observe(self, step: Step) -> None:
-        """Restore a step from the recording: it counts for the run's peak, and the rank is past its first step."""
+        """Restore a step from the recording, for the run's peak and the rank's number of steps."""
         rank = self._ranks[step.rank]
         rank.steps += 1
         rank.run_peak = max([rank.run_peak, *(record.peak_span.peak for record in step.phases)])
 
     def restore(self, finding: Finding) -> None:
-        """Restore a finding from the recording, so that it goes on instead of being raised twice."""
+        """Restore a finding from the recording, so that it is continued and not raised twice."""
         if finding.facts is not None:
             self._keep(finding)
         if finding.kind == "steady_transient":
@@ -189,7 +190,7 @@ class SpikeDetector:
     def _spike(
         self, t: float, step: Step, rank: _Rank, record: PhaseRecord, transient: int, history: _PhaseHistory, top: int
     ) -> list[Finding]:
-        # The step itself is in the window by now; one value in 32 does not move a median, but a maximum it would.
+        # The step itself is already in the window: it hardly changes the median of 32 values, but the maximum.
         usual = usual_of(list(history.recent)[:-1])
         limit = _limit(usual, record.name, rank.floor)
         if transient <= limit or (record.name != "optimizer" and history.seen <= FEW):
@@ -300,7 +301,7 @@ class SpikeDetector:
         ]
 
     def _use_recorded(self) -> None:
-        """Let the causes of the recording explain the alerts of the recording."""
+        """Apply recorded causes to recorded alerts."""
         while self._recorded:
             cause = self._recorded.pop(0)
             for matter in matters_of(cause):
@@ -313,7 +314,7 @@ class SpikeDetector:
         return finding
 
     def _more(self, matter: Matter, known: Finding, facts: SpikeFacts | SteadyFacts) -> Finding:
-        """Keep what more is known of a matter that was raised."""
+        """Replace the facts of a raised finding; return the finding that explains it."""
         self._matters[matter] = msgspec.structs.replace(known, facts=facts)
         return msgspec.structs.replace(known, facts=facts, state="explained")
 

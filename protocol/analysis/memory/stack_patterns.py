@@ -1,9 +1,8 @@
 """Known patterns of transients in training, recognised in stacks of Python frames.
 
-A frame is ``file:line function``. Each pattern is a file and a function of PyTorch, DeepSpeed or transformers (read in
-PyTorch 2.11 and 2.13, DeepSpeed 0.19, transformers 4 and 5), looked for from the innermost frame outwards: the first
-that is known decides. Blocks that native code allocated have no stack; those of the logits are recognised by their
-size.
+A frame is ``file:line function``. Each pattern is a file and a function of PyTorch, DeepSpeed or transformers (from
+PyTorch 2.11 and 2.13, DeepSpeed 0.19, transformers 4 and 5). The innermost frame that matches a pattern decides. Blocks
+allocated by native code have no stack; logits are recognised by their size.
 """
 
 import re
@@ -85,22 +84,22 @@ class Frame(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Without the folder: ``adamw.py:531 _multi_tensor_adamw``."""
+        """The frame without the folder: ``adamw.py:531 _multi_tensor_adamw``."""
         return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
 
 
 def parse_frame(text: str) -> Frame:
-    """Parse ``file:line function``; text of another form is all function."""
+    """Parse ``file:line function``; text of another form becomes the function."""
     place, _, function = text.partition(" ")
     file, _, line = place.rpartition(":")
     return Frame(file.replace("\\", "/"), line, function) if line.isdigit() else Frame("", "", text)
 
 
 def pattern_of(frames: Sequence[str]) -> tuple[str, Frame | None]:
-    """Return a stack's pattern, and the frame that matched; empty where none does.
+    """Return a stack's pattern and the frame that matched; empty and None if none does.
 
     Args:
-        frames: innermost last.
+        frames: the stack, innermost frame last.
     """
     for text in reversed(frames):
         frame = parse_frame(text)
@@ -111,7 +110,7 @@ def pattern_of(frames: Sequence[str]) -> tuple[str, Frame | None]:
 
 
 def place_of(frames: Sequence[str]) -> str:
-    """Return the frame to show: the innermost of the user's own code, else the innermost that is not PyTorch's."""
+    """Return the frame to show: the innermost frame of user code, else the innermost outside PyTorch."""
     parsed = [parse_frame(text) for text in reversed(frames)]
     for wanted in (lambda name: not name, lambda name: name not in ("torch", "python", "native")):
         for frame in parsed:
@@ -124,34 +123,34 @@ class Part(NamedTuple):
     """Share of one pattern in a transient."""
 
     pattern: str
-    """Empty: no pattern that is known."""
+    """Empty: no known pattern."""
     bytes: int
     where: str
-    """The frame that matched; where no pattern does, the one with most of the bytes; empty without any stack."""
+    """The frame that matched; without a pattern, the frame with most bytes; empty: no stack."""
 
 
 class Named(NamedTuple):
     """A cause by its patterns."""
 
     parts: list[Part]
-    """Those with a large enough share, largest first."""
+    """Patterns with at least ``LEAST_SHARE`` of the bytes, largest first."""
     total: int
-    """What came and went, by the trace."""
+    """Transient bytes according to the trace."""
     elsewhere: Part
-    """The rest, with the largest place in it."""
+    """The remaining bytes, with the frame that has most of them."""
 
     @property
     def pattern(self) -> str:
-        """The pattern of most of it; empty where none has enough: cannot tell."""
+        """The pattern with most bytes; empty: none has enough, so the cause is unknown."""
         return self.parts[0].pattern if self.parts else ""
 
 
 def name_cause(cause: Cause, tokens: int) -> Named:
-    """Name what a transient was.
+    """Return the patterns that explain a transient.
 
     Args:
-        cause: what the rank found.
-        tokens: positions of the largest micro-batch; 0 when not known.
+        cause: the cause sent by the rank.
+        tokens: positions of the largest micro-batch; 0: unknown.
     """
     sums: dict[str, int] = {}
     heaviest: dict[str, tuple[int, str]] = {}
@@ -172,14 +171,14 @@ def name_cause(cause: Cause, tokens: int) -> Named:
 
 
 def _weigh(cause: Cause) -> Iterable[tuple[StackGroup, int]]:
-    """Return what each group adds: what came and went, or all of it where what stayed made the peak."""
+    """Return the bytes that count for each group: transient ones, or all if kept blocks made the peak."""
     passing = sum(group.bytes - group.kept_bytes for group in cause.groups)
     all_counts = cause.reason == "leak" or passing < 0.25 * cause.transient_bytes
     return ((group, group.bytes if all_counts else group.bytes - group.kept_bytes) for group in cause.groups)
 
 
 def _is_logits(group: StackGroup, cause: Cause, tokens: int) -> bool:
-    """Blocks of one number for each token of the vocabulary at each position, in fp32 or half of it."""
+    """Return whether blocks have the size of the logits, positions x vocabulary, in fp32 or 16 bits."""
     whole = cause.vocabulary * tokens
     if not whole or not group.count or group.largest_bytes * group.count > 1.1 * group.bytes:
         return False

@@ -1,7 +1,7 @@
-"""Tests a short series for a trend: Mann-Kendall's test, Theil-Sen's slope, and whether it is one jump.
+"""Tests a short series for a trend: Mann-Kendall's test, Theil-Sen's slope, and a test for single jumps.
 
-Mann-Kendall's S counts the pairs of values in which the later one is larger, less those in which it is smaller. For 16
-values without a trend, in whatever distribution, S reaches ``SURE`` with a probability of 6e-7 (exact, by counting
+Mann-Kendall's S is the number of pairs of values in which the later one is larger, minus those in which it is smaller.
+For 16 values without a trend, of any distribution, S reaches ``SURE`` with a probability of 6e-7 (exact, by counting
 permutations).
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 LENGTH = 16
-"""Of the series that are judged."""
+"""Length of the series."""
 SURE = 96
-"""S of a trend; 120 is every pair rising."""
+"""S of a trend; 120 if every pair rises."""
 LIKELY = 56
-"""S of what may be one (1 in 175 by chance)."""
+"""S of a possible trend (1 in 175 by chance)."""
 JUMP = 0.3
-"""Of a trend, no single rise makes so much of the whole."""
+"""Maximum share of a trend's rise between two consecutive values."""
 QUARTER = 0.1
-"""And from each quarter of the series to the next, the median rises by so much of the whole."""
+"""Minimum share of a trend's rise between the medians of consecutive quarters."""
 
 
 def mann_kendall(values: Sequence[float]) -> int:
-    """Return S of a series in its order; equal values count for nothing."""
+    """Return S of a series; pairs of equal values count as 0."""
     total = 0
     for place, early in enumerate(values):
         for late in values[place + 1 :]:
@@ -30,7 +30,7 @@ def mann_kendall(values: Sequence[float]) -> int:
 
 
 def theil_sen(values: Sequence[float]) -> float:
-    """Return the median of the slopes of all pairs, in units a value."""
+    """Return the median slope of all pairs, in units of the values per position."""
     count = len(values)
     slopes = sorted(
         (values[late] - values[early]) / (late - early) for early in range(count) for late in range(early + 1, count)
@@ -40,7 +40,7 @@ def theil_sen(values: Sequence[float]) -> float:
 
 
 def climbs(values: Sequence[float]) -> bool:
-    """Return a climb from a level that changed once or twice: all of the series rises, and no single rise makes it."""
+    """Return whether the whole series rises, as opposed to a level that changed once or twice."""
     whole = max(values) - min(values)
     if whole <= 0 or max(late - early for early, late in pairwise(values)) > JUMP * whole:
         return False

@@ -1,8 +1,8 @@
-"""Compares two runs, or two sweeps: differences beside the noise of both.
+"""Compares two runs, or two sweeps: differences in relation to the noise of both.
 
-The gate stands for the regression that must be found. The alarm is raised from half of it on, if the difference is
-also more than chance: with noise small enough (a standard error of 0.3 gates) a regression of one gate is missed in 1
-of 20 cases, and equal runs raise it in 1 of 20. With more noise the answer is "cannot tell".
+The gate is the size of regression that must be found. The alarm is raised from half of it on, if the difference is also
+significant: with a standard error of at most 0.3 gates, a regression of one gate is missed in 1 of 20 cases, and equal
+runs raise the alarm in 1 of 20. With more noise the result is "cannot tell".
 """
 
 import math
@@ -26,19 +26,19 @@ class Measure(msgspec.Struct, frozen=True):
 
     value: float
     error: float = 0.0
-    """Standard error, in the unit of the value; 0: none is known, as of counters."""
+    """Standard error, in the unit of the value; 0: unknown, or an exact counter."""
     unit: Literal["bytes", "ms", "tokens/s", "loss"] = "bytes"
     gated: bool = False
     """Whether the gate checks it."""
 
     @property
     def higher_is_better(self) -> bool:
-        """True of throughput alone."""
+        """True for throughput only."""
         return self.unit == "tokens/s"
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One of the two."""
+    """One of the two runs (or configurations of sweeps)."""
 
     name: str
     measures: dict[str, Measure]
@@ -46,12 +46,12 @@ class Side(msgspec.Struct, frozen=True):
     settings: dict[str, str] = {}
     """Configuration and versions, flat."""
     alerts: dict[str, int] = {}
-    """How often each kind was raised."""
+    """Number of alerts by kind."""
     verdict: str = "done"
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One figure of both."""
+    """One figure of both sides."""
 
     name: str
     before: Measure
@@ -59,13 +59,13 @@ class Difference(msgspec.Struct, frozen=True):
     change: float
     """As a share of the first; 0.03 for 3 % more."""
     error: float
-    """Standard error of the change, a share too."""
+    """Standard error of the change, also as a share."""
     judgement: Judgement
     gated: bool
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Both sides beside each other."""
+    """The differences of two sides."""
 
     before: str
     after: str
@@ -77,19 +77,19 @@ class Comparison(msgspec.Struct, frozen=True):
     missing: list[str]
     """Figures that only one side has."""
     regressions: list[str]
-    """Why the gate is passed, in words; empty: it is not, or there was none."""
+    """Regressions that exceed the gate, as text; empty: none, or no gate."""
     undecided: list[str]
     """Gated figures whose noise is too large for the gate."""
 
 
 def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0) -> Comparison:
-    """Return what differs.
+    """Return the differences of two sides.
 
     Args:
-        before: the first.
-        after: the second.
-        gate: regression that must be found, a share; None: nothing raises an alarm.
-        tests: noisy gated figures of all comparisons that are made together; 0: of this one.
+        before: the first side.
+        after: the second side.
+        gate: regression that must be found, as a share; None: no alarm.
+        tests: number of noisy gated figures in all comparisons made together; 0: those of this one.
     """
     names = [name for name in before.measures if name in after.measures]
     z = z_for(tests or noisy(before, after))
@@ -120,7 +120,7 @@ def noisy(before: Side, after: Side) -> int:
 
 
 def z_for(tests: int) -> float:
-    """Return how many standard errors are more than chance in so many tests (Bonferroni's correction)."""
+    """Return the number of standard errors that is significant in ``tests`` tests (Bonferroni's correction)."""
     return NormalDist().inv_cdf(1 - FALSE_ALARMS / max(1, tests))
 
 

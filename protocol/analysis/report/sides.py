@@ -28,12 +28,12 @@ def side_of_ranks(
     reserved memory and loss; phases show where a difference comes from.
 
     Args:
-        name: what to call it.
+        name: the side's name.
         ranks: figures of each rank.
-        losses: of the steps in order, the same mean for all ranks.
+        losses: losses of the steps in order, each the mean over ranks.
         settings: configuration and versions, flat.
-        alerts: how often each kind was raised.
-        verdict: how the run ended.
+        alerts: number of alerts by kind.
+        verdict: outcome of the run.
     """
     measured = [rank for rank in ranks if rank.steps]
     measures: dict[str, Measure] = {}
@@ -65,7 +65,7 @@ def side_of_ranks(
 
 
 def side_of_rows(name: str, rows: Sequence[Row]) -> Side:
-    """Return a side of one configuration of a sweep; with several repeats, their scatter is the noise."""
+    """Return a side of one configuration of a sweep; with more than two repeats, the noise includes their scatter."""
     done = [side_of_ranks(name, row.ranks) for row in rows if row.verdict == "done"]
     failed = [row.verdict for row in rows if row.verdict != "done"]
     if not done:
@@ -82,7 +82,7 @@ def side_of_rows(name: str, rows: Sequence[Row]) -> Side:
 
 
 def settings_of(hellos: Sequence[Hello]) -> dict[str, str]:
-    """Return the configuration from the ranks' hellos, flat: versions, ZeRO stage, DeepSpeed's own keys."""
+    """Return the configuration from the first hello, flat: versions, ZeRO stage, DeepSpeed's own keys."""
     if not hellos:
         return {}
     hello = hellos[0]
