@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def _allow_many_peers() -> None:
-    """Raise the soft limit of open files to the hard limit: every rank and app takes a few descriptors."""
+    """Raise the soft limit of open files to the hard limit: every rank and app needs a few descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -87,7 +87,7 @@ def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, DamagedRecording
     except RecordingError as error:
         aside = run.recording.with_name(f"recording.damaged-{time.time_ns()}.sqlite")
         run.recording.rename(aside)
-        with contextlib.suppress(OSError):  # it has the newest rows, which a reader salvages too
+        with contextlib.suppress(OSError):  # the WAL has the newest rows, which a reader salvages too
             Path(f"{run.recording}-wal").rename(f"{aside}-wal")
         with contextlib.suppress(OSError):
             Path(f"{run.recording}-shm").unlink()

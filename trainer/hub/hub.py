@@ -70,7 +70,7 @@ STOP_NOTICE_SECONDS = 5.0
 TRACES_SECONDS = 2.0
 """Time limit at a run's end for analysing the traces of captured steps."""
 _DRAIN = 512
-"""Messages received before commands get their turn."""
+"""Maximum messages received per socket before commands are handled again."""
 
 
 class Hub:
@@ -174,7 +174,7 @@ class Hub:
         self._loop.stop()
 
     def last_step(self) -> int:
-        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
+        """Return a step late enough for every rank to receive a stop command before finishing it."""
         return self._analysis.tracker.step_in(STOP_NOTICE_SECONDS)
 
     # The loop.
@@ -281,7 +281,7 @@ class Hub:
             away = self._agents.speaking is not None
             if not self._jobs.join(message, t):
                 return
-            t = time.time()  # what begins its job came first: times in the stream do not go back
+            t = time.time()  # messages that start its job were appended first: times in the stream do not go back
             self._meet(message, away)
             self._predicting.hello(message)
             if self._rank_hosts.target(message.rank) is not None:
@@ -394,7 +394,7 @@ class Hub:
         return not self._read_only
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Not 0: the hub was not asked to end for good, so the launcher starts another one.
+        # Not 0, because the end was not requested by a command: the launcher starts another hub.
         self._status = 128 + number
         self._loop.stop()
 

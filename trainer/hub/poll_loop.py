@@ -40,7 +40,7 @@ class PollLoop:
         self._handlers[source] = handler
 
     def stop(self) -> None:
-        """End ``run`` after the present round."""
+        """End ``run`` after the current round."""
         self._over = True
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class PollLoop:
                     if source in ready:
                         handler()
                 self._after_read()
-            except Exception:  # one bad message or file must not end the watch; the same one again and again would
+            except Exception:  # one bad message or file must not end the hub; a repeated failure does
                 traceback.print_exc(file=sys.stderr)
                 if self._failures.too_many(now):
                     raise

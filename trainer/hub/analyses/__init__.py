@@ -1,1 +1,1 @@
-"""Runs the analysis on the stream, and traces and predictions in processes of their own."""
+"""Runs the analysis of the stream, and trace analysis and predictions in separate processes."""

@@ -121,7 +121,7 @@ class Analysis:
         self._guard(lambda: self._conclude(self._detectors.begin_job(time.time())))
 
     def job_ended_first(self, left: LeftoversFile) -> None:
-        """Note that the job's command ended before its ranks did."""
+        """Record that the job's command ended before its ranks."""
         found = left.exit_code, left.count, left.processes
         self._guard(lambda: self._conclude(self._detectors.job_ended_first(left.time, *found)))
 
@@ -132,7 +132,7 @@ class Analysis:
         self._guard(lambda: self._conclude(self._detectors.tick(time.time())))
 
     def put(self, finding: Finding) -> None:
-        """Raise, change or resolve the alert of a finding of the hub's own."""
+        """Raise, update or resolve the alert of one of the hub's own findings."""
         self._guard(lambda: self._conclude(self._detectors.put(time.time(), finding)))
 
     def _conclude(self, messages: Iterable[Message]) -> None:

@@ -49,7 +49,7 @@ class PredictionProcess:
         if self._done or self._process is not None:
             return
         if hello.device.kind == "cpu":
-            # Also for a rank on a GPU, until its script has begun to use it.
+            # A rank on a GPU also reports the CPU until its script uses the GPU.
             self._on_cpu = True
             return
         command = [sys.executable, "-P", "-m", "ftmon.trainer.predict.live", str(self._run.path)]

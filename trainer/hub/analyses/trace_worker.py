@@ -36,14 +36,14 @@ def write_frame(file: IO[bytes], data: bytes) -> None:
     """Write one frame.
 
     Raises:
-        OSError: the other side has gone.
+        OSError: the other side has closed the pipe.
     """
     file.write(_LENGTH.pack(len(data)) + data)
     file.flush()
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """Read one frame; None at the end of the file, also if it ends within a frame."""
+    """Read one frame; return None at the end of the file, also if it ends within a frame."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -60,7 +60,7 @@ def find(body: bytes) -> Found:
             return Found(error="it is no trace of a step")
         return Found(messages_of(trace))
     except (ProtocolError, ValueError, TypeError, LookupError, OverflowError) as error:
-        # Columns that do not belong together: no honest rank sends them.
+        # Inconsistent columns, which only a manipulated message has.
         return Found(error=f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Commands of apps: each is accepted or refused at once, and answered again when it is done."""
+"""Commands of apps: each is accepted or refused at once, and its result is sent when it is done."""
 
 import contextlib
 import os
@@ -49,11 +49,11 @@ class Host(Protocol):
         ...
 
     def shut_down(self) -> None:
-        """End the hub, and the hub alone, soon."""
+        """End only the hub, soon."""
         ...
 
     def last_step(self) -> int:
-        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
+        """Return a step late enough for every rank to receive a stop command before finishing it."""
         ...
 
 
@@ -66,10 +66,10 @@ class _Caller:
         self.source = source
         self.command = command
         self.away = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-        """It came over TCP."""
+        """Whether the command arrived over TCP."""
 
     def answer(self, message: Accepted | Result) -> None:
-        """Send an answer; a caller that has gone is passed over."""
+        """Send an answer; errors are ignored if the caller has disconnected."""
         frames = [self._identity, *wire.encode("hub", 0, time.time(), message)]
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -101,7 +101,7 @@ class Commands:
 
     @property
     def busy(self) -> bool:
-        """True while a command has not had its result."""
+        """Whether a command is being executed."""
         return self._under_way > 0
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
@@ -146,7 +146,7 @@ class Commands:
         self._under_way += 1
         try:
             ok, text, data = await done
-        except Exception as error:  # the person must get an answer, whatever happened
+        except Exception as error:  # the user must get an answer after any error
             traceback.print_exc(file=sys.stderr)
             ok, text, data = False, f"{command.verb}: the hub failed: {type(error).__name__}: {error}", {}
         self._under_way -= 1
@@ -200,7 +200,7 @@ class Commands:
         return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, number)
 
     async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
-        with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
+        with contextlib.suppress(OSError):  # a full disk must not prevent a kill
             write_end_request(self._run, "kill", caller.source, ranks)
         verb = verbs.Stacks(reason=f"kill asked by {caller.source}")
         stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, verb)
@@ -228,8 +228,8 @@ class Commands:
     async def _interrupt(self) -> Outcome:
         """Interrupt a foreign script, as ctrl-c does.
 
-        The ranks alone first, so that they can clean up: DeepSpeed's launcher, signalled directly, sends them TERM at
-        once.
+        Only the ranks are signalled first, so that they can clean up: DeepSpeed's launcher, if signalled directly,
+        sends them TERM at once.
         """
         told = interrupt_ranks(self._rank_hosts.targets())
         self._interrupted = {target.pid for target in told}
@@ -247,7 +247,7 @@ class Commands:
         return Outcome(True, text, {"signalled": len(groups)})
 
     def met(self, hello: Hello) -> None:
-        """Note that a rank introduced itself: one begun after a stop was started again by an elastic launcher."""
+        """Process a rank's ``Hello``: if an elastic launcher restarted the rank after a stop, interrupt the job."""
         if self._interrupted and hello.pid not in self._interrupted:
             self._interrupted.add(hello.pid)
             self._interrupt_job()
@@ -302,7 +302,7 @@ async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
 
 
 def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
-    """Put the answers of several ranks together."""
+    """Merge the answers of several ranks."""
     good = sorted(rank for rank, answer in answers.items() if answer.ok)
     sentences = [f"{verb} of {all_ranks(good)}"] if good else []
     sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]

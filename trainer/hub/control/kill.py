@@ -1,4 +1,4 @@
-"""Kills ranks on all hosts, here with signals, on other hosts through their agents, and merges the outcomes."""
+"""Kills ranks on all hosts, locally with signals, on other hosts through their agents, and merges the outcomes."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ class Kills:
         return bool(interrupted or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
-        """Return the launcher's pid, if it lives, and the pids that a kill must spare."""
+        """Return the launcher's pid, if it is alive, and the pids that a kill must spare."""
         launcher = self._run.read_run().launcher
         roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
         return roots, [*roots, os.getpid()]

@@ -104,7 +104,7 @@ def deliver(target: str, notice: Notice) -> None:
 
 
 def _post(address: str, notice: Notice) -> None:
-    # Imported here: a twelfth of a hub's start, for the few runs that have a webhook.
+    # Imported here, because it takes a twelfth of a hub's start, and few runs have a webhook.
     import http.client
     import urllib.error
     import urllib.request

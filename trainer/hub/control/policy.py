@@ -1,4 +1,4 @@
-"""Acts on hangs without a person present: ``--on-hang`` and ``--exit-timeout``.
+"""Acts on hangs without a user's intervention: ``--on-hang`` and ``--exit-timeout``.
 
 - A verdict that has lasted ``--hang-grace`` (30 s) triggers one action: ``stacks`` writes the stacks of all ranks to a
   file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills those left 60 s later, ``kill`` kills.
@@ -48,14 +48,14 @@ Cause = Literal["hang", "hang-at-exit"]
 
 
 class Policy:
-    """Acts on hangs as the run's options say. Main loop only.
+    """Acts on hangs according to the run's options. Main loop only.
 
     Args:
         run: the run.
         options: the run's options.
         analysis: has the tracker with the verdicts, and raises alerts.
         stall_probe: captures the stacks.
-        kills: kills.
+        kills: kills the ranks.
         rank_hosts: which ranks run on this host.
         emit: appends a message to the stream.
     """
@@ -233,7 +233,7 @@ class Policy:
         self._emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
 
     def _save(self, why: str) -> str:
-        """Write the latest stacks of all ranks to a file of the run; return its path, or nothing."""
+        """Write the latest stacks of all ranks to a file of the run; return its path, or an empty string."""
         stacks = self._stall_probe.latest()
         if not stacks:
             return ""

@@ -16,7 +16,7 @@ class MissingRanks:
     Args:
         analysis: raises and resolves it.
         rank_hosts: the ranks that have reported.
-        listen: address on which the hub listens for other hosts; empty: none, and nothing is raised.
+        listen: address on which the hub listens for other hosts; empty: none, then nothing is raised.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:

@@ -16,7 +16,7 @@ SEARCH_SECONDS = 2.0
 
 
 class PortWatch:
-    """Makes one finding for each port. ``post`` schedules a call in the main loop; ``put`` takes the finding there."""
+    """Makes one finding per port. ``post`` schedules a call in the main loop, where ``put`` receives the finding."""
 
     def __init__(self, post: Callable[[Callable[[], object]], None], put: Callable[[Finding], object]) -> None:
         self._post = post

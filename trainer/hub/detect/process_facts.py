@@ -13,7 +13,9 @@ from ..analyses.analysis import Analysis
 
 
 class ProcessFacts:
-    """Passes facts to the analysis, requests before deaths: no rank is blamed for a requested end. Main loop only.
+    """Passes facts to the analysis, requests before deaths, so that a requested end is not blamed on a rank.
+
+    Main loop only.
 
     Args:
         run: the run, with the launcher's files.
@@ -43,7 +45,7 @@ class ProcessFacts:
             self._analysis.fact(fact)
 
     def _note_signal(self) -> None:
-        """Append a message if the launcher was signalled to end the run: then no rank is the cause."""
+        """Append a message if the launcher received a signal to end the run: then no rank is the cause."""
         end_request = None if self._signalled else read_end_request(self._run)
         if end_request is not None and end_request.by_signal:
             self._signalled = True

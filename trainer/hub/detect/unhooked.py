@@ -1,4 +1,4 @@
-"""Notes a process that trains unseen, because its command replaced ``PYTHONPATH``, on which the import hook lies."""
+"""Detects a process that trains unmonitored because its command replaced ``PYTHONPATH``, which has the import hook."""
 
 from ....protocol.analysis.findings import Finding
 from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
@@ -11,11 +11,11 @@ _POLL_SECONDS = 1.0
 
 
 class Unhooked:
-    """Looks for such a process of this host until a rank has reported. Main loop only.
+    """Searches this host for such a process until a rank has reported. Main loop only.
 
     Args:
         run: the run.
-        launcher: pid of its launcher; None: it has none, and nothing is looked for.
+        launcher: pid of its launcher; None: none, then there is no search.
         analysis: raises and resolves the note.
     """
 
@@ -27,7 +27,7 @@ class Unhooked:
         self.found: UnhookedFacts | None = None
 
     def tick(self, now: float, reported: bool) -> None:
-        """Look for one if due; ``now`` is ``time.monotonic``, ``reported``: whether some rank has reported."""
+        """Search if due; ``now`` is ``time.monotonic``, ``reported``: whether some rank has reported."""
         if reported:
             if self.found is not None:
                 self.found = None

@@ -27,7 +27,7 @@ _ORPHAN_POLLS = 2
 """Consecutive polls without any process before the hub itself records that the run is over."""
 _LAUNCHER_START_SECONDS = 15.0
 _WATCH_START_SECONDS = 60.0
-"""Time that a run without a launcher may go without any rank."""
+"""Time for which a run without a launcher may have no rank."""
 _SILENCE_SECONDS = 30.0
 """Ranks on other hosts without an agent count as ended after this many seconds of silence."""
 _LOG_TAIL_LINES = 20
@@ -49,7 +49,7 @@ class EndDetector:
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
-        """The first failure that a rank reported; one that is no lost peer takes precedence."""
+        """The first failure that a rank reported; failures other than a lost peer take precedence."""
         self.stepped = False
         """Whether some rank has finished a step."""
         self._resumed = False
@@ -76,7 +76,7 @@ class EndDetector:
             self._resumed |= message.step > 1
 
     def begin_job(self) -> None:
-        """Forget the ranks of the job before."""
+        """Forget the ranks of the previous job."""
         self._hellos.clear()
         self._goodbyes.clear()
         self._failure = None
@@ -131,7 +131,7 @@ class EndDetector:
         # Only a goodbye proves that a rank's script ended; killed ranks send none.
         killed = end_request is not None and (end_request.verb == "kill" or bool(end_request.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
-        with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
+        with contextlib.suppress(OSError):  # on a full disk only the apps receive the end
             self._run.write_exit(found)
         return found
 
@@ -161,7 +161,7 @@ class EndDetector:
         """Return the last line of the rank whose output ended first, or of the command if no rank wrote any."""
         ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*ranks, self._run.logs / "launcher.log"):
-            others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # as DeepSpeed's launcher marks its lines
+            others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # "[": lines of DeepSpeed's launcher
             lines = last_lines(path, _LOG_TAIL_LINES)
             written = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
             if written:

@@ -55,7 +55,7 @@ class RankTally:
         return self.goodbye in ("finished", "stopped")
 
     def restarts(self, step: Step) -> bool:
-        """Return whether this process counts its steps from 1 again, because it trains once more."""
+        """Return whether this process counts its steps from 1 again, because it started another training."""
         return self.steps > 1 and step.step <= self.first < self.step
 
     def add_step(self, step: Step) -> None:
@@ -129,7 +129,7 @@ class JobTally:
         self.version = 0
         """Incremented with every change."""
         self.followed = False
-        """Whether its processes have begun another training."""
+        """Whether its processes have started another training."""
         self._first_to_fail: int | None = None
 
     @property
@@ -256,7 +256,7 @@ class JobTally:
         if self._first_to_fail is None:
             ended = (rank for rank, tally in self.ranks.items() if tally.failure or tally.ended)
             self._first_to_fail = next((rank for rank in ended if not self.ranks[rank].succeeded), None)
-        # Its processes have begun another training: the job finished, although none of them has ended.
+        # Its processes have started another training: the job finished, although none of them has ended.
         self.followed = job.state == "finished" and not self.all_ended
 
     def _failed(self, rank: int, error: str) -> None:

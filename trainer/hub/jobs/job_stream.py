@@ -26,7 +26,7 @@ class JobStream:
 
     Args:
         analysis: is reset for each job.
-        rank_hosts: forgets the ranks of the job before.
+        rank_hosts: forgets the ranks of the previous job.
         end_detector: is reset for each job.
         ports: is reset for each job.
         emit: appends a message to the stream, and analyses it.
@@ -74,7 +74,7 @@ class JobStream:
         return not joined.concurrent
 
     def step(self, sender: str, step: Step, t: float) -> bool:
-        """Count a step; return whether a job began with it: the first step of another training there."""
+        """Count a step; return whether it starts a job, as the first step of another training in that process."""
         if not self._jobs.step(sender, step) or len(self._jobs.jobs) >= MOST_JOBS:
             return False
         self._follow_on(t)
@@ -134,7 +134,7 @@ class JobStream:
         self._analysis.put(Finding("concurrent_job", facts, key=str(number)))
 
     def _lives(self, hello: Hello) -> bool:
-        """Return whether a rank's process lives: from /proc on this host, from its agent's report on others."""
+        """Return whether a rank's process is alive: from /proc on this host, from its agent's report on others."""
         if hello.host == socket.gethostname():
             return is_alive(ProcessId(hello.pid, hello.start_ticks))
         tracked = self._analysis.tracker.ranks.get(hello.rank)

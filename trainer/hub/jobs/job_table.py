@@ -5,8 +5,8 @@ A **job** is one process group of ranks. A rank's ``Hello`` belongs to an existi
 - the job already has that process; or
 - the job has no rank of that number, has the same world size and restart count, its ranks on that host were launched by
   the same process (``Hello.launch``; unknown matches any), and the job is running or was launched by that process. A
-  rank that starts the other ranks of its host (Lightning's ``devices=2`` without a launcher) counts as launched like
-  them; or
+  rank that starts the other ranks of its host (Lightning's ``devices=2`` without a launcher) counts as launched by the
+  same process; or
 - the job's process of that rank is gone while others of it live, launched by the same process: a single rank was
   restarted.
 
@@ -51,7 +51,7 @@ class JobMatch:
 
 
 class JobTable:
-    """All jobs of a run. ``lives`` returns whether the process of a ``Hello`` is known to live."""
+    """All jobs of a run. ``lives`` returns whether the process of a ``Hello`` is known to be alive."""
 
     def __init__(self, lives: Callable[[Hello], bool]) -> None:
         self._lives = lives
@@ -100,7 +100,7 @@ class JobTable:
             self.off_stream.add(sender)
             return JobMatch(job, concurrent=True, first_concurrent=True)
         if before is not None:
-            # Their last messages may arrive later, and belong to them.
+            # Late messages of the previous job's ranks must not enter the new job.
             self.off_stream.update(sender for sender, owner in self._of.items() if owner is before)
         self.shown = job
         return JobMatch(job, begins=True)

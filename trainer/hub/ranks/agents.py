@@ -72,7 +72,7 @@ class Agent:
 
     @property
     def alive(self) -> int:
-        """Number of its ranks with a living process, by the last report."""
+        """Number of its ranks with a living process in the last report."""
         return sum(fact.alive for fact in self.facts.values())
 
     def describe(self, now: float) -> HostState:
@@ -136,7 +136,7 @@ class Agents:
         ended = {rank for rank, state in states.items() if state in ("gone", "finished")}
         hosts = [message for message in messages if isinstance(message, HostState) and message.ranks]
         covered: set[int] = set()
-        for reported in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
+        for reported in sorted(hosts, key=lambda host: -host.time):  # the history has one state per lowest rank so far
             if covered & set(reported.ranks) or not self.sockets:
                 continue
             covered.update(reported.ranks)
@@ -251,7 +251,7 @@ class Agents:
             # some that it has not confirmed.
             agent.number = agent.confirmed = max(oldest - 1, self._recorded.get(agent.identity.hex(), 0))
         if number <= agent.number or (number > agent.number + 1 and oldest <= agent.number + 1):
-            return  # had already; or something before it was lost on the way, and all from there on comes again
+            return  # a duplicate; or an earlier message was lost, and the agent resends all from there on
         agent.number = number
         self.speaking = agent
         try:
@@ -313,5 +313,5 @@ def _differ(reported: HostState, now: HostState) -> bool:
 
 
 def _clean(kill: KernelKill | None) -> KernelKill | None:
-    """Sanitize the process name of another host's kernel log, so that it reaches no terminal as an escape sequence."""
+    """Sanitize the process name of another host's kernel log, which may contain escape sequences."""
     return None if kill is None else msgspec.structs.replace(kill, name=sanitize(kill.name, 64))

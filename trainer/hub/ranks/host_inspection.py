@@ -1,4 +1,4 @@
-"""Inspects ranks without their help on all hosts: on this one in a thread, on others through their agents."""
+"""Inspects ranks without their cooperation on all hosts: on this one in a thread, on others through their agents."""
 
 import contextlib
 from collections.abc import Collection
@@ -53,7 +53,7 @@ class HostInspection:
         """
         here = self.targets()
         answers = await self._ask_agents(silent)
-        nothing = Inspection({}, {}, {})  # then the ranks' own answers must do
+        nothing = Inspection({}, {}, {})  # then only the ranks' own answers are used
         seen = await in_thread(lambda: inspect_ranks(here, silent), self._post, "inspect", nothing)
         return _together(seen, answers)
 

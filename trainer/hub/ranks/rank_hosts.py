@@ -1,4 +1,4 @@
-"""Tracks the run's ranks and which of them run on this host: those whose messages no agent forwards."""
+"""Tracks the run's ranks and which of them run on this host, that is, whose messages no agent forwards."""
 
 import socket
 
@@ -25,7 +25,7 @@ class RankHosts:
         self.senders.add(identity_of(hello))
 
     def begin_job(self) -> None:
-        """Forget the ranks of the job before; known senders stay known."""
+        """Forget the ranks of the previous job; known senders are kept."""
         self._hellos.clear()
         self._away.clear()
 
@@ -46,7 +46,7 @@ class RankHosts:
 
     @property
     def any_elsewhere(self) -> bool:
-        """Whether any rank runs on another host, out of the supervisor's sight."""
+        """Whether any rank runs on another host, where the supervisor cannot observe it."""
         return any(not self._is_here(hello) for hello in self._hellos.values())
 
     def target(self, rank: int) -> Target | None:
@@ -66,5 +66,5 @@ class RankHosts:
         return self._hellos[rank].host
 
     def _is_here(self, hello: Hello) -> bool:
-        # After a restart of the hub, ranks of its history have sent nothing yet: then their host's name decides.
+        # After a restart of the hub, ranks from the history have sent nothing yet: then the host's name decides.
         return hello.rank not in self._away and hello.host == self._host

@@ -28,11 +28,11 @@ _AGAIN_SECONDS = 1.0
 """Interval for resending a command to an agent: the first may have gone to an old connection. An agent executes a
 repeated command once."""
 _IDENTIFY_SECONDS = 1.0
-"""Minimum interval between requests for a sender's introduction."""
+"""Minimum interval between requests for a sender's ``Hello``."""
 
 
 def identity_of(hello: Hello) -> str:
-    """Name a rank's process on the wire: the source of its headers and the identity of its socket."""
+    """Return the name of a rank's process on the wire: the source of its headers and the identity of its socket."""
     return f"rank-{hello.rank}-{hello.pid}-{hello.start_ticks}"
 
 
@@ -64,7 +64,7 @@ class RankLink:
 
     @property
     def busy(self) -> bool:
-        """True while answers are awaited."""
+        """Whether answers are awaited."""
         return bool(self._asks)
 
     def register(self, hello: Hello) -> None:

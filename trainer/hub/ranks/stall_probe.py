@@ -191,7 +191,7 @@ class StallProbe:
             before = tracked.evidence
             same = before is not None and before.taken >= tracked.progress.moved_at
             if before is not None and same and before.calls.source == "recorder" != calls.source:
-                calls = before.calls  # it reports less than before, and has made no progress since
+                calls = before.calls  # it has made no progress, and the earlier answer has more
             place = python_stacks.where(frames) if frames else NOWHERE
             seen = self._compare(rank, frames, place, action, tracked.progress.moved_at)
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
@@ -204,7 +204,7 @@ class StallProbe:
                 restless=seen is not None and seen.restless,
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
-                # Native code that holds the GIL is asked by a signal: no data set retries there.
+                # A rank asked by a signal is in native code that holds the GIL, not in a data set's retry.
                 timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",
@@ -247,10 +247,10 @@ class StallProbe:
             work = "computes"
         waits = place.doing in ("collective", "device")
         if work == "computes" and waits:
-            work = ""  # it polls for the device or for its peers
+            work = ""  # it polls for its device or its peers
         asleep = not work and action.state == before.last.state == "S" and frames == before.frames
         slept = before.slept or (asleep and action.time - before.first.time >= ASLEEP_S)
-        # Observations are too far apart to see each sleep of a retry in full: one that ends at the same line is enough.
+        # Observations are too far apart to cover each sleep of a retry: waking up at the same line is sufficient.
         has_woken = before.last is not before.first and action.switches > before.last.switches
         retries = has_woken and frames == before.frames and not polls
         if work:
@@ -363,7 +363,7 @@ class StallProbe:
 
 def _sleeps_for_a_time(answer: Result | None, action: Activity, frames: tuple[Frame, ...]) -> bool:
     if python_stacks.waits_for_loader_worker(frames):
-        return action.worker_naps > 0  # the rank itself wakes up to see whether its worker lives
+        return action.worker_naps > 0  # the rank itself only wakes up to check whether its worker is alive
     return action.naps or (answer is not None and answer.data.get("timed") is True)
 
 

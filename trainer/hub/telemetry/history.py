@@ -108,7 +108,7 @@ class HistoryServer(threading.Thread):
             return Answer("", False, error=f"the query channel takes queries, not {type(query).__name__}")
         try:
             if self._reader is not None and self._opened != self._there():
-                self._close_reader()  # it was removed, and another one is in its place
+                self._close_reader()  # the file was replaced
             if self._reader is None:
                 self._opened = self._there()
                 self._reader = Reader(self._recording)

@@ -38,7 +38,7 @@ _NOT_FROM_RANKS = frozenset(
 
 MAX_SENDERS = 4 * MAX_RANKS
 MAX_OTHERS = 64
-"""Maximum senders in the lifetime of a hub: ``MAX_SENDERS`` processes of ranks, ``MAX_OTHERS`` others."""
+"""Maximum number of senders in a hub's lifetime: ``MAX_SENDERS`` in total, ``MAX_OTHERS`` that are not ranks."""
 LOSSES_LISTED = 1_000
 
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -92,7 +92,7 @@ class Intake:
         return found
 
     def numbers(self) -> dict[str, int]:
-        """Return the highest sequence number received from each sender, those of an earlier hub included."""
+        """Return the highest sequence number received from each sender, including those of an earlier hub."""
         return {**(self._known or {}), **self._loss.numbers}
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
@@ -164,7 +164,7 @@ class Intake:
             return False
         self._seen[header.src] = rank
         if self._known is not None:
-            # So that a first number above the next one counts as loss.
+            # A first number above the next expected one then counts as loss.
             self._loss.see(header.src, self._known.get(header.src, 0))
         return True
 
@@ -176,10 +176,10 @@ class Intake:
 
 
 def _receive(socket: "zmq.Socket[Any]") -> list[bytes]:
-    """Receive one message as ``recv_multipart`` does, in half of its time.
+    """Receive one message like ``recv_multipart``, in half the time.
 
     ``recv_multipart`` queries the socket for more frames after each one, which costs more than receiving it; a frame
-    received without copying has that flag. Raises ``zmq.Again`` if no message waits.
+    received without copying has that flag. Raises ``zmq.Again`` if no message is waiting.
     """
     frame = socket.recv(_NOBLOCK, copy=False)
     frames = [frame.bytes]

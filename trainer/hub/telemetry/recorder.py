@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 60.0
 
 
 class Recorder(threading.Thread):
-    """Makes ``writer`` write the appended messages at each ``commit``, in its own thread.
+    """Thread in which ``writer`` writes the appended messages at each ``commit``.
 
     While the disk accepts no writes, rows are held and thinned out (``Batch.let_go``), as after disk errors.
 
@@ -86,7 +86,7 @@ class Recorder(threading.Thread):
         self._hand_over(then, last=False)
 
     def close(self) -> None:
-        """Write the appended messages and close the file cleanly; waits a minute at most for a stuck disk."""
+        """Write the appended messages and close the file cleanly; wait at most a minute for a stuck disk."""
         self._hand_over(None, last=True)
         self.join(_CLOSE_SECONDS)
         if self.is_alive():

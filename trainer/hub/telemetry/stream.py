@@ -42,7 +42,7 @@ class Stream:
         """Append ``message`` to the stream, to be published by the next ``flush``; return its number.
 
         Args:
-            message: what to append.
+            message: the message.
             t: time of receipt by the hub, seconds since the epoch.
             body: the encoded message as received, published unchanged; None: encoded here.
         """
