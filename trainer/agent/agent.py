@@ -1,7 +1,7 @@
-"""Per-host agent: forwards telemetry to the hub until it is recorded, and carries out the hub's commands.
+"""Per-host agent: forwards telemetry to the hub until it is recorded, and executes the hub's commands.
 
-One process with one main loop; decisions are the hub's. When the run is over, or no rank is left here and the hub is
-unreachable, the agent ends the run's remaining processes on its host, and itself.
+One process with one main loop; the hub makes all decisions. When the run is over, or no rank is left here and the hub
+is unreachable, the agent ends the run's remaining processes on its host, then itself.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class Agent:
                     next_tick = now + TICK_SECONDS
                     self._tick(now)
                 self._turn(max(0, int((next_tick - now) * 1000) + 1))
-            except Exception:  # as in the hub: one bad message must not end the watch
+            except Exception:  # as in the hub: one bad message must not end the agent
                 traceback.print_exc(file=sys.stderr)
                 if failures.too_many(now):
                     raise

@@ -25,14 +25,14 @@ _ANSWERS_KEPT = 64
 
 
 class Commands:
-    """Carries out the hub's commands on this host. Main loop only.
+    """Executes the hub's commands on this host. Main loop only.
 
     Args:
-        context: where to make sockets.
+        context: ZeroMQ context of the sockets.
         join: the hub's keys, and ours.
         identity: this agent's name, under which it listens on the ``ranks`` channel.
-        targets: returns the processes of this host's ranks that live.
-        post: has the main loop make a call; any thread.
+        targets: returns the living processes of this host's ranks.
+        post: schedules a call in the main loop; any thread.
     """
 
     def __init__(
@@ -52,23 +52,24 @@ class Commands:
         self.socket: zmq.Socket[Any] | None = None
         self.kills_under_way = 0
         self._answers: dict[str, Accepted | Result] = {}
-        """The last answer to each command, by its id: the hub asks until it has a result; nothing is done twice."""
+        """The last answer to each command, by its id. The hub repeats a command until it has a result, but it is
+        executed only once."""
 
     def connect(self, address: str) -> None:
-        """Connect again."""
+        """Reconnect to the hub's ``ranks`` channel at ``address``."""
         self.close()
         self.socket = sockets.peer_socket(self._context, "ranks", self._identity.encode())
         sockets.secure_client(self.socket, self._join.pair, self._join.server_key)
         self.socket.connect(address)
 
     def close(self) -> None:
-        """Close the connection; answers that are owed are sent first, within half a second."""
+        """Close the connection; pending answers are sent first, within half a second."""
         if self.socket is not None:
             self.socket.close(linger=500)
             self.socket = None
 
     def receive(self) -> None:
-        """Receive all commands that are waiting, and begin to carry them out."""
+        """Receive all waiting commands, and start their execution."""
         while self.socket is not None:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -81,7 +82,7 @@ class Commands:
                     flow.start(self._answer(command))
 
     async def _answer(self, command: Command) -> None:
-        """Carry out a command, or repeat the answer to a known one."""
+        """Execute a command, or repeat the answer to a known one."""
         if command.id in self._answers:
             self._send(self._answers[command.id])
             return
@@ -93,7 +94,7 @@ class Commands:
         self._send(Accepted(command.id, True))
         try:
             outcome = await work
-        except Exception as error:  # the hub asks until it has a result
+        except Exception as error:  # the hub repeats the command until it has a result
             outcome = Outcome(False, f"{type(error).__name__}: {error}", {})
         self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
 

@@ -31,7 +31,7 @@ class Proxies:
         return iter(self._by_name.values())
 
     def connect(self, address: str) -> None:
-        """Reconnect all: after a cut, old connections may not have noticed yet that they are dead."""
+        """Reconnect all, because old connections may not have detected a cut yet."""
         self._address = address
         for name in list(self._by_name):
             self._by_name.pop(name).close(linger=0)
@@ -74,7 +74,7 @@ class Proxies:
                         socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all sockets."""
         for socket in self._by_name.values():
             socket.close(linger=0)
         self._by_name.clear()

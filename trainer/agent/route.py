@@ -26,7 +26,7 @@ class Route(threading.Thread):
         self._ending = threading.Event()
 
     def search(self) -> None:
-        """Search for an address; ``found`` is called once for each call of this."""
+        """Start a search for an address; ``found`` is called once it succeeds."""
         self._wanted.set()
 
     def avoid(self, address: str) -> None:
@@ -36,7 +36,7 @@ class Route(threading.Thread):
             self._addresses.append(address)
 
     def stop(self) -> None:
-        """End the thread within some seconds."""
+        """End the thread within a few seconds."""
         self._ending.set()
         self._wanted.set()
 

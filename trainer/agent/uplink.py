@@ -60,7 +60,7 @@ class Uplink:
         self._last_ack = 0.0
         self._connected_at = 0.0
         self._moved_at = 0.0
-        """When a message was last confirmed, or the first one sent after all had been confirmed."""
+        """When a message was last confirmed, or when sending resumed after all had been confirmed."""
         self._best_trip = float("inf")
         self.socket: zmq.Socket[Any] | None = None
         self.dropped = 0
@@ -95,7 +95,7 @@ class Uplink:
         return stuck or now - max(self._last_ack, self._connected_at) > SILENT_SECONDS
 
     def connect(self, address: str) -> None:
-        """Connect to the hub's ``agents`` channel again; everything unconfirmed is sent again."""
+        """Reconnect to the hub's ``agents`` channel; all unconfirmed messages are sent again."""
         self.disconnect()
         socket = sockets.peer_socket(self._context, "agents", self._identity.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the hub is not connected

@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 
 
 def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
-    """Return what identifies a rank's children; None if the process is gone."""
+    """Return the properties that identify a rank's children; None if the process is gone."""
     process = table.get(pid)
     if process is None:
         return None

@@ -1,4 +1,4 @@
-"""When a main loop that keeps failing ends, so that another process is started in its place."""
+"""Limits the failures of a main loop, after which its process ends so that another one replaces it."""
 
 _MOST = 100
 _SECONDS = 30.0
@@ -6,7 +6,7 @@ _SECONDS = 30.0
 
 
 class Failures:
-    """Counts the failures of a main loop by window of time."""
+    """Counts the failures of a main loop per time window."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,4 +1,4 @@
-"""Where ftmon's import hook lies, and a process that was started without it: its command replaced ``PYTHONPATH``."""
+"""The directory of ftmon's import hook, and a search for processes without it (whose command set ``PYTHONPATH``)."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ _PYTORCH = b"/libtorch"
 
 
 def find_unhooked(run: Path, launcher: int) -> UnhookedFacts | None:
-    """Return a process of ``run`` below ``launcher`` that has loaded PyTorch and not the import hook, if one lives."""
+    """Return a process of ``run`` below ``launcher`` that has loaded PyTorch but not the import hook, else None."""
     for process in processes.marked(run, processes.descendants([launcher], processes.table())):
         given = processes.variable_of(process.pid, "PYTHONPATH")
         hooked = str(INJECT_DIR) in (given or "").split(os.pathsep)

@@ -25,7 +25,7 @@ class Listen(NamedTuple):
 
 
 def parse_listen(text: str) -> Listen:
-    """Read ``HOST:PORT``; HOST is an address of this host, a name of it, or empty for every interface.
+    """Parse ``HOST:PORT``; HOST is an address or name of this host, or empty for every interface.
 
     Raises:
         UsageError: ``text`` does not have that form.

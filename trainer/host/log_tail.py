@@ -3,8 +3,8 @@
 - Returns whole lines; an unfinished line is returned after 2 s.
 - Of a progress bar (text after carriage returns), only the last state is returned: at most every 5 s while it moves,
   and at its end. Several bars below each other count as one.
-- A line is cut at 4,096 characters. Of more than 200 lines per file and poll, the middle is omitted and counted; of
-  more than 4 MiB, the beginning. A rank that prints a gigabyte must not stop the monitor.
+- A line is cut at 4,096 characters. If there are more than 200 lines per file and poll, the middle is omitted and
+  counted; of more than 4 MiB, the beginning is skipped. A rank that prints a gigabyte must not stop the monitor.
 - A file that shrank or was replaced is read from its beginning.
 """
 
@@ -82,7 +82,7 @@ class _File:
         return lines + _thinned(self._split(data, now), quota)
 
     def rest(self) -> list[str]:
-        """Return the unfinished line, if any, at the end of the run."""
+        """Return the unfinished line, if any."""
         text, self.partial = self._text(self.partial), b""
         return [text] if text and text != self.last_bar else []
 

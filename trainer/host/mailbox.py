@@ -1,4 +1,4 @@
-"""Hands calls from helper threads to the main loop, which alone uses the stream and the sockets."""
+"""Passes calls from helper threads to the main loop, because only the main loop uses the stream and the sockets."""
 
 import os
 from collections import deque
@@ -31,5 +31,5 @@ class Mailbox:
             for _ in range(len(self._calls)):
                 self._calls.popleft()()
         finally:
-            if self._calls:  # those behind a call that failed
+            if self._calls:  # calls queued after one that failed
                 os.eventfd_write(self._descriptor, 1)

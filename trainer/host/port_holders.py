@@ -16,7 +16,7 @@ class PortHolder(NamedTuple):
     user: str
     """The socket's owner: user name, or the uid if it has no name."""
     pid: int
-    """0: its process cannot be inspected (of another user or container)."""
+    """0: its process cannot be inspected (it belongs to another user or container)."""
     command: str
 
 

@@ -3,7 +3,7 @@
 A process is identified by its pid together with its start time (``Process``), because a pid may have been reused by the
 time a signal is sent. Linux only (proc(5), pidfd_open(2)).
 
-Not psutil: it has neither start ticks, session nor a zombie's wait status, and takes six times as long for the table.
+Not psutil: it lacks start ticks, session and a zombie's wait status, and takes six times as long for the table.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Process(NamedTuple):
 
 
 def read(pid: int) -> Process | None:
-    """Read ``/proc/PID/stat`` (proc(5)); None when there is no such process."""
+    """Read ``/proc/PID/stat`` (proc(5)); return None if there is no such process."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -88,7 +88,7 @@ def tracer(pid: int) -> str:
 
 
 def same(process: Process) -> Process | None:
-    """Read the process again; None if it is gone or its pid was reused."""
+    """Read the process again; return None if it is gone or its pid was reused."""
     now = read(process.pid)
     return now if now is not None and now.start_ticks == process.start_ticks else None
 
@@ -136,7 +136,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return an environment variable with which a process was started; None: it had none, or is not readable."""
+    """Return an environment variable with which a process was started; None if it is unset or not readable."""
     prefix = os.fsencode(f"{name}=")
     found = next((one for one in environment_of(pid) if one.startswith(prefix)), None)
     return None if found is None else os.fsdecode(found[len(prefix) :])
@@ -213,7 +213,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
 
 
 def was_killed(pid: int, start_ticks: int) -> bool:
-    """Return whether SIGKILL was sent to it from here, so that its ending is known whichever process reaped it."""
+    """Return whether this process sent it SIGKILL: then its end is known regardless of which process reaped it."""
     return (pid, start_ticks) in _killed
 
 

@@ -1,6 +1,6 @@
 """Watches the ranks' processes on this host: alive, stopped or dead, and their exit status.
 
-A thread waits on pidfds, so that a death is noticed at once, while the process is still a zombie and
+A thread waits on pidfds, so that a death is detected at once, while the process is still a zombie and
 ``/proc/PID/stat`` has its exit status (field 52). Five times a second it reads the processes' states.
 """
 
@@ -22,9 +22,9 @@ _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0
 """Seconds after which an unchanged fact is repeated, so that it counts as current."""
 _PROFILERS = ("py-spy",)
-"""Names of programs that stop a process to read its stack and let it go on."""
+"""Names of programs that stop a process to read its stack, then continue it."""
 _PROFILER_SECONDS = 20.0
-"""For so long a profiler may stop a process: it reads the symbols of all libraries meanwhile."""
+"""Maximum time for which a profiler stops a process, during which it reads the symbols of all libraries."""
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
@@ -41,7 +41,7 @@ class _Watched:
         self.fact: ProcessFact | None = None
         self.reported_at = 0.0
         self.traced_since: float | None = None
-        """When it was first found stopped by a debugger or profiler that has not let it go on since."""
+        """When it was first found stopped by a debugger or profiler that has not continued it since."""
 
 
 class Supervisor(threading.Thread):
@@ -95,7 +95,7 @@ class Supervisor(threading.Thread):
                     continue
                 now = processes.read(pid)
                 if now is not None and now.alive and now.start_ticks == watched.start_ticks:
-                    continue  # the line is of another host, where a process has the same pid
+                    continue  # the line is about another host's process with the same pid
                 exit_code, number = (code, None) if code >= 0 else (None, -code)
                 watched.fact = ProcessFact(watched.rank, pid, watched.start_ticks, False, "", exit_code, number)
                 self._facts.append(watched.fact)
@@ -132,9 +132,9 @@ class Supervisor(threading.Thread):
                 self._check(ready)
 
     def _check(self, ready: set[int]) -> None:
-        """Read every process, those whose pidfd signalled first: others found dead died after them.
+        """Read every process, those with a signalled pidfd first, because others found dead died later.
 
-        All are read before the details of any: details take time, in which a parent may end and reap the others.
+        All are read before the details of any, because details take time, in which a parent may end and reap others.
         """
         living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
         seen: list[tuple[float, _Watched, processes.Process | None]] = []
@@ -190,7 +190,10 @@ class Supervisor(threading.Thread):
 
 
 def _is_being_read(watched: _Watched, process: processes.Process, now: float) -> bool:
-    """Return whether a process is stopped for a moment, to look at its stack; a debugger is there at a second look."""
+    """Return whether a profiler stops a process briefly to read its stack.
+
+    The first time that a process is found traced counts as brief; a debugger still traces it at the next check.
+    """
     if process.state != "t":
         watched.traced_since = None
         return False

@@ -1,1 +1,1 @@
-"""Starting a run: its options, its launcher, and the hosts that join it."""
+"""Starts a run: its options, its launcher, and the hosts that join it."""

@@ -1,4 +1,4 @@
-"""The environment of a job: the mark of its run, the import hook for its ranks, and PyTorch's flight recorder."""
+"""The environment of a job: the variable that names its run, the ranks' import hook, and PyTorch's flight recorder."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def job_environment(run: RunDir, base: Mapping[str, str]) -> dict[str, str]:
     environment = _watched(str(run.path), base)
     if join_path(run).exists():
         environment[JOIN_ENV] = str(join_path(run))
-    with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
+    with contextlib.suppress(OSError):  # a full disk must not prevent the job's start
         environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
     return environment
 
@@ -53,7 +53,7 @@ def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
 
 
 def _torch_version() -> tuple[int, int] | None:
-    """Read the version of PyTorch installed beside ftmon, without importing it."""
+    """Return the version of the installed PyTorch, without importing it; None if unknown."""
     try:
         major, minor, *_ = version("torch").split(".")
         return int(major), int(minor)
@@ -62,9 +62,9 @@ def _torch_version() -> tuple[int, int] | None:
 
 
 def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mapping[str, str]) -> Path:
-    """Write the lines DeepSpeed exports to other hosts: those of the user's ``.deepspeed_env`` files, and ftmon's.
+    """Write the lines that DeepSpeed exports to other hosts, from the user's ``.deepspeed_env`` files and ftmon's own.
 
-    DeepSpeed's runner passes on only a few prefixes of the environment, plus every line of this file.
+    DeepSpeed's runner forwards only variables with a few prefixes, plus every line of this file.
     """
     name = base.get(_DEEPSPEED_FILE_ENV, ".deepspeed_env")
     lines: list[str] = []

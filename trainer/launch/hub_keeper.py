@@ -17,7 +17,7 @@ _HEALTHY_SECONDS = 60.0
 
 
 class HubKeeper:
-    """Owns the hub process of one run. A hub that ends with status 0 was asked to end and is not replaced."""
+    """Owns the hub process of one run. A hub that ends with status 0 ended on request and is not replaced."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -26,7 +26,7 @@ class HubKeeper:
         self._delay = _FIRST_DELAY_SECONDS
         self._next_start = 0.0
         self._failed = False
-        """The last start failed."""
+        """Whether the last start failed."""
         self.dismissed = False
 
     @property
@@ -40,13 +40,13 @@ class HubKeeper:
         return not self._failed and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start a hub now, in a session of its own, its output in ``logs/hub.log``."""
+        """Start a hub in a new session, with its output in ``logs/hub.log``."""
         self._started = time.monotonic()
         self._failed = False
         try:
             with self._log() as log:
                 self._process = spawn_hub(self._run, log)
-        except OSError as error:  # no memory or no process for it; the job continues without
+        except OSError as error:  # memory or processes are exhausted; the job continues without a hub
             self._failed = True
             print_own(f"the hub cannot be started: {error.strerror}; retrying")
 
@@ -80,7 +80,7 @@ class HubKeeper:
             return open(os.devnull, "ab")
 
     def note_reaped(self, pid: int, status: int) -> bool:
-        """Record that the launcher reaped the hub; False when ``pid`` is not the hub."""
+        """Record that the launcher reaped the hub; return False if ``pid`` is not the hub."""
         if self._process is None or self._process.pid != pid:
             return False
         self._process.returncode = os.waitstatus_to_exitcode(status)

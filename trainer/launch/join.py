@@ -143,7 +143,7 @@ def _failure(process: "subprocess.Popen[bytes]", errors: IO[bytes], deadline: fl
 def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the commands that run a script on the other hosts, by the error text for each."""
     if hosts.slurm_nodes:
-        # A step beside the job's own, one task on each node; srun copies its standard input to all of them.
+        # A step that overlaps the job's own, one task per node; srun copies its standard input to all tasks.
         nodes = hosts.slurm_nodes
         counts = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         return {

@@ -40,7 +40,7 @@ from .stopping import PASSED_ON, TO_THE_JOB, Requests
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_AFTER_SECONDS = 0.3
-"""An orphan of the job stays a zombie this long, so that the hub can read its exit status from /proc."""
+"""Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
 _KILL_AGAIN_SECONDS = 1.0
@@ -164,7 +164,7 @@ class Launcher:
                 pass
 
     def _reap(self, at_once: bool = False) -> None:
-        """Reap dead children, ``_REAP_AFTER_SECONDS`` after the first was seen."""
+        """Reap dead children, ``_REAP_AFTER_SECONDS`` after the first was detected."""
         now = time.monotonic()
         if self._reap_at is None:
             with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Finds out whether a command trains on several hosts, and on which, from its words and the environment."""
+"""Determines whether a command trains on several hosts, and on which, from its arguments and the environment."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def find_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str |
     """Return the hosts that ``command`` trains on; None if nothing indicates several.
 
     Args:
-        command: the job's words.
+        command: the job's arguments.
         environ: its environment.
         folder: its working directory; a hostfile's path may be relative to it.
     """

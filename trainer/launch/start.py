@@ -36,7 +36,7 @@ def check_request(request: StartRequest) -> None:
     """Validate a request before anything is created.
 
     Raises:
-        UsageError: invalid options, or a notice target that cannot work here.
+        UsageError: invalid options, or a notification target that cannot work on this host.
     """
     request.options.check()
     for target in request.notify.targets if request.notify is not None else []:
@@ -78,10 +78,10 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
 
 
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:
-    """Replace this process by ``command``, as a part of the run of the join file ``path``: called on each further host.
+    """Replace this process by ``command`` as part of the run of the join file ``path``; called on each further host.
 
     Raises:
-        UsageError: the command does not exist, or the file is no join file.
+        UsageError: the command does not exist, or the file is not a join file.
         RunDirError: others can read the file.
     """
     check_command(command)
@@ -96,7 +96,7 @@ def check_command(command: Sequence[str]) -> None:
     """Validate that a command can be started.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the command is empty.
         StartError: the program does not exist or is not executable.
     """
     if not command:
@@ -109,7 +109,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = None) -> None:
-    """Start ``ftmon.trainer.launch`` for ``run`` in a session of its own, its output in ``logs/launcher.log``.
+    """Start ``ftmon.trainer.launch`` for ``run`` in a new session, with its output in ``logs/launcher.log``.
 
     Args:
         run: the run.
@@ -131,7 +131,7 @@ def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = Non
 
 
 def default_name(command: Sequence[str]) -> str:
-    """Name a run after the script in its command: ``deepspeed train.py`` is ``train``."""
+    """Return the name of a run from the script in its command: ``train`` for ``deepspeed train.py``."""
     for word in command:
         if word.endswith((".py", ".sh")):
             return Path(word).stem

@@ -5,7 +5,7 @@ import time
 from typing import NamedTuple
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Forwarded to the job's process alone; its launcher (torchrun, deepspeed) decides what its children receive."""
+"""Forwarded to the job's process only; its launcher (torchrun, deepspeed) decides what its children receive."""
 PASSED_ON = (signal.SIGINT, *TO_THE_JOB)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 0.5

@@ -1,1 +1,1 @@
-"""Ending processes: signals in steps, kills that are verified, leftovers of finished runs."""
+"""Ends processes: escalating signals, verified kills, leftovers of finished runs."""

@@ -83,7 +83,7 @@ def find() -> list[Orphan]:
             runs[mark] = orphan_reason(RunDir(mark), join)
         if runs[mark].why:
             found[process.pid] = (process, mark)
-    # Descendants of an orphan may have been started with an environment of their own.
+    # Descendants of an orphan may have been started with another environment.
     for process in processes.descendants(found, table):
         if process.alive and process.pid not in mine:
             parent = found.get(process.parent)
@@ -142,7 +142,7 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
 
 
 def _elsewhere(path: str) -> OrphanReason:
-    """Return the same for a run of another host, as far as it is known here."""
+    """Return why the processes of another host's run are orphans, as far as known on this host."""
     try:
         join = read_join(Path(path))
     except FtmonError:

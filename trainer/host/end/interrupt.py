@@ -1,4 +1,4 @@
-"""Interrupts the ranks of this host, or their whole job, as ctrl-c would: for scripts without a way to stop."""
+"""Interrupts the ranks of this host, or their whole job, like ctrl-c, for scripts that have no command to stop."""
 
 import contextlib
 import os

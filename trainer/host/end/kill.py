@@ -87,7 +87,7 @@ class Kill(threading.Thread):
         self._done = done
         self._known: dict[tuple[int, int], Process] = {}
         self._origins: list[Origin] = []
-        """What identifies processes started by the ranks, read before the first signal."""
+        """Properties that identify processes started by the ranks, read before the first signal."""
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None
@@ -96,7 +96,7 @@ class Kill(threading.Thread):
         """Kill, verify, report."""
         try:
             outcome = self._kill()
-        except Exception as error:  # the person must get an answer after any error
+        except Exception as error:  # the user must get an answer after any error
             outcome = Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
         self._done(outcome)
 
@@ -112,7 +112,7 @@ class Kill(threading.Thread):
         return self._report(left, time.monotonic() - begun)
 
     def _find(self) -> list[Process]:
-        """List and remember the targets' living processes: a worker whose rank is gone has no ancestor here."""
+        """List the targets' living processes, also those found earlier: workers of a dead rank lose their parent."""
         table = processes.table()
         mains = {target.pid for target in self._alive(self._targets, table)}
         if self._whole_run:
@@ -170,7 +170,7 @@ class Kill(threading.Thread):
         if left and (
             number is signal.SIGKILL or not self._alive(self._targets, {process.pid: process for process in left})
         ):
-            left = sweep(self._find)  # the ranks are gone, and with them the parents that would end their children
+            left = sweep(self._find)  # the ranks are gone, so no parent ends their children
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
@@ -188,7 +188,7 @@ class Kill(threading.Thread):
         for process in to:
             try:
                 processes.send_signal(process, number)
-                if number is not signal.SIGKILL:  # a stopped process acts on it only once it runs again
+                if number is not signal.SIGKILL:  # a stopped process handles the signal only after SIGCONT
                     processes.send_signal(process, signal.SIGCONT)
             except PermissionError:
                 self._refused.add(process.pid)

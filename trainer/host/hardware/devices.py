@@ -20,7 +20,7 @@ from .nvml import Nvml
 RETRY_SECONDS = 30.0
 """Seconds between attempts to open NVML after it failed, since the driver may recover."""
 HEALTH_SECONDS = 10.0
-"""Seconds between queries of faults and links: they change slowly, and PCIe counters occupy a driver for some time."""
+"""Seconds between queries of faults and links, because they change slowly and PCIe counters occupy the driver."""
 HEALTH_SENT_SECONDS = 60.0
 """Seconds after which unchanged faults and links are sent again."""
 _KEPT = 4096

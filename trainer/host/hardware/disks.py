@@ -67,7 +67,7 @@ class Disks:
             self._outputs[rank] = path
 
     def measure(self, now: float | None = None) -> DiskSpace | None:
-        """Return free space, or None while it has not changed enough.
+        """Return free space; None if it has not changed enough since the last message.
 
         Args:
             now: ``time.monotonic``; passed only by tests.

@@ -69,7 +69,7 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
     if after.held:
         listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
         return True, f"NVML still lists {listed}"
-    # Other GPUs are excluded: a process of another user that starts there would make a successful kill look failed.
+    # Other GPUs are excluded, because another user's process that starts there would make a kill appear failed.
     theirs = before.devices or before.used.keys()
     was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
     fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"

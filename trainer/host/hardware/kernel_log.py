@@ -173,10 +173,10 @@ def _log_records(root: Path) -> list[str]:
     try:
         while True:
             try:
-                data = os.read(descriptor, 8192)  # one record a read; a plain file (in tests) comes in blocks
+                data = os.read(descriptor, 8192)  # one record per read; a plain file (in tests) is read in blocks
             except BrokenPipeError:
-                continue  # records were overwritten meanwhile; the next read is of the oldest that is left
-            except OSError:  # EAGAIN: that was the last one
+                continue  # records were overwritten; the next read returns the oldest one left
+            except OSError:  # EAGAIN: no more records
                 break
             if not data:
                 break

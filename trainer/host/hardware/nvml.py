@@ -29,7 +29,7 @@ class Nvml:
     """NVML, opened. Not thread-safe; use it from one thread.
 
     Raises:
-        pynvml.NVMLError: there is no driver, or it does not answer.
+        pynvml.NVMLError: no driver is installed, or it does not answer.
     """
 
     def __init__(self) -> None:

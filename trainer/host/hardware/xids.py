@@ -68,7 +68,7 @@ class Xids:
         found: list[Xid] = []
         for _ in range(_MOST):
             try:
-                data = os.read(self._log or 0, 8192)  # one record a read
+                data = os.read(self._log or 0, 8192)  # one record per read
             except BrokenPipeError:
                 continue  # records were overwritten meanwhile
             except OSError:  # EAGAIN: no more

@@ -1,1 +1,1 @@
-"""What a rank does, without its help: activity, stacks, locks, traffic."""
+"""Inspects ranks without their cooperation: activity, stacks, locks, traffic."""

@@ -59,7 +59,7 @@ def measure(
         chars += read.chars
         waits = waits or read.on_disk
         sent += traffic.of_process(child.pid, sockets)
-        # Between two attempts a data set sleeps; a worker without a request waits in poll(2), and wakes up there too.
+        # A data set sleeps between two attempts; an idle worker waits in poll(2), where it wakes up too.
         if child.name == _LOADER_WORKER and "nanosleep" in wchan(child.pid, child.pid):
             naps += switches(child.pid, child.pid)
     living = [child for child in below.values() if child.alive]
@@ -133,7 +133,7 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
 
 
 def _io(path: Path) -> tuple[int, int]:
-    """Return the bytes that a thread moved from and to disks, and by read(2) and write(2); 0 if not readable."""
+    """Return a thread's bytes read from and written to disks, and through read(2) and write(2); 0 if not readable."""
     try:
         text = path.read_text()
     except OSError:

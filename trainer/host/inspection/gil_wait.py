@@ -1,10 +1,10 @@
 """Finds ranks whose native code holds the GIL: faulthandler may read their frames from within a signal handler.
 
 faulthandler reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame
-that no longer exists, and the process dies of SIGSEGV. It is assumed that no thread runs Python while the probe's
-thread waits for the GIL without getting it, and each other thread sleeps or has used enough processor time: a thread
-that runs Python would have released the GIL. A thread in state D, for example on a page fault, counts as runnable. The
-threads are sampled, not stopped, so this is no proof: ``bench/RESULTS.md`` has the error rates on an overloaded host.
+that no longer exists, and the process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
+for the GIL without getting it, and each other thread sleeps or has used enough processor time that it would have
+released the GIL if it ran Python. A thread in state D, for example on a page fault, counts as runnable. The threads are
+sampled, not stopped, so this is not a proof: ``bench/RESULTS.md`` has the error rates on an overloaded host.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from .stack_dump import DumpTarget
 _SAMPLES, _SAMPLE_SECONDS = 8, 0.03
 _LEAST_WAKEUPS = 2
 _LONGEST_SECONDS = 0.045
-"""A thread that waits for the GIL wakes up every 5 ms (``sys.getswitchinterval``), so at least this often between two
-samples. A thread that waits for messages sleeps for a tenth of a second, in which two samples fall that are not further
-apart than this: between them it wakes up once at most. Samples delayed by an overloaded host prove nothing."""
+"""A thread that waits for the GIL wakes up every 5 ms (``sys.getswitchinterval``), so at least ``_LEAST_WAKEUPS`` times
+between two samples. A thread that waits for messages sleeps for a tenth of a second, so it wakes up at most once
+between two samples that are at most ``_LONGEST_SECONDS`` apart. Samples delayed by an overloaded host prove nothing."""
 RANKS_AT_ONCE = 4
-"""Most ranks to sample together: it takes 5 ms to read the state of 150 threads."""
+"""Maximum number of ranks to sample together, because reading the state of 150 threads takes 5 ms."""
 _LEAST_TICKS = 3
-"""Processor time, in clock ticks, from the first sample to the last, in which a thread that runs Python would have
-released the GIL. A thread in state R or D that had less may hold it and be kept from the processor."""
+"""Processor time, in clock ticks, from the first sample to the last, after which a thread that runs Python would have
+released the GIL. A thread in state R or D with less may hold the GIL without getting a processor."""
 
 
 class Sample(NamedTuple):
-    """What is seen of a rank's threads at one moment."""
+    """State of a rank's threads at one moment."""
 
     begun: float
     ended: float
     """``time.monotonic`` before and after ``wakeups`` was read."""
     wakeups: int
-    """How often the probe's thread has waited so far; 0 if that is not readable."""
+    """Number of waits of the probe's thread so far; 0 if not readable."""
     threads: dict[int, tuple[str, int]]
     """State (proc(5)) and processor time, in clock ticks, of every other thread, by its id."""
 
@@ -47,7 +47,7 @@ def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:
     """Return the ranks whose native code holds the GIL. Blocks for a fifth of a second; not for use in a main loop.
 
     Args:
-        targets: ``RANKS_AT_ONCE`` at most.
+        targets: the ranks, at most ``RANKS_AT_ONCE``.
     """
     samples: dict[DumpTarget, list[Sample]] = {target: [] for target in targets}
     begun = time.monotonic()
@@ -59,7 +59,7 @@ def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:
 
 
 def is_held_by_native_code(samples: Sequence[Sample]) -> bool:
-    """Return whether the probe's thread waited for the GIL all the time, and no other thread can have run Python."""
+    """Return whether the probe's thread waited for the GIL in all samples, and no other thread can have run Python."""
     if any(
         after.wakeups - before.wakeups < _LEAST_WAKEUPS or after.ended - before.begun > _LONGEST_SECONDS
         for before, after in pairwise(samples)

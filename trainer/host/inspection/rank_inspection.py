@@ -35,7 +35,7 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
     for first in range(0, len(asked), RANKS_AT_ONCE):
         group = asked[first : first + RANKS_AT_ONCE]
         found = waiting_for_gil(group)
-        stacks |= stack_dump.by_signal(target for target in group if target.rank in found)  # while it is still so
+        stacks |= stack_dump.by_signal(target for target in group if target.rank in found)  # at once: it may change
         locked |= found
     why = {target.rank: why_silent(target, target.rank in locked) for target in asked if target.rank not in stacks}
     table = processes.table()
@@ -80,7 +80,7 @@ def why_silent(target: DumpTarget, is_locked: bool) -> str:
 
     Args:
         target: the rank.
-        is_locked: native code holds the GIL.
+        is_locked: whether native code holds the GIL.
     """
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:

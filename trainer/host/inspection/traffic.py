@@ -19,7 +19,7 @@ _INFO = 2
 _MESSAGE_BYTES = 72
 _INODE_AT = 68
 _ACKED_AT = 120
-"""Offset of ``tcpi_bytes_acked`` and, behind it, ``tcpi_bytes_received``; Linux 4.1."""
+"""Offset of ``tcpi_bytes_acked``, followed by ``tcpi_bytes_received``; Linux 4.1."""
 _TIMEOUT_SECONDS = 0.5
 _LARGEST_REPLY = 1 << 18
 
