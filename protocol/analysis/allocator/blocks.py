@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 
 class Expandable:
-    """A range of virtual addresses that one stream's pool fills with pages as it grows."""
+    """A range of virtual addresses onto which one stream's pool maps pages as it grows."""
 
     __slots__ = ("address", "page_bytes", "size")
 
@@ -32,11 +32,11 @@ class Block:
         self.requested = 0
         self.handle = 0
         self.free = False
-        """It stands in one of its pool's sets: it can be merged with a neighbour."""
+        """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
         self.mapped = True
-        """It has physical memory; False of the parts of an expandable segment that are address space only."""
+        """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
         self.events = 0
-        """Events of other streams that it waits for since it was freed."""
+        """Number of events of other streams that it waits for since it was freed."""
         self.streams: set[int] | None = None
         """Other streams that use it (``record_stream``)."""
         self.previous: Block | None = None
@@ -53,11 +53,11 @@ class Block:
 
 
 Entry = tuple[int, int, Block]
-"""Size, address, block: a free set's order. Addresses differ, so that blocks are never compared."""
+"""Size, address, block: the order of a free set. Addresses are unique, so blocks are never compared."""
 
 
 class Pool:
-    """Free blocks of one size class, by stream; each stream's in the order of size, then address."""
+    """Free blocks of one size class, by stream; each stream's blocks are ordered by size, then address."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -65,10 +65,10 @@ class Pool:
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}
         """Unmapped parts of expandable segments, by address."""
         self.searches = 0
-        """How often a free block was sought: the clock of garbage collection."""
+        """Number of searches for a free block: the clock of garbage collection."""
 
     def add(self, block: Block) -> None:
-        """Put a block among the free ones."""
+        """Add a block to the free ones."""
         block.free = True
         block.gc_base = self.searches
         entries = self.free.get(block.stream)
@@ -77,24 +77,24 @@ class Pool:
         insort(entries, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Take a block from the free ones."""
+        """Remove a block from the free ones."""
         block.free = False
         entries = self.free[block.stream]
         del entries[bisect_left(entries, (block.size, block.address))]  # type: ignore[arg-type]
 
     def add_unmapped(self, block: Block) -> None:
-        """Put a block among the unmapped ones."""
+        """Add a block to the unmapped ones."""
         block.free = True
         insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
 
     def remove_unmapped(self, block: Block) -> None:
-        """Take a block from the unmapped ones."""
+        """Remove a block from the unmapped ones."""
         block.free = False
         entries = self.unmapped[block.stream]
         del entries[bisect_left(entries, (block.address,))]  # type: ignore[arg-type]
 
     def blocks(self) -> Iterator[Block]:
-        """Iterate over the free blocks as they stand now, by stream, size and address."""
+        """Iterate over the current free blocks, by stream, size and address."""
         for stream in sorted(self.free):
             for _, _, block in list(self.free[stream]):
                 yield block

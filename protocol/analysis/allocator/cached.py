@@ -1,4 +1,4 @@
-"""Cached memory: free blocks that serve requests, segments from the driver, and segments given back to it."""
+"""Cached memory: free blocks that serve requests, segments from the driver, and segments released to it."""
 
 from bisect import bisect_left
 
@@ -9,7 +9,7 @@ from .settings import SMALL_MOST_BYTES
 
 
 class CachedMemory(ExpandableMemory):
-    """Finds blocks for requests and releases what is free."""
+    """Finds blocks for requests and releases free memory."""
 
     def _splits(self, pool: Pool, rounded: int, rest: int) -> bool:
         if pool.small or self.settings.expandable_segments:
@@ -17,7 +17,7 @@ class CachedMemory(ExpandableMemory):
         return rounded < self._max_split and rest > SMALL_MOST_BYTES
 
     def _cached(self, pool: Pool, rounded: int, stream: int) -> Block | None:
-        """Take the best free block: the smallest that is large enough, at the lowest address."""
+        """Remove and return the best free block: the smallest that is large enough, at the lowest address."""
         pool.searches += 1
         entries = pool.free.get(stream)
         if not entries:
@@ -27,7 +27,7 @@ class CachedMemory(ExpandableMemory):
             return None
         size, _, block = entries[at]
         if block.expandable is not None:
-            # The last block of an expandable segment counts as large as it can grow.
+            # The last block of an expandable segment counts with the size to which it can grow.
             while at + 1 < len(entries) and _can_grow_to(entries[at + 1][2]) < _can_grow_to(entries[at][2]):
                 at += 1
             size, _, block = entries[at]
@@ -92,7 +92,7 @@ class CachedMemory(ExpandableMemory):
         return released >= sought
 
     def _collect_garbage(self) -> None:
-        """Release free segments, the longest unused first, down to the threshold."""
+        """Release free segments, those unused longest first, down to the threshold."""
         target = self.reserved - int(self.settings.garbage_collection_threshold * (self._allowed or 0))
         if target <= 0:
             return

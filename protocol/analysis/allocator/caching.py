@@ -1,4 +1,4 @@
-"""PyTorch's CUDACachingAllocator, modelled: the same requests give the same segments.
+"""A model of PyTorch's CUDACachingAllocator: the same requests give the same segments.
 
 Source of the rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.6 to 2.11. Not modelled: private pools (CUDA graphs,
 ``MemPool``), settings that change during the run, other backends than ``native``.
@@ -16,23 +16,22 @@ class CachingAllocator(RestoredMemory):
     """One device's allocator.
 
     Args:
-        settings: of ``PYTORCH_CUDA_ALLOC_CONF``.
-        capacity_bytes: what the driver can give to PyTorch: the device's memory without the CUDA context, NCCL's
-            buffers and other processes. None: no end.
-        device_bytes: the device's total memory, of which ``set_per_process_memory_fraction`` takes a share; the
-            capacity where it is not given.
-        driver: gives memory and addresses; replaceable in tests.
+        settings: settings of ``PYTORCH_CUDA_ALLOC_CONF``.
+        capacity_bytes: memory available to PyTorch: the device's memory without the CUDA context, NCCL's buffers and
+            other processes. None: unlimited.
+        device_bytes: the device's total memory, for ``set_per_process_memory_fraction``; default: the capacity.
+        driver: provides memory and addresses; replaceable in tests.
     """
 
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """Allocate memory and return its handle.
 
         Raises:
-            DeviceOutOfMemory: after all that could be released was released and tried again.
+            DeviceOutOfMemory: the request failed even after all cached memory was released.
         """
         self._last = handle = self._last + 1
         if size_bytes <= 0:
-            return handle  # PyTorch does not ask the allocator for empty tensors
+            return handle  # PyTorch allocates nothing for empty tensors
         rounded = self.settings.rounded(size_bytes) if self._divides else -(-size_bytes // 512) * 512
         pool = self._small if rounded <= SMALL_MOST_BYTES else self._large
         block = self._cached(pool, rounded, stream) or self._new(pool, rounded, stream, size_bytes)
@@ -58,9 +57,9 @@ class CachingAllocator(RestoredMemory):
         return handle
 
     def free(self, handle: int) -> None:
-        """Free an allocation; its block can be used again once the streams recorded on it are done.
+        """Free an allocation; its block can be reused once the streams recorded on it are done.
 
-        A handle that is not held (that of an empty allocation) is ignored.
+        An unknown handle (that of an empty allocation) is ignored.
         """
         block = self._live.pop(handle, None)
         if block is None:
@@ -75,7 +74,7 @@ class CachingAllocator(RestoredMemory):
         block.streams = None
 
     def record_stream(self, handle: int, stream: int) -> None:
-        """Note that a stream other than the allocating one uses an allocation (``Tensor.record_stream``)."""
+        """Record that a stream other than the allocating one uses an allocation (``Tensor.record_stream``)."""
         block = self._live.get(handle)
         if block is None or block.stream == stream:
             return
@@ -84,9 +83,9 @@ class CachingAllocator(RestoredMemory):
         block.streams.add(stream)
 
     def complete_events(self, stream: int | None = None) -> None:
-        """Let a stream, or all of them, reach what was freed up to now: blocks that wait for it become free.
+        """Complete the events of a stream, or of all streams: blocks that wait for them become free.
 
-        PyTorch asks at its next allocation, so call this before that one.
+        PyTorch checks events at its next allocation, so call this before it.
         """
         for one in list(self._waiting) if stream is None else [stream]:
             for block in self._waiting.pop(one, ()):
@@ -95,7 +94,7 @@ class CachingAllocator(RestoredMemory):
                     self._free_block(block)
 
     def complete_free(self, handle: int) -> None:
-        """Let all streams that one freed allocation waits for be done with it."""
+        """Complete all events that one freed allocation waits for."""
         for stream, blocks in list(self._waiting.items()):
             block = next((one for one in blocks if one.handle == handle), None)
             if block is None:
@@ -108,13 +107,13 @@ class CachingAllocator(RestoredMemory):
                 self._free_block(block)
 
     def empty_cache(self) -> None:
-        """Give free segments back to the driver (``torch.cuda.empty_cache``)."""
+        """Release free segments to the driver (``torch.cuda.empty_cache``)."""
         self.complete_events()
         self._release_pool(self._large)
         self._release_pool(self._small)
 
     def address(self, handle: int) -> int:
-        """Return the address of an allocation that is held; 0 of an empty one."""
+        """Return the address of a live allocation; 0 for an empty one."""
         block = self._live.get(handle)
         return 0 if block is None else block.address
 
@@ -133,7 +132,7 @@ class CachingAllocator(RestoredMemory):
         return [*found, view_segment(run)] if run else found
 
     def _new(self, pool: Pool, rounded: int, stream: int, requested: int) -> Block:
-        """Get memory from the driver, if need be after releasing cached memory."""
+        """Allocate memory from the driver, if necessary after releasing cached memory."""
         if self._allowed is not None and self.settings.garbage_collection_threshold > 0:
             self._collect_garbage()
         size = self.settings.segment_size(rounded)

@@ -1,7 +1,8 @@
-"""The model against a recorded trace: a snapshot's requests go through the model, its segments are compared.
+"""Compares the model with a recorded trace: replays a snapshot's requests in the model and compares the segments.
 
-A trace holds what the program asked for (``alloc``, ``free_requested``), when a block became free (``free_completed``)
-and what the allocator did to its segments. The model gets the first two and must do the third by itself.
+A trace has the program's requests (``alloc``, ``free_requested``), the times at which blocks became free
+(``free_completed``) and the allocator's changes of segments. The model receives the first two and must reproduce the
+third.
 """
 
 from collections import Counter, deque
@@ -39,35 +40,35 @@ class Comparison(msgspec.Struct, frozen=True):
     entries: int
     requests: int
     same_address: int
-    """Requests that the model served from the recorded address."""
+    """Requests that the model served at the recorded address."""
     recorded_changes: int
-    """Segments got, given back, mapped and unmapped."""
+    """Number of segments allocated, released, mapped and unmapped."""
     first_difference: int | None
-    """Number of the first of these changes that the model did not make alike (kind and size); None: it made all."""
+    """Index of the first of these changes that differs in the model (by kind or size); None: all are equal."""
     same_segments: bool
-    """The segments at the end have the same sizes, streams and pools."""
+    """Whether the segments at the end have the same sizes, streams and pools."""
     same_blocks: bool
-    """... and the same blocks at the same addresses."""
+    """Whether they also have the same blocks at the same addresses."""
     recorded_reserved_peak_bytes: int
     modelled_reserved_peak_bytes: int
     largest_reserved_error: float
-    """Largest share by which the model's reserved bytes were off at any entry."""
+    """Largest error of the model's reserved bytes at any entry, as a share."""
     ooms: int
     modelled_ooms: int
 
 
 class RecordedDriver(Driver):
-    """Gives segments the addresses that were recorded, in their order, and notes what was asked of it."""
+    """Assigns the recorded addresses to segments in order, and records the requests."""
 
     def __init__(self, addresses: list[tuple[int, int]], capacity_bytes: int | None) -> None:
         super().__init__(capacity_bytes)
         self._addresses = deque(addresses)
         self.ranges: list[int] = []
-        """Addresses mapped for the request at hand: a new range of addresses begins at the first of them."""
+        """Addresses mapped for the current request: a new address range starts at the first of them."""
         self.changes: list[tuple[bool, int]] = []
 
     def allocate(self, size: int) -> int | None:
-        """Return the next recorded address where the size is the recorded one."""
+        """Return the next recorded address if the size matches, else a new one; None if memory is short."""
         address = super().allocate(size)
         if address is None:
             return None
@@ -77,12 +78,12 @@ class RecordedDriver(Driver):
         return address
 
     def release(self, address: int, size: int) -> None:
-        """Take a segment back."""
+        """Release a segment."""
         self.give(size)
         self.changes.append((False, size))
 
     def reserve(self, size: int) -> int:
-        """Return the recorded begin of a range of addresses."""
+        """Return the recorded start of an address range, if any, else a new one."""
         own = super().reserve(size)
         return self.ranges[0] if self.ranges else own
 
@@ -95,16 +96,16 @@ def compare(
     recorded_addresses: bool = True,
     device_bytes: int | None = None,
 ) -> Comparison:
-    """Send a snapshot's trace through the model, from the state at the trace's beginning.
+    """Replay a snapshot's trace in the model, from the state at the trace's start.
 
     Args:
-        snapshot: with a trace of the device.
-        device: its index.
-        settings: those the trace was recorded with.
-        allowed_bytes: what ``set_per_process_memory_fraction`` allowed; None: releases of cached memory are taken as
-            calls of ``empty_cache``.
-        recorded_addresses: segments get their recorded addresses; else those of the model's driver.
-        device_bytes: the device's memory; expandable segments reserve addresses for an eighth more than that.
+        snapshot: a snapshot with a trace of the device.
+        device: index of the device.
+        settings: the settings with which the trace was recorded.
+        allowed_bytes: limit set by ``set_per_process_memory_fraction``; None: releases of cached memory count as calls
+            of ``empty_cache``.
+        recorded_addresses: True: segments have their recorded addresses; False: those of the model's driver.
+        device_bytes: the device's memory; expandable segments reserve an eighth more in addresses.
     """
     return _Comparing(snapshot, device, settings, allowed_bytes, recorded_addresses, device_bytes).run()
 
@@ -181,7 +182,7 @@ class _Comparing:
         )  # fmt: skip
 
     def _begins(self, before: list[SegmentView], space_bytes: int) -> dict[int, int]:
-        """Find where expandable segments begin, of which the first pages are not mapped at the trace's beginning.
+        """Return the start of each expandable segment, whose first pages may be unmapped at the trace's start.
 
         The allocator maps the lowest pages first: the lowest address that a trace maps is the lowest that was free.
         """
@@ -208,9 +209,9 @@ class _Comparing:
         self.model.free(handle)
 
     def _by_program(self, index: int) -> bool:
-        """Return whether the program gave memory back, and not the allocator for the next request."""
+        """Return whether the program released memory, and not the allocator for the next request."""
         if index and self.actions[index - 1] in _GIVES:
-            return False  # the call was made at the first of them
+            return False  # the model released at the first of these entries
         if self.allowed is None:
             return True
         following = next((at for at in range(index, len(self.actions)) if self.actions[at] not in _GIVES), None)
@@ -223,7 +224,7 @@ class _Comparing:
 
     def _first_difference(self) -> int | None:
         if any(action in (SEGMENT_MAP, SEGMENT_UNMAP) for action in self.actions):
-            return None  # pages are counted by the reserved bytes
+            return None  # mapped pages are compared by the reserved bytes
         for number, change in enumerate(self.changes):
             if number >= len(self.driver.changes) or self.driver.changes[number] != change:
                 return number
@@ -260,7 +261,7 @@ def _places(segments: list[SegmentView]) -> list[tuple[int, int, bool]]:
 
 
 def _segments_before(replay: Replay) -> list[SegmentView]:
-    """Put together the segments and blocks right before a trace's first entry."""
+    """Return the segments with their blocks right before a trace's first entry."""
     of = replay.allocations
     taken = sorted(
         (of.addresses[number], of.sizes[number], of.requested[number], of.freed[number] != -1)
@@ -273,14 +274,14 @@ def _segments_before(replay: Replay) -> list[SegmentView]:
         while at < len(taken) and taken[at][0] < one.end:
             held.append(taken[at])
             at += 1
-        # Of a range that was unmapped within the trace the pool is not known; the large one maps 20 MiB at a time.
+        # The pool of a range that was unmapped within the trace is unknown; the large pool maps 20 MiB at a time.
         small = one.small or (one.expandable and one.size % LARGE_SEGMENT_BYTES != 0)
         found.append(SegmentView(one.address, one.size, one.stream, small, one.expandable, tuple(_blocks(one, held))))
     return found
 
 
 def _blocks(one: Range, held: list[tuple[int, int, int, bool]]) -> Iterator[BlockView]:
-    """List a segment's blocks from those that are held: address, size, requested bytes, not yet freed."""
+    """List a segment's blocks, given the active ones as (address, size, requested bytes, not yet freed)."""
     place = one.address
     splits = one.small or one.expandable
     for number, (address, size, requested, allocated) in enumerate(held):

@@ -1,4 +1,4 @@
-"""The CUDA driver as the allocator sees it: so much memory, and addresses for it."""
+"""A model of the CUDA driver for the allocator: limited memory, and addresses."""
 
 from bisect import bisect_left, insort
 
@@ -9,11 +9,11 @@ _TOP = 0x7FD2_68000000
 
 
 class Driver:
-    """Physical memory by the byte, and virtual addresses as ``cudaMalloc`` gives them.
+    """Physical memory in bytes, and virtual addresses as assigned by ``cudaMalloc``.
 
-    Addresses matter only where the allocator chooses between free blocks of the same size. A segment goes into the
-    smallest hole of the address chunks reserved before, the lowest of equal ones; else to the beginning of a new chunk
-    below all others.
+    Addresses matter only if the allocator chooses between free blocks of the same size. A segment is placed in the
+    smallest hole of the reserved address chunks, the lowest of equal ones; else at the start of a new chunk below all
+    others.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -21,28 +21,28 @@ class Driver:
         self.used_bytes = 0
         self._lowest = _TOP
         self._chunk_of: dict[int, tuple[int, int]] = {}
-        """Of each segment, by address: its chunk's begin and end."""
+        """By a segment's address: start and end of its chunk."""
         self._holes: list[tuple[int, int, int, int]] = []
-        """Size, address, and the chunk's begin and end."""
+        """Size, address, and start and end of the chunk."""
 
     @property
     def free_bytes(self) -> int | None:
-        """What is free of the capacity; None without one."""
+        """Free part of the capacity; None without a capacity."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
 
     def take(self, size: int) -> bool:
-        """Take physical memory; False, and none taken, where there is not enough."""
+        """Allocate physical memory; return False, without allocating, if there is not enough."""
         if self.capacity_bytes is not None and self.used_bytes + size > self.capacity_bytes:
             return False
         self.used_bytes += size
         return True
 
     def give(self, size: int) -> None:
-        """Give physical memory back."""
+        """Release physical memory."""
         self.used_bytes -= size
 
     def allocate(self, size: int) -> int | None:
-        """Return the address of a new segment (``cudaMalloc``), or None where memory is short."""
+        """Return the address of a new segment (``cudaMalloc``); None if memory is short."""
         if not self.take(size):
             return None
         at = bisect_left(self._holes, (size,))  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Driver:
         return address
 
     def release(self, address: int, size: int) -> None:
-        """Take a segment back (``cudaFree``)."""
+        """Release a segment (``cudaFree``)."""
         self.give(size)
         chunk = self._chunk_of.pop(address, None)
         if chunk is None:
@@ -71,11 +71,11 @@ class Driver:
         insort(self._holes, (end - begin, begin, *chunk))
 
     def adopt(self, address: int, size: int) -> None:
-        """Count memory that was allocated before; new addresses are given below it."""
+        """Count memory that was allocated before; new addresses are assigned below it."""
         self.used_bytes += size
         self._lowest = min(self._lowest, address // CHUNK_BYTES * CHUNK_BYTES)
 
     def reserve(self, size: int) -> int:
-        """Return the begin of a range of addresses without memory (``cuMemAddressReserve``)."""
+        """Return the start of an address range without memory (``cuMemAddressReserve``)."""
         self._lowest -= -(-size // CHUNK_BYTES) * CHUNK_BYTES
         return self._lowest

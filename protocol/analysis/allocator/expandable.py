@@ -5,7 +5,7 @@ from .memory import DeviceMemory
 from .settings import SMALL_SEGMENT_BYTES
 
 _ADDRESS_SPACE_BYTES = 2**42
-"""Addresses of an expandable segment where the device's memory is not known."""
+"""Address space of an expandable segment if the device's memory is unknown."""
 
 
 class ExpandableMemory(DeviceMemory):
@@ -13,11 +13,11 @@ class ExpandableMemory(DeviceMemory):
 
     @property
     def space_bytes(self) -> int:
-        """Addresses that an expandable segment reserves: an eighth more than the device has."""
+        """Address space that an expandable segment reserves: an eighth more than the device's memory."""
         return _ADDRESS_SPACE_BYTES if self.device_bytes is None else self.device_bytes + self.device_bytes // 8
 
     def _expand(self, pool: Pool, rounded: int, stream: int) -> Block | None:
-        """Map pages onto the lowest place with room for a request; None where memory is short."""
+        """Map pages at the lowest place with room for a request; return the block, or None if memory is short."""
         block = self._room(pool, rounded, stream)
         if not block.mapped and not self._map(block, min(block.size, rounded)):
             return None
@@ -25,12 +25,12 @@ class ExpandableMemory(DeviceMemory):
             after = block.next
             if after is None or not self._map(after, min(rounded - block.size, after.size)):
                 return None
-            block = after  # it took the free block before it in
+            block = after  # the mapped block has merged with the free block before it
         pool.remove(block)
         return block
 
     def _room(self, pool: Pool, rounded: int, stream: int) -> Block:
-        """Return the first of the free and unmapped blocks in a row that have room for a request."""
+        """Return the first of consecutive free and unmapped blocks that have room for a request."""
         for _, block in pool.unmapped.get(stream, ()):
             first = block
             if block.previous is not None and block.previous.free:
@@ -53,7 +53,7 @@ class ExpandableMemory(DeviceMemory):
         return Expandable(self.driver.reserve(size) if address is None else address, size, page)
 
     def _map(self, block: Block, size: int) -> bool:
-        """Map the beginning of an unmapped block, whole pages."""
+        """Map whole pages at the start of an unmapped block; return False if memory is short."""
         space = block.expandable
         assert space is not None
         mapped = -(-size // space.page_bytes) * space.page_bytes

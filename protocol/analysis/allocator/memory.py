@@ -1,4 +1,4 @@
-"""State of a device's allocator: pools of free blocks, what is reserved, and the limits to it."""
+"""State of a device's allocator: pools of free blocks, reserved memory, and its limits."""
 
 from collections import deque
 
@@ -11,7 +11,7 @@ UNLIMITED = 2**62
 
 
 class DeviceMemory:
-    """State that all parts of the allocator share; see ``CachingAllocator`` for the arguments."""
+    """State shared by all parts of the allocator; see ``CachingAllocator`` for the arguments."""
 
     def __init__(
         self,
@@ -24,11 +24,11 @@ class DeviceMemory:
         self.driver = driver or Driver(capacity_bytes)
         self.device_bytes = device_bytes or capacity_bytes
         self.allocated = 0
-        """Bytes of the blocks that the program holds."""
+        """Bytes of the blocks held by the program."""
         self.active = 0
-        """... and of those it freed that still wait for another stream."""
+        """``allocated`` plus freed blocks that still wait for another stream."""
         self.requested = 0
-        """Bytes that the program asked for, of the active blocks."""
+        """Requested bytes of the active blocks."""
         self.reserved = 0
         """Bytes of all segments."""
         self.retries = 0
@@ -50,14 +50,14 @@ class DeviceMemory:
         """Limit reserved memory to a share of the device's memory.
 
         Raises:
-            ValueError: the device's memory was not given.
+            ValueError: the device's memory is unknown.
         """
         if self.device_bytes is None:
             raise ValueError("set_per_process_memory_fraction needs the device's memory: give device_bytes")
         self.limit_reserved(int(fraction * self.device_bytes))
 
     def limit_reserved(self, allowed_bytes: int) -> None:
-        """Limit reserved memory, as ``set_per_process_memory_fraction`` does, to a number of bytes."""
+        """Limit reserved memory to a number of bytes, like ``set_per_process_memory_fraction``."""
         self._allowed = allowed_bytes
 
     def peaks(self) -> Peaks:
@@ -65,12 +65,12 @@ class DeviceMemory:
         return Peaks(self._peak_allocated, self._peak_active, self._peak_requested, self._peak_reserved)
 
     def reset_peaks(self) -> None:
-        """Let peaks begin at the current values (``reset_peak_memory_stats``)."""
+        """Reset the peaks to the current values (``reset_peak_memory_stats``)."""
         self._peak_allocated, self._peak_active = self.allocated, self.active
         self._peak_requested, self._peak_reserved = self.requested, self.reserved
 
     def _free_bytes(self) -> int | None:
-        """Return what could still be reserved."""
+        """Return the bytes that could still be reserved; None: unlimited."""
         limits = [self.driver.free_bytes] + ([] if self._allowed is None else [self._allowed - self.reserved])
         known = [limit for limit in limits if limit is not None]
         return min(known) if known else None
@@ -81,7 +81,7 @@ class DeviceMemory:
             self._peak_reserved = self.reserved
 
     def _merge(self, block: Block, other: Block | None) -> None:
-        """Join a block with a free neighbour."""
+        """Merge a block with a neighbour if that is free."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
         if other.mapped:

@@ -1,4 +1,4 @@
-"""Starting from the segments of a snapshot."""
+"""Restores the allocator's state from the segments of a snapshot."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ class RestoredMemory(CachedMemory):
     """Restores segments and their blocks from a snapshot."""
 
     def restore(self, segments: list[SegmentView], begins: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Start from the segments of a snapshot instead of from none; returns the new handles by block address.
+        """Restore the segments of a snapshot; return the new handles by block address.
 
         Blocks in ``active_pending_free`` wait for the stream -1 until ``complete_free`` or ``complete_events``.
 
         Args:
-            segments: all of the device.
-            begins: where the addresses of an expandable segment begin, by the address of its first mapped range;
-                without it, at that range.
+            segments: all segments of the device.
+            begins: start address of each expandable segment, by the address of its first mapped range; default: that
+                address.
         """
         begins = begins or {}
         handles: dict[int, int] = {}
@@ -72,7 +72,7 @@ class RestoredMemory(CachedMemory):
         return tail
 
     def _unmapped(self, segment: SegmentView, begin: int, pool: Pool) -> Block | None:
-        """Make the unmapped block from the begin of an expandable segment's addresses to its first mapped range."""
+        """Add the unmapped block from the start of an expandable segment to its first mapped range."""
         if begin >= segment.address:
             return None
         block = Block(pool, segment.stream, begin, segment.address - begin, self._space(pool, begin))
@@ -81,7 +81,7 @@ class RestoredMemory(CachedMemory):
         return block
 
     def _end_space(self, last: Block, space: Expandable) -> Block:
-        """Put the unmapped rest of an expandable segment's addresses behind its last mapped block."""
+        """Add the unmapped rest of an expandable segment after its last mapped block."""
         begin = last.address + last.size
         tail = Block(last.pool, last.stream, begin, space.address + space.size - begin, space)
         tail.mapped = False

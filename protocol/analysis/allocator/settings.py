@@ -1,4 +1,4 @@
-"""Settings of PyTorch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF gives them."""
+"""Settings of PyTorch's caching allocator, from PYTORCH_CUDA_ALLOC_CONF."""
 
 import re
 
@@ -10,15 +10,15 @@ MIB = 2**20
 SMALL_MOST_BYTES = MIB
 """Largest request of the small pool (kSmallSize)."""
 SMALL_SEGMENT_BYTES = 2 * MIB
-"""A segment of the small pool, and a page of its expandable segment (kSmallBuffer)."""
+"""Size of a segment of the small pool, and of a page of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_BYTES = 20 * MIB
-"""A segment for large requests below 10 MiB, and a page of the large pool's expandable segment (kLargeBuffer)."""
+"""Size of a segment for large requests below 10 MiB, and of a page of the large expandable segment (kLargeBuffer)."""
 OWN_SEGMENT_BYTES = 10 * MIB
-"""Requests of this and more get a segment of their own size (kMinLargeAlloc) ..."""
+"""Requests of at least this size get a segment of their own size (kMinLargeAlloc) ..."""
 ROUND_LARGE_BYTES = 2 * MIB
 """... rounded up to this (kRoundLarge)."""
 INTERVALS = 16
-"""Powers of two from 1 MiB on that ``roundup_power2_divisions`` is given for."""
+"""Number of powers of two, from 1 MiB on, for which ``roundup_power2_divisions`` has values."""
 
 _IGNORED = (
     "backend", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
@@ -31,31 +31,31 @@ _IGNORED = (
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What decides which segments the allocator gets, with PyTorch's defaults.
+    """Settings that determine the allocator's segments, with PyTorch's defaults.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.6 to 2.13.
     """
 
     expandable_segments: bool = False
     max_split_size_bytes: int | None = None
-    """Blocks of this size and more are not split; None: all are."""
+    """Blocks of at least this size are not split; None: all are split."""
     garbage_collection_threshold: float = 0.0
-    """Share of the allowed memory above which old free segments are released; 0: never. It has an effect only where
-    the allowed memory is limited by ``set_per_process_memory_fraction``."""
+    """Share of the allowed memory above which old free segments are released; 0: never. It has an effect only if
+    ``set_per_process_memory_fraction`` limits the allowed memory."""
     roundup_power2_divisions: tuple[int, ...] = ()
     """Divisions for requests of 1, 2, 4 ... MiB and more; empty: requests are rounded to 512 bytes only."""
     max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
-    """By how much a block that may not be split may exceed the request that it serves."""
+    """Maximum excess of a block that may not be split over the request that it serves."""
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     per_process_memory_fraction: float = 1.0
-    """``set_per_process_memory_fraction`` by configuration; 1: no limit but the device's."""
+    """``set_per_process_memory_fraction`` set by configuration; 1: no limit other than the device's."""
 
     @classmethod
     def parse(cls, text: str) -> "Settings":
-        """Return the settings that a value of ``PYTORCH_CUDA_ALLOC_CONF`` gives.
+        """Return the settings of a value of ``PYTORCH_CUDA_ALLOC_CONF``.
 
         Raises:
-            ValueError: one line with the option and what it must be, where PyTorch would refuse the text.
+            ValueError: PyTorch would refuse the text; one line with the option and its valid values.
         """
         options = _options(text)
         found: dict[str, object] = {}
@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def _options(text: str) -> list[tuple[str, str]]:
-    """Split ``key:value,key:[a:b,c:d]`` at the commas outside brackets; white space does not count."""
+    """Split ``key:value,key:[a:b,c:d]`` at the commas outside brackets; white space is ignored."""
     text = re.sub(r"\s", "", text)
     found: list[tuple[str, str]] = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
@@ -131,7 +131,7 @@ def _share(key: str, value: str) -> float:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """Read one number for all sizes, or ``[256:1,512:2,>:4]``: sizes in MiB with the divisions from there on."""
+    """Parse one number for all sizes, or ``[256:1,512:2,>:4]``: sizes in MiB with the divisions from there on."""
     if not value.startswith("["):
         return (_power(key, value),) * INTERVALS
     found = [0] * INTERVALS

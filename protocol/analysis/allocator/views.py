@@ -6,18 +6,18 @@ from .blocks import Block
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
-    """A request that neither cached nor new memory could serve; the figures are those of PyTorch's own message."""
+    """A request that neither cached nor new memory could serve, with the figures of PyTorch's own message."""
 
     def __init__(self, sought: int, requested: int, allocated: int, reserved: int, free: int | None) -> None:
         super().__init__(f"{sought} bytes sought with {allocated} allocated and {reserved} reserved")
         self.sought_bytes = sought
-        """Size of the segment that was sought: PyTorch's "Tried to allocate"."""
+        """Size of the requested segment: PyTorch's "Tried to allocate"."""
         self.requested_bytes = requested
         """Bytes of the request itself."""
         self.allocated_bytes = allocated
         self.reserved_bytes = reserved
         self.free_bytes = free
-        """What the driver had left, or None where no capacity was given."""
+        """Free memory of the driver; None without a capacity."""
 
 
 class Peaks(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Peaks(msgspec.Struct, frozen=True):
 
 
 class BlockView(msgspec.Struct, frozen=True):
-    """A block of a segment, as a memory snapshot lists it."""
+    """A block of a segment, as in a memory snapshot."""
 
     address: int
     size_bytes: int
@@ -38,11 +38,11 @@ class BlockView(msgspec.Struct, frozen=True):
     state: str
     """``active_allocated``, ``active_pending_free`` or ``inactive``."""
     handle: int
-    """0 of a free block."""
+    """0 for a free block."""
 
 
 class SegmentView(msgspec.Struct, frozen=True):
-    """A segment, or of an expandable one a mapped range, as a memory snapshot lists it."""
+    """A segment, or a mapped range of an expandable one, as in a memory snapshot."""
 
     address: int
     size_bytes: int
@@ -53,7 +53,7 @@ class SegmentView(msgspec.Struct, frozen=True):
 
 
 def view_segment(blocks: list[Block]) -> SegmentView:
-    """Return the view of a segment's blocks, which are given in the order of their addresses."""
+    """Return the view of a segment from its blocks, ordered by address."""
     first = blocks[0]
     return SegmentView(
         first.address,

@@ -1,1 +1,1 @@
-"""Estimates for a configuration, from counts: memory, time, host, disk, money, and their curves."""
+"""Estimates for a configuration: memory, time, host memory, disk space, cost, and their curves."""

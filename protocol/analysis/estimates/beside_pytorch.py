@@ -1,4 +1,4 @@
-"""Memory of a training process beside PyTorch's reserved memory: the CUDA context and NCCL's buffers, by NVML."""
+"""GPU memory of a training process outside PyTorch's reserved memory (NVML): the CUDA context and NCCL's buffers."""
 
 from .figure import Figure
 
@@ -7,18 +7,18 @@ _CONTEXT_BYTES = 1256 * MIB
 """One rank: context, loaded modules, cuBLAS, a communicator without peers. An out-of-memory event on an H200 with
 18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
 _PEER_BYTES = 586 * MIB
-"""Each neighbour in NCCL's ring. Of four ranks on NVSwitch each has two: 2,428 MiB in 8 of 8 measured ranks."""
+"""Per neighbour in NCCL's ring. Each of four ranks on NVSwitch has two: 2,428 MiB in 8 of 8 measured ranks."""
 _OFFLOAD_BYTES = 42 * MIB
-"""More with the optimizer on the CPU: 2,470 MiB in 4 of 4 measured ranks."""
+"""Additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks."""
 
 
 def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, device: str = "NVIDIA H200") -> Figure:
-    """Return the bytes that one training process uses on its GPU beside what PyTorch reserved.
+    """Return the bytes that one training process uses on its GPU outside PyTorch's reserved memory.
 
     Args:
         ranks_on_host: ranks on this host.
         hosts: hosts of the run.
-        offload: the optimizer is on the CPU.
+        offload: whether the optimizer is on the CPU.
         device: name of the GPU.
     """
     ranks = ranks_on_host * hosts

@@ -1,10 +1,10 @@
-"""Money for an epoch."""
+"""Cost of an epoch."""
 
 import msgspec
 
 
 class EpochCost(msgspec.Struct, frozen=True):
-    """Time and money of an epoch."""
+    """Time and cost of an epoch."""
 
     steps: int
     seconds: float
@@ -20,15 +20,15 @@ def epoch_cost(
     """Return time and price of one pass over a data set.
 
     Args:
-        step_seconds: of one optimizer step.
+        step_seconds: duration of one optimizer step.
         samples: rows of the data set, or packed rows.
         samples_per_step: micro-batch x accumulation x ranks.
-        gpus: that are paid for.
-        price_per_gpu_hour: in any currency.
-        tokens: of the data set, for the price of a million of them; 0: not known.
+        gpus: number of GPUs paid for.
+        price_per_gpu_hour: price in any currency.
+        tokens: tokens of the data set, for the price per million tokens; 0: unknown.
 
     Raises:
-        ValueError: a step trains on nothing.
+        ValueError: a step has no samples.
     """
     if samples_per_step < 1:
         raise ValueError("a step must train on at least one sample: micro-batch x accumulation x ranks")

@@ -1,8 +1,8 @@
-"""A peak over sequence length or micro-batch as straight pieces, each with the phase that leads.
+"""A peak over sequence length or micro-batch as straight pieces, each with the phase of the highest peak.
 
-Every tensor of a step has a size that is affine in the length (attention without a materialised matrix), so the peak of
-a phase is the highest of a few straight lines, one for each moment that can be its peak, and the peak of the step is
-the highest over the phases. The pieces are these lines between their crossovers.
+The size of every tensor of a step is affine in the length (attention without a materialised matrix). Therefore the peak
+of a phase is the maximum of a few straight lines, one for each moment that can be its peak, and the peak of the step is
+the maximum over the phases. The pieces are these lines between their crossovers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +14,24 @@ Points = Mapping[int, Mapping[str, float]]
 """Peak bytes of each phase, by length (or micro-batch)."""
 
 WHOLE_STEP = "peak"
-"""The phase of points that are known for the whole step only."""
+"""Phase name of points that are known only for the whole step."""
 TOLERANCE = 0.002
-"""Share of the peak by which a point may lie beside its line."""
+"""Maximum distance of a point from its line, as a share of the peak."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A straight piece of a curve; ``start`` to ``end``, both included."""
+    """A straight piece of a curve, from ``start`` to ``end`` inclusive."""
 
     start: float
     end: float
     phase: str
-    """The phase whose peak is the highest here."""
+    """The phase with the highest peak in this range."""
     slope_bytes: float
-    """Bytes a token (or a row of the micro-batch)."""
+    """Bytes per token (or per row of the micro-batch)."""
     intercept_bytes: float
-    """Where the line meets 0."""
+    """Value of the line at 0."""
     tied: list[str] = []
-    """Other phases whose peaks are as high all along it, within the tolerance."""
+    """Other phases whose peaks are equally high in the whole range, within the tolerance."""
 
     def at(self, x: float) -> float:
         """Return the peak at a length, bytes."""
@@ -55,8 +55,8 @@ def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
     """Return the pieces of the highest phase's peak, from the lowest length to the highest.
 
     Args:
-        points: at least one length; each with the same phases.
-        tolerance: share of the peak by which points may lie beside their piece.
+        points: peaks at one length or more, each with the same phases.
+        tolerance: maximum distance of points from their piece, as a share of the peak.
 
     Raises:
         ValueError: no points, or a phase is missing somewhere.
@@ -73,9 +73,9 @@ def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
 
 
 def fit_lines(values: Sequence[tuple[float, float]], tolerance: float) -> list[Line]:
-    """Return straight lines that pass within ``tolerance`` of all points, in order, each as long as it can be.
+    """Return straight lines within ``tolerance`` of all points, in order, each as long as possible.
 
-    Where one line ends and the next one begins between two points, both are continued to where they cross.
+    If one line ends and the next one starts between two points, both are extended to their crossing.
     """
     runs = _runs(values, tolerance)
     lines: list[Line] = []
@@ -96,7 +96,7 @@ def fit_lines(values: Sequence[tuple[float, float]], tolerance: float) -> list[L
 
 
 def _runs(values: Sequence[tuple[float, float]], tolerance: float) -> list[Sequence[tuple[float, float]]]:
-    """Cut the points into runs on a straight line each; neighbours share a point."""
+    """Split the points into runs that are each on a straight line; adjacent runs share a point."""
     runs: list[Sequence[tuple[float, float]]] = []
     begin, last = 0, len(values) - 1
     while begin < last or not runs:
@@ -113,7 +113,7 @@ def _runs(values: Sequence[tuple[float, float]], tolerance: float) -> list[Seque
 
 
 def _crossing(before: Line, after: Line) -> float | None:
-    """Return where a line is overtaken by a steeper one."""
+    """Return where a steeper line crosses ``before``; None if ``after`` is not steeper."""
     if after.slope <= before.slope:
         return None
     return (before.intercept - after.intercept) / (after.slope - before.slope)
@@ -135,7 +135,7 @@ def _holds(values: Sequence[tuple[float, float]], tolerance: float) -> bool:
 
 
 def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float, slack: float) -> list[Piece]:
-    """Return the highest of the phases' lines, cut where another one becomes the highest by more than ``slack``."""
+    """Return the maximum of the phases' lines, cut where another one becomes the highest by more than ``slack``."""
     cuts = {low, high} | {line.start for one in lines.values() for line in one}
     for x, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
         active = [_active(one, (x + end) / 2) for one in lines.values()]
@@ -154,7 +154,7 @@ def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float, slac
         highest = max(current, key=lambda name: current[name].at(middle))
         tied = [name for name, line in current.items() if min(line.at(x) - top[0], line.at(end) - top[1]) >= -slack]
         last = found[-1] if found else None
-        # Of equals the one before stays: what noise makes of them is no crossover.
+        # Among equals the previous phase is kept, because a change due to noise is not a crossover.
         phase = last.phase if last is not None and last.phase in tied else highest
         line = current[phase]
         others = [name for name in tied if name != phase]
@@ -173,16 +173,16 @@ def _active(lines: Sequence[Line], x: float) -> Line:
 def sample_curve(
     predict: Callable[[int], Mapping[str, float]], low: int, high: int, tolerance: float = 0.005, most: int = 40
 ) -> dict[int, Mapping[str, float]]:
-    """Call ``predict`` where it is needed until straight pieces explain the curve; returns the points.
+    """Return points of a curve from as few calls of ``predict`` as straight pieces need to explain it.
 
-    The range is halved where the middle does not lie on the straight line between its ends, for some phase.
+    A range is halved if, for some phase, its middle is not on the straight line between its ends.
 
     Args:
         predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
         low: lowest length.
         high: highest length.
         tolerance: share of the peak within which the middle counts as on the line.
-        most: calls at the most.
+        most: maximum number of calls.
     """
     points: dict[int, Mapping[str, float]] = {}
 

@@ -4,10 +4,10 @@ import msgspec
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """An estimate, how far off it may be, and why it is believed."""
+    """An estimate with its expected error and its basis."""
 
     value: float
-    """In the unit that the function returning it names."""
+    """In the unit stated by the function that returns it."""
     error: float
     """Expected error as a share of the value, 0.05 for 5 %."""
     basis: str

@@ -3,15 +3,15 @@
 import msgspec
 
 MASTER_BYTES, STATE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES = 4, 8, 4, 2
-"""Bytes a parameter: fp32 master copy, Adam's two fp32 states, fp32 gradient on the host, bf16 weight."""
+"""Bytes per parameter: fp32 master copy, Adam's two fp32 states, fp32 gradient on the host, bf16 weight."""
 
 
 def pinned_bytes(size_bytes: int, round_below_bytes: int | None = None) -> int:
-    """Return what a pinned tensor takes: PyTorch's pinned allocator rounds up to a power of two.
+    """Return the memory of a pinned tensor: PyTorch's pinned allocator rounds up to a power of two.
 
     Args:
-        size_bytes: of the tensor.
-        round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are.
+        size_bytes: size of the tensor.
+        round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are rounded.
     """
     if size_bytes <= 0:
         return 0
@@ -28,13 +28,13 @@ class HostMemory(msgspec.Struct, frozen=True):
     parameter_bytes: int
     """Offloaded parameters."""
     pinned_loss_bytes: int
-    """What rounding of pinned buffers adds."""
+    """Memory added by the rounding of pinned buffers."""
     process_bytes: int
     """The processes themselves."""
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.optimizer_bytes + self.parameter_bytes + self.pinned_loss_bytes + self.process_bytes
 
 
@@ -52,13 +52,13 @@ def host_memory(
     """Return the host memory of a training with Adam under ZeRO.
 
     Args:
-        trainable: parameters that are trained.
-        ranks: of the whole run.
-        ranks_on_host: of them, on this host.
-        stage: of ZeRO; below 1 the optimizer is not partitioned.
-        offload_optimizer: master copies, states and gradients are on the CPU.
-        offload_parameters: of ZeRO-3: the bf16 weights are too.
-        parameters: all parameters, where those are offloaded; ``trainable`` if 0.
+        trainable: number of trained parameters.
+        ranks: ranks of the whole run.
+        ranks_on_host: ranks on this host.
+        stage: ZeRO stage; below 1 the optimizer is not partitioned.
+        offload_optimizer: whether master copies, states and gradients are on the CPU.
+        offload_parameters: whether the bf16 weights are on the CPU too (ZeRO-3).
+        parameters: number of all parameters, if they are offloaded; 0: ``trainable``.
         pinned: DeepSpeed's ``pin_memory``: a rank's share of each buffer is rounded up to a power of two.
         process_bytes: resident memory of one rank's process with torch and DeepSpeed; an assumption, not a measurement.
     """
@@ -90,12 +90,12 @@ def checkpoint_bytes(
     """Return the disk space of checkpoints, over all ranks.
 
     Args:
-        parameters: all parameters; their weights are written once.
-        trainable: those with optimizer states.
-        kept: how many checkpoints stand at once; while one is written there is one more.
-        weight_bytes: of a parameter, in the training precision.
-        state_bytes: optimizer states of a trained parameter, a master copy included; 0: the checkpoint has none.
-        exported: a model folder in the training precision is written besides.
+        parameters: number of all parameters; their weights are written once.
+        trainable: number of parameters with optimizer states.
+        kept: number of checkpoints kept; while one is written there is one more.
+        weight_bytes: bytes per parameter, in the training precision.
+        state_bytes: optimizer states per trained parameter, including the master copy; 0: the checkpoint has none.
+        exported: whether a model folder in the training precision is written too.
     """
     weights = parameters * weight_bytes
     return (weights + round(trainable * state_bytes)) * (kept + 1) + (weights if exported else 0)

@@ -1,4 +1,4 @@
-"""The largest length or batch that fits, of several capacities at once, by few rounds of dry runs."""
+"""Finds the largest length or batch that fits, for several capacities at once, in few rounds of dry runs."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 _PROBES = 4
-"""Values of the first round: both ends, and others between them that rise by one factor."""
+"""Number of values in the first round: both ends, and values in geometric progression between them."""
 _LINES = 3
-"""Rounds after which the intervals are halved, too."""
+"""Number of rounds after which the intervals are also halved."""
 
 
 class Need(NamedTuple):
-    """Memory that a value needs."""
+    """Memory needed by a value."""
 
     peak_bytes: float
     fits: Sequence[bool]
@@ -25,13 +25,13 @@ class Largest(msgspec.Struct, frozen=True):
     """The result for one capacity."""
 
     value: int | None
-    """The largest that fits; no smaller value was found that does not. None: the lowest does not fit."""
+    """The largest value that fits, below the first one found not to fit. None: the lowest does not fit."""
     above: int | None
     """The smallest value known not to fit; None: the highest one fits."""
 
 
 def round_numbers(most: int, step: int = 1) -> list[int]:
-    """Return multiples of ``step`` up to ``most``, large ones at most 0.8 % apart: of eight binary digits."""
+    """Return multiples of ``step`` up to ``most``; large ones have eight binary digits, so at most 0.8 % apart."""
     found = [number << shift for shift in range(most.bit_length()) for number in range(128 if shift else 1, 256)]
     return sorted({*(step * number for number in found if step * number <= most), most // step * step or step})
 
@@ -42,17 +42,17 @@ def largest_that_fit(
     run: Callable[[list[int]], Sequence[Need]],
     confirm: Sequence[float] = (),
 ) -> list[Largest]:
-    """Return the largest of some rising values that fits, by capacity.
+    """Return the largest of some ascending values that fits, for each capacity.
 
-    A round runs several values at once: for each capacity the two around the place where the line through the nearest
-    known peaks meets it. Whether a value fits may disagree with its peak near a capacity, and need not be monotone: the
-    result is below the lowest value that was found not to fit.
+    A round runs several values at once: for each capacity the two around the crossing of the capacity with the line
+    through the nearest known peaks. Whether a value fits may contradict its peak near a capacity, and need not be
+    monotone: the result is below the lowest value that was found not to fit.
 
     Args:
-        values: rising, above 0.
-        capacities: in bytes.
-        run: tells what values take, which are given in rising order, each once.
-        confirm: shares of a result that must fit, too.
+        values: ascending values above 0.
+        capacities: capacities in bytes.
+        run: returns the needs of values, which are passed in ascending order, each once.
+        confirm: shares of a result that must fit too.
     """
     known: dict[int, Need] = {}
     wanted = set(_probes(values))
@@ -80,7 +80,7 @@ def _probes(values: Sequence[int]) -> list[int]:
 
 
 def _bracket(values: Sequence[int], known: dict[int, Need], rising: list[int], number: int) -> tuple[int, int]:
-    """Return the largest index that fits with none below it that does not (or -1), and the first that does not."""
+    """Return the first index that does not fit, and before it the largest index known to fit (or -1): low, high."""
     above = next((index for index in rising if not known[index].fits[number]), len(values))
     return max((index for index in rising if index < above), default=-1), above
 
@@ -88,14 +88,14 @@ def _bracket(values: Sequence[int], known: dict[int, Need], rising: list[int], n
 def _next(
     values: Sequence[int], known: dict[int, Need], bracket: tuple[int, int], capacity: float, halve: bool
 ) -> set[int]:
-    """Return what to run next for one capacity; nothing where it is settled."""
+    """Return the indices to run next for one capacity; empty if the result is known."""
     low, high = bracket
     if low < 0 or high == len(values) or high - low <= 1:
         return set()  # both ends are always known
     rise = (known[high].peak_bytes - known[low].peak_bytes) / (values[high] - values[low])
     target = values[low] + (capacity - known[low].peak_bytes) / rise if rise > 0 else values[low]
     first = bisect_right(values, target, low, high) - 1
-    # Where a curve bends, or peaks and verdicts disagree, lines come near from one side, and slowly.
+    # If a curve bends, or peaks and results disagree, lines converge slowly and from one side.
     wanted = (first, first + 1, (low + high) // 2) if halve else (first, first + 1)
     return {min(max(index, low + 1), high - 1) for index in wanted}
 

@@ -1,4 +1,4 @@
-"""A live run's peaks beside the predicted ones."""
+"""Compares a live run's peaks with the predicted ones."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -8,9 +8,9 @@ import msgspec
 from ...messages.prediction import PredictedPhase, PredictedPoint, Prediction
 
 FLOOR_BYTES = 8 << 20
-"""Differences below this are no difference: workspaces of libraries, rounding."""
+"""Differences below this are ignored: workspaces of libraries, rounding."""
 _MAIN_SHARE = 0.2
-"""Of a difference: parts that make less of it are not named."""
+"""Minimum share of a difference for a part to be named."""
 _MOST_PARTS = 2
 
 
@@ -21,17 +21,17 @@ class Compared(msgspec.Struct, frozen=True):
     measured_bytes: int
     predicted_bytes: int
     allowed_bytes: float
-    """By how much they may part: the expected error."""
+    """Allowed difference: the expected error."""
     parts: tuple[tuple[str, int], ...] = ()
-    """Where they differ by more and a step was analysed: the parts with most of the difference, measured less
-    predicted.
+    """The parts with most of the difference, measured minus predicted, if it exceeds the allowed one and a step was
+    analysed.
     """
     parts_step: int = 0
-    """The step of ``parts``, where it is another than that of the peak."""
+    """The step of ``parts``, if it is not that of the peak."""
 
     @property
     def by_bytes(self) -> int:
-        """Measured less predicted."""
+        """Measured minus predicted."""
         return self.measured_bytes - self.predicted_bytes
 
     @property
@@ -46,16 +46,16 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def predicted(prediction: Prediction, rank: int, phase: str, elements: int) -> PredictedPhase | None:
-    """Return what a phase was predicted to take with batches of some size.
+    """Return the prediction for a phase with batches of a given size.
 
     Args:
-        prediction: of the run.
-        rank: the rank; a rank that was not run has the figures of the nearest one.
-        phase: its name.
-        elements: of the largest micro-batch: sequences times their length.
+        prediction: the run's prediction.
+        rank: the rank; for a rank without a prediction the nearest one is used.
+        phase: name of the phase.
+        elements: elements of the largest micro-batch: sequences times their length.
 
     Returns:
-        None where nothing was predicted of the phase, or of no batches so small or so large.
+        None if the phase has no prediction, or none for batches of this size.
     """
     points = _points(prediction.points, rank)
     if not points or prediction.micro_batch < 1 or elements < 1:
@@ -80,15 +80,15 @@ def compared(
     elements: int,
     parts: Mapping[str, int] | None = None,
 ) -> Compared | None:
-    """Return a phase's peak beside its prediction; None where there is none.
+    """Return a phase's peak with its prediction; None if there is no prediction.
 
     Args:
-        prediction: of the run.
-        rank: whose peak it is.
-        phase: its name.
+        prediction: the run's prediction.
+        rank: the rank of the peak.
+        phase: name of the phase.
         measured_bytes: highest allocated bytes.
-        elements: of the largest micro-batch.
-        parts: what the peak consists of, where it was analysed.
+        elements: elements of the largest micro-batch.
+        parts: composition of the peak, if it was analysed.
     """
     found = predicted(prediction, rank, phase, elements)
     if found is None or found.allocated_peak_bytes <= 0:
@@ -102,12 +102,12 @@ def compared(
 
 
 def differences(measured: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, int]:
-    """Return each part's bytes, measured less predicted."""
+    """Return each part's bytes, measured minus predicted."""
     return {name: measured.get(name, 0) - expected.get(name, 0) for name in {**measured, **expected}}
 
 
 def _main_parts(by_part: Mapping[str, int], by: int) -> Sequence[tuple[str, int]]:
-    """Return the parts that make most of a difference, the largest first."""
+    """Return the parts with most of a difference, the largest first."""
     same = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _MAIN_SHARE * abs(by)]
     return sorted(same, key=lambda one: -abs(one[1]))[:_MOST_PARTS]
 

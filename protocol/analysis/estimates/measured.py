@@ -1,7 +1,7 @@
-"""Measurements of others from CSV files, by a mapping of their columns.
+"""Reads other tools' measurements from CSV files, with a mapping of their columns.
 
-Two shapes are read: one row a length (and iteration) with a column for each GPU, ``gpu_{rank}_allocated_mib``, and one
-row a length, iteration and rank.
+Two layouts are supported: one row per length (and iteration) with a column for each GPU, ``gpu_{rank}_allocated_mib``,
+and one row per length, iteration and rank.
 """
 
 import csv
@@ -22,22 +22,22 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 class CsvMapping(msgspec.Struct, frozen=True):
-    """Which column holds what."""
+    """Mapping of columns to their meaning."""
 
     length: str
-    """Sequence length, or what else the curve is over."""
+    """Column with the sequence length, or another quantity of the horizontal axis."""
     figures: dict[str, str]
     """Columns by the figure's name (``allocated``, ``reserved`` ...); ``{rank}`` stands for a GPU's number."""
     rank: str = ""
-    """Column with the rank, where each has rows of its own."""
+    """Column with the rank, if each rank has its own rows."""
     iteration: str = ""
-    """Column with the iteration, where a length was measured several times."""
+    """Column with the iteration, if a length was measured several times."""
     unit: str = "MiB"
-    """Of all figures; one of ``UNITS``."""
+    """Unit of all figures; one of ``UNITS``."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """One row for one rank."""
+    """Figures of one rank in one row."""
 
     length: int
     rank: int
@@ -57,14 +57,14 @@ class Band(msgspec.Struct, frozen=True):
 
 
 class HeaderError(ValueError):
-    """A file without a header whose names are separated by commas."""
+    """The file has no header with names separated by commas."""
 
 
 def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
-    """Return the measurements of a CSV file in the order of its rows, ranks within a row in theirs.
+    """Return the measurements of a CSV file in the order of its rows, and of ranks within a row.
 
     Raises:
-        ValueError: one line with the file's line and column where it does not match the mapping.
+        ValueError: the file does not match the mapping; one line with the file's line and column.
     """
     if mapping.unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {mapping.unit}")
@@ -85,7 +85,7 @@ def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
 
 
 def guess_mapping(text: str) -> CsvMapping:
-    """Return the mapping that a header's names suggest.
+    """Return a mapping guessed from the header's names.
 
     Raises:
         ValueError: no column looks like a length, or none like a figure in bytes.
@@ -116,7 +116,7 @@ def _header(rows: Iterator[list[str]]) -> list[str]:
     """Return the names in a file's first line.
 
     Raises:
-        HeaderError: the file is empty, or separates its columns by something else than commas.
+        HeaderError: the file is empty, or its columns are not separated by commas.
     """
     header = [name.strip() for name in next(rows, [])]
     if not any(header):
@@ -128,12 +128,12 @@ def _header(rows: Iterator[list[str]]) -> list[str]:
 
 
 def bands(measurements: Iterable[Measurement], figure: str, warm_up: int = 0) -> list[Band]:
-    """Return lowest, median and highest rank at each length, by length.
+    """Return the lowest, median and highest rank at each length, ordered by length.
 
     Args:
-        measurements: of one file.
-        figure: its name in the mapping.
-        warm_up: iterations at the beginning of each length and rank that do not count, unless there are no more.
+        measurements: measurements of one file.
+        figure: name of the figure in the mapping.
+        warm_up: number of first iterations of each length and rank to omit; at least one iteration is kept.
 
     Raises:
         ValueError: no measurement has that figure.
@@ -158,7 +158,7 @@ def points(measured: Iterable[Band], phase: str = WHOLE_STEP) -> dict[int, dict[
 
 
 class _Columns:
-    """Where a file's cells are."""
+    """Positions of a file's columns."""
 
     def __init__(self, header: list[str], mapping: CsvMapping) -> None:
         self._mapping = mapping
@@ -167,7 +167,7 @@ class _Columns:
         self._rank = self._place(mapping.rank) if mapping.rank else -1
         self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
         self._figures: dict[int, dict[str, int]] = defaultdict(dict)
-        """Columns by rank and figure; rank -1 where a row is of one rank."""
+        """Columns by rank and figure; rank -1 if a row belongs to one rank."""
         if not mapping.figures:
             raise ValueError("the mapping names no figure")
         for figure, name in mapping.figures.items():

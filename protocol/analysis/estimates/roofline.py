@@ -1,7 +1,7 @@
-"""Time of a step from its operations: each takes as long as its arithmetic or its memory traffic, whichever is longer.
+"""Estimates a step's time from its operations: each takes the longer of its arithmetic and its memory traffic.
 
-Shares of the data sheet's rates that are reached in practice are parameters with defaults; they carry the error. A step
-also cannot be faster than the host starts its operations.
+The shares of the data sheet's rates reached in practice are parameters with defaults; they determine the error. A step
+also cannot be faster than the host can launch its operations.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from ...messages.throughput import Precision
 from .figure import Figure
 
 _ERRORS = {"host": 0.5, "communication": 0.5, "offload": 0.5}
-"""Expected error by what a step is bound by; 0.2 else."""
+"""Expected error, by the step's bound; 0.2 for other bounds."""
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all"]
 
 
@@ -22,11 +22,11 @@ class Operation(msgspec.Struct, frozen=True):
 
     flops: float = 0.0
     bytes_moved: float = 0.0
-    """Read and written in the device's memory."""
+    """Bytes read from and written to the device's memory."""
     precision: Precision = "bf16"
     count: int = 1
     attention: bool = False
-    """A fused attention kernel, which reaches less of the arithmetic than a matrix product."""
+    """Whether it is a fused attention kernel, which reaches a lower arithmetic rate than a matrix product."""
 
 
 class Communication(msgspec.Struct, frozen=True):
@@ -34,31 +34,31 @@ class Communication(msgspec.Struct, frozen=True):
 
     kind: Collective
     size_bytes: float
-    """Of the whole tensor: what each rank has after a gather or before a scatter."""
+    """Size of the whole tensor, as on each rank after a gather or before a scatter."""
     ranks: int
     overlapped: bool = False
-    """It runs beside computation and counts only as far as it is longer."""
+    """Whether it overlaps computation, and counts only as far as it takes longer."""
     count: int = 1
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What one rank's step does."""
+    """Operations and transfers of one rank's step."""
 
     operations: list[Operation]
     """Kernels."""
     communications: list[Communication]
     calls: int = 0
-    """Operations that the host dispatches, those without a kernel (views, empty tensors) too."""
+    """Number of operations dispatched by the host, including those without a kernel (views, empty tensors)."""
     transfer_bytes: int = 0
-    """Copied between host and device."""
+    """Bytes copied between host and device."""
     host_bytes: int = 0
-    """Read and written in the host's memory by an optimizer on the CPU."""
+    """Bytes read and written in the host's memory by an optimizer on the CPU."""
     fetches: int = 0
-    """Modules whose parameters ZeRO-3 gathers, each time: its hooks run on the host whether or not anything is sent."""
+    """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent."""
 
 
 class Efficiency(msgspec.Struct, frozen=True):
-    """Shares of the data sheet's rates that a training reaches, and fixed costs.
+    """Shares of the data sheet's rates reached in training, and fixed costs.
 
     Host times are fitted to steps of 0.5B to 1.2B models under ZeRO 0 to 3 on H200s (``bench/data/h200_peaks.jsonl``),
     whose hosts differed by a factor of two.
@@ -70,35 +70,35 @@ class Efficiency(msgspec.Struct, frozen=True):
     """FlashAttention 2 on Hopper, forward and backward together."""
     memory: float = 0.85
     busy: float = 0.85
-    """Share of a step that the device decides in which it runs a kernel: it waits at the step's ends and beside
+    """Share of a device-bound step in which the device runs a kernel; it waits at the step's ends and around
     collectives. Fitted to steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
     link: float = 0.75
     """NCCL's bus bandwidth for messages of 64 MiB and more."""
     call_seconds: float = 11e-6
-    """Host time of a dispatched operation in eager PyTorch, with the Python of modules and engine around it."""
+    """Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
     fetch_seconds: float = 250e-6
-    """Host time of ZeRO-3's hooks each time that a module's parameters are gathered and released."""
+    """Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
     collective_host_seconds: float = 60e-6
     """Host time of a collective in DeepSpeed."""
     collective_seconds: float = 25e-6
     """Latency of a collective on the device."""
     transfer: float = 0.8
-    """Of the bandwidth to the host, with page-locked memory."""
+    """Share of the bandwidth to the host, with page-locked memory."""
     host_memory_gbs: float = 22.0
-    """GB/s that DeepSpeed's CPUAdam of one rank reads and writes: 20 to 28 for 0.5B, 1B and 2B parameters a rank."""
+    """GB/s read and written by DeepSpeed's CPUAdam of one rank: 20 to 28 for 0.5B, 1B and 2B parameters per rank."""
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step by what they go to; ``total`` has the error of the sum."""
+    """Seconds of a step by activity; ``total`` has the error of the sum."""
 
     compute_seconds: float
-    """Of the kernels, and of the device's waits beside them."""
+    """Time of the kernels, and of the device's waits between them."""
     communication_seconds: float
-    """Of the collectives that are not overlapped by computation."""
+    """Time of the collectives that do not overlap computation."""
     host_seconds: float
-    """Time that the host needs to start the operations."""
+    """Time that the host needs to launch the operations."""
     offload_seconds: float
-    """Copies between host and device, and the optimizer on the CPU: not overlapped by the rest."""
+    """Time of copies between host and device, and of the optimizer on the CPU; they do not overlap the rest."""
     total: Figure
     bound_by: Literal["arithmetic", "memory", "communication", "host", "offload"]
 
@@ -109,14 +109,14 @@ def step_time(
     """Return the time of a step.
 
     Args:
-        work: of one rank.
+        work: work of one rank.
         gpu: the kind of GPU.
         efficiency: shares of its rates.
-        hosts: of the run; with more than one, collectives go at ``network_gbs``.
-        network_gbs: GB/s a GPU has to other hosts, in one direction (400 Gbit/s: 50).
+        hosts: hosts of the run; with more than one, collectives are limited to ``network_gbs``.
+        network_gbs: GB/s per GPU to other hosts, in one direction (400 Gbit/s: 50).
 
     Raises:
-        ValueError: the table has no rates of this GPU.
+        ValueError: the table has no rates for this GPU.
     """
     reached = efficiency or Efficiency()
     arithmetic = memory = 0.0
@@ -157,7 +157,7 @@ def step_time(
 def collective_seconds(
     kind: Collective, size_bytes: float, ranks: int, link_gbs: float, efficiency: Efficiency | None = None
 ) -> float:
-    """Return the time of a collective by NCCL's bus bandwidth: an all-reduce sends its data twice."""
+    """Return the time of a collective in seconds, from NCCL's bus bandwidth: an all-reduce sends its data twice."""
     if ranks < 2:
         return 0.0
     reached = efficiency or Efficiency()
@@ -166,7 +166,7 @@ def collective_seconds(
 
 
 def _rate(gpu: Gpu, precision: Precision) -> float:
-    """Return FLOP/s; a type without tensor cores goes at the rate of fp32."""
+    """Return FLOP/s; for a type without tensor cores, the rate of fp32."""
     rate = gpu.peak_flops(precision) or gpu.peak_flops("fp32")
     if rate is None:
         raise ValueError(f"no rates are known of {gpu.name}: give another GPU's name for the time")

@@ -1,4 +1,4 @@
-"""What-if: predicted configurations, ranked with the cheapest fitting one first."""
+"""Ranks predicted configurations (what-if), the cheapest fitting one first."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ class Option(msgspec.Struct, frozen=True):
     name: str
     """Display name of the change: ``checkpointing``, ``ZeRO 3``."""
     peak_bytes: int
-    """Highest use of the device that decides whether it fits: reserved and what is beside it."""
+    """Highest use of the device, which decides whether it fits: reserved memory and memory outside PyTorch."""
     step_seconds: float
     samples_per_step: int = 1
     gpus: int = 1
@@ -19,20 +19,20 @@ class Option(msgspec.Struct, frozen=True):
     change: str = ""
     """The keys to set."""
     refused: str = ""
-    """Why it could not be predicted; its figures do not count then."""
+    """Why it could not be predicted (its figures are then invalid); empty otherwise."""
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """An option beside the configuration as it is."""
+    """An option compared with the current configuration."""
 
     option: Option
     fits: bool
     lacking_bytes: int
-    """What is missing on the device and on the host; 0 where it fits."""
+    """Bytes missing on the device and on the host; 0: it fits."""
     saved_bytes: int
-    """Less than the configuration as it is; negative: more."""
+    """Bytes less than the current configuration; negative: more."""
     slower: float
-    """Time a sample over that of the configuration as it is, 1 for as fast."""
+    """Time per sample relative to the current configuration; 1: equal."""
     cost_per_sample: float | None
     """Price of the GPU time of a sample; None without a price."""
 
@@ -44,16 +44,16 @@ def rank(
     host_capacity_bytes: int | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> list[Ranked]:
-    """Rank options: those that fit by GPU time a sample, then the others by missing bytes, then refused ones.
+    """Rank options: fitting ones by GPU time per sample, then the others by missing bytes, then refused ones.
 
-    GPU time a sample is what is paid for, so the order does not depend on the price.
+    The cost is proportional to the GPU time per sample, so the order does not depend on the price.
 
     Args:
-        base: the configuration as it is; not in the result unless it is among the options.
-        options: to rank.
-        capacity_bytes: of the device.
-        host_capacity_bytes: of the host; None: not known, any host use fits.
-        price_per_gpu_hour: in any currency.
+        base: the current configuration; in the result only if it is among the options.
+        options: the options to rank.
+        capacity_bytes: memory of the device.
+        host_capacity_bytes: memory of the host; None: unknown, any use fits.
+        price_per_gpu_hour: price in any currency.
     """
     known = [_judge(base, one, capacity_bytes, host_capacity_bytes, price_per_gpu_hour) for one in options]
     return sorted(known, key=_order)

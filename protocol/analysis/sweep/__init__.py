@@ -1,1 +1,1 @@
-"""Judgement of sweeps: which configuration to run next, what is left of a budget, results from the rows."""
+"""Analysis of sweeps: order of configurations, remaining budget, and results from the rows."""

@@ -1,4 +1,4 @@
-"""What is left of a sweep's budget, and whether the next run fits into it."""
+"""A sweep's remaining budget, and whether the next run fits into it."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -13,24 +13,24 @@ class Remaining(msgspec.Struct, frozen=True):
 
     used_seconds: float
     left_seconds: float | None
-    """Of the budget; None: no limit."""
+    """Remaining seconds of the budget; None: no limit."""
     run_seconds: float | None
-    """Median of the runs so far; None: there was none."""
+    """Median duration of the runs so far; None: none."""
     expected_seconds: float | None
-    """For the runs to come, at that; None: not known."""
+    """Expected duration of the remaining runs; None: unknown."""
     used_money: float | None
-    """None: no price is known."""
+    """None: the price is unknown."""
     left_money: float | None
 
 
 def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come: int) -> Remaining:
-    """Return what was used and what is left.
+    """Return the used and the remaining budget.
 
     Args:
-        budget: of the sweep.
+        budget: the sweep's budget.
         used_seconds: wall-clock time so far, all sessions.
-        rows: of runs so far.
-        runs_to_come: how many are planned and have no row.
+        rows: rows of the runs so far.
+        runs_to_come: number of planned runs without a row.
     """
     took = run_seconds(list(rows))
     limit = None if budget.seconds is None else max(0.0, budget.seconds - used_seconds)
@@ -46,21 +46,21 @@ def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come:
 
 
 def run_seconds(rows: Sequence[Row]) -> float | None:
-    """Return the median time of a run that ended by itself; None where there was none."""
+    """Return the median duration of the runs that ended by themselves; None if there are none."""
     times = [row.seconds for row in rows if row.verdict in ("done", "out-of-memory") and row.seconds > 0]
     return statistics.median(times) if times else None
 
 
 def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], ending_seconds: float = 0.0) -> str:
-    """Return why no other run may begin, in words; empty: one may.
+    """Return why no other run may start, as text; empty: one may.
 
-    A run begins only if one of the usual length ends within the budget.
+    A run starts only if one of the usual duration ends within the budget.
 
     Args:
-        budget: of the sweep.
+        budget: the sweep's budget.
         used_seconds: wall-clock time so far, all sessions.
-        rows: of runs so far.
-        ending_seconds: what ending a run may take; with less left, none begins.
+        rows: rows of the runs so far.
+        ending_seconds: time that ending a run may take; with less left, none starts.
     """
     if budget.seconds is None:
         return ""

@@ -14,7 +14,7 @@ _PHASES = tuple(phase for phase in PHASES if phase != "init")
 
 
 def _highest(of: Callable[[RankRow], float]) -> Callable[[Row], Figure]:
-    """Return a figure of the rank that has the most of it; None where no rank has it."""
+    """Return a function for a figure's maximum over ranks; it returns None for a row without ranks."""
     return lambda row: max((value for rank in row.ranks if (value := of(rank))), default=None)
 
 
@@ -39,14 +39,14 @@ _OF_A_PHASE: dict[str, Callable[[PhaseFigures], float]] = {
     "ms": lambda figures: figures.device_ms if figures.device_ms is not None else figures.host_ms,
 }
 NAMES = (*_OF_A_RUN, *(f"PHASE.{name}" for name in _OF_A_PHASE))
-"""What can be asked for."""
+"""Valid column names."""
 
 
 def check(name: str) -> None:
     """Check the name of a column.
 
     Raises:
-        ValueError: no figure is called so; the text names those there are.
+        ValueError: no figure has this name; the text lists the valid names.
     """
     phase, dot, figure = name.partition(".")
     if name in _OF_A_RUN or (dot and phase in _PHASES and figure in _OF_A_PHASE):
@@ -55,9 +55,9 @@ def check(name: str) -> None:
 
 
 def value(row: Row, name: str) -> Figure:
-    """Return a figure of a row: bytes, milliseconds, tokens a second, seconds or the loss; None where it has none.
+    """Return a figure of a row: bytes, milliseconds, tokens per second, seconds or the loss; None: not available.
 
-    Of several ranks the highest counts, of tokens a second the sum, of the loss the mean.
+    Over several ranks it is the maximum; for tokens per second the sum, for the loss the mean.
     """
     if name in _OF_A_RUN:
         return _OF_A_RUN[name](row)
@@ -67,13 +67,13 @@ def value(row: Row, name: str) -> Figure:
 
 
 def pooled_text(rows: Sequence[Row], name: str) -> str:
-    """Return a figure of a configuration's repeats that are done, as a table shows it; empty without any."""
+    """Return a figure over the finished repeats of a configuration, formatted for a table; empty: none."""
     found = (value(row, name) for row in rows if row.verdict == "done")
     return text([one for one in found if one is not None], name)
 
 
 def text(values: Sequence[float], name: str) -> str:
-    """Return a figure over repeats as a table shows it: the median, and half the range where they differ."""
+    """Return a figure over repeats, formatted for a table: the median, and half the range if they differ."""
     if not values:
         return ""
     ordered = sorted(values)

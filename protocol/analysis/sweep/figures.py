@@ -10,9 +10,9 @@ from ...sweep.rows import PhaseFigures, RankRow
 from ..health.recent import MAD_TO_SIGMA
 
 _BLOCKS = 16
-"""Neighbouring steps are alike (clocks, data), so the error is that of means of so many blocks, not of single steps."""
+"""Number of blocks for the error, because consecutive steps are correlated (clocks, data)."""
 RESIDENT_ERROR = 0.01
-"""Of the resident set of CPU ranks, which the kernel counts in batches, and glibc gives back when it pleases."""
+"""Relative error of the resident set of CPU ranks: the kernel counts in batches, and glibc releases irregularly."""
 
 
 def figures(
@@ -21,12 +21,12 @@ def figures(
     """Return a rank's figures.
 
     Args:
-        rank: its number.
+        rank: the rank.
         steps: all of its steps, in order.
-        warm_up: steps at the beginning that are left out.
-        most: steps that count; None: all that follow.
-        hello: the rank's.
-        nvml: highest use of its process by NVML, bytes; 0: not known.
+        warm_up: number of first steps to omit.
+        most: maximum number of steps that count; None: all that follow.
+        hello: the rank's ``Hello``.
+        nvml: highest NVML memory of its process, bytes; 0: unknown.
     """
     measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]
     device = hello.device.name if hello is not None else ""
@@ -52,9 +52,9 @@ def figures(
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the middle of a series whose neighbours are alike; 0 for fewer than 3 values.
+    """Return the standard error of the median of a correlated series; 0 for fewer than 3 values.
 
-    The series is cut into up to 16 blocks; their medians scatter by the error of one block, outliers left out.
+    The series is divided into up to 16 blocks; the robust scatter of their medians is the error of one block.
     """
     if len(values) < 3:
         return 0.0

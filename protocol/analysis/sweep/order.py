@@ -1,4 +1,4 @@
-"""In which order configurations are run."""
+"""The order in which configurations are run."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from ...sweep.rows import Planned
 def order(runs: Sequence[Planned], *, fail_fast: bool = False) -> list[Planned]:
     """Return configurations with the risky ones last, or first with ``fail_fast``.
 
-    By prediction: those that fit, those without one, those that do not fit; among equal ones by predicted peak. Without
-    predictions the order stays as it is.
+    First those predicted to fit, then those without a prediction, then those predicted not to fit; within each by
+    predicted peak. Without predictions the order is kept.
 
     Args:
-        runs: in the order of the sweep file.
-        fail_fast: a failure ends the sweep, so what is likeliest to fail comes first.
+        runs: configurations in the order of the sweep file.
+        fail_fast: whether a failure ends the sweep; then the configurations likeliest to fail come first.
     """
     ordered = sorted(runs, key=_risk)
     return ordered[::-1] if fail_fast and any(run.predicted for run in runs) else ordered

@@ -1,4 +1,4 @@
-"""Searches along one axis by real runs: the largest value that fits, and where the leading phase changes."""
+"""Searches along one axis by real runs: the largest value that fits, and where the phase of the peak changes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,31 +17,31 @@ class Tried(NamedTuple):
 
     fits: bool
     peak_bytes: float
-    """0 where it did not fit."""
+    """0 if it did not fit."""
 
 
 class Found(NamedTuple):
     """The result of a search for the largest value."""
 
     value: int | None
-    """None: not even the lowest fits."""
+    """None: the lowest value does not fit."""
     at_the_end: bool
-    """The highest value fits: larger ones may, too."""
+    """Whether the highest value fits, so that larger ones may fit too."""
     tried: dict[int, Tried]
 
 
 def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1, guess: int | None = None) -> Found:
     """Return the largest value that fits, among ``low`` and multiples of ``step`` above it up to ``high``.
 
-    The first run is at the guess; then the value beside it that settles the question if the guess is right. A
-    wrong guess is left by doubled distances, and the interval between what fits and what does not is halved.
+    The first run is at the guess, the second at the adjacent value that confirms a correct guess. From a wrong guess
+    the distance is doubled, then the interval between fitting and non-fitting values is halved.
 
     Args:
         measure: runs a value.
         low: lowest value.
         high: highest value.
-        step: between values.
-        guess: the largest that fits by prediction; None: the search begins at the lowest value.
+        step: distance of values.
+        guess: the largest value predicted to fit; None: the search starts at the lowest value.
 
     Raises:
         UndecidedError: from ``measure``.
@@ -55,7 +55,7 @@ def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1,
             tried[value] = measure(value)
         return tried[value].fits
 
-    below, above = -1, last + 1  # the largest that is known to fit, the smallest that is known not to
+    below, above = -1, last + 1  # the largest value known to fit, the smallest known not to fit
     at = 0 if guess is None else min(max((guess - low) // step, 0), last)
     distance = 1
     while above - below > 1:
@@ -80,19 +80,19 @@ def phase_curve(
     predicted: Sequence[Piece] = (),
     tolerance: float = 0.005,
 ) -> tuple[dict[int, Mapping[str, float]], list[Piece]]:
-    """Return measured points of the peak's curve and its pieces, by as few runs as straight pieces need.
+    """Return measured points of the peak's curve and its pieces, with as few runs as straight pieces need.
 
-    Where a curve is predicted, its crossovers cut the range: each part then takes its ends and its middle.
+    The crossovers of a predicted curve divide the range: each part then needs runs at its ends and its middle.
 
     Args:
-        measure: peak of each phase at a value; None where it did not fit.
+        measure: returns the peak of each phase at a value; None if it does not fit.
         low: lowest value.
-        high: highest value; where it does not fit, it is halved until it does.
+        high: highest value; if it does not fit, the range is halved until it does.
         predicted: pieces of the predicted curve.
         tolerance: share of the peak within which a point counts as on a line.
 
     Returns:
-        Points and pieces; both empty where not even ``low`` fits.
+        Points and pieces; both empty if ``low`` does not fit.
 
     Raises:
         UndecidedError: from ``measure``.
@@ -127,6 +127,6 @@ def phase_curve(
 
 
 def _same_phases(points: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Return the points with the phases that all of them have."""
+    """Return the points, restricted to the phases that all of them have."""
     common = set.intersection(*(set(phases) for phases in points.values()))
     return {x: {name: size for name, size in phases.items() if name in common} for x, phases in points.items()}

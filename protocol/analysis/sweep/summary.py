@@ -1,4 +1,4 @@
-"""Results of a sweep from its rows: repeats pooled, the curve over one axis, the fastest configuration."""
+"""Results of a sweep from its rows: pooled repeats, the curve over one axis, the fastest configuration."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,18 +23,18 @@ class Pooled(msgspec.Struct, frozen=True):
 
     settings: Settings
     verdict: Verdict
-    """``done`` if each repeat was; else that of the first which was not."""
+    """``done`` if all repeats were; else the verdict of the first other one."""
     repeats: int
     rows: list[Row]
     peak_bytes: Spread | None = None
-    """Highest rank; None where no step was measured. As the figures below, over the repeats that are done."""
+    """Peak of the highest rank; None: no step was measured. This and the next figures are over finished repeats."""
     peak_phase: str = ""
     step_ms: Spread | None = None
     tokens_per_second: Spread | None = None
 
     @property
     def predicted(self) -> Predicted | None:
-        """What was predicted of it; None: nothing."""
+        """Its prediction; None: none."""
         return next((row.predicted for row in self.rows if row.predicted), None)
 
     @property
@@ -84,7 +84,7 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def fastest(pooled: Iterable[Pooled]) -> Pooled | None:
-    """Return the configuration with the most tokens a second, or where none are known the shortest step."""
+    """Return the configuration with the most tokens per second; with the shortest step if tokens are unknown."""
     done = [one for one in pooled if one.verdict == "done" and one.step_ms is not None]
     if not done:
         return None
@@ -94,11 +94,11 @@ def fastest(pooled: Iterable[Pooled]) -> Pooled | None:
 
 
 def curves(pooled: Sequence[Pooled], axis: str = "") -> list[Curve]:
-    """Return the curves over ``axis``, each of two points and more.
+    """Return the curves over ``axis`` with two points or more.
 
     Args:
-        pooled: of one sweep.
-        axis: empty: the first one that has whole numbers and more than one of them.
+        pooled: configurations of one sweep.
+        axis: the axis; empty: the one chosen by ``curve_axis``.
     """
     done = [one for one in pooled if one.verdict == "done" and one.peak_bytes is not None]
     axis = axis or curve_axis([one.settings for one in pooled])
@@ -114,7 +114,7 @@ def curves(pooled: Sequence[Pooled], axis: str = "") -> list[Curve]:
 
 
 def curve_axis(settings: Sequence[Settings]) -> str:
-    """Return the axis to draw over: whole numbers, most different ones; empty without any."""
+    """Return the axis for curves: the one with the most distinct integers; empty: none."""
     names = dict.fromkeys(name for one in settings for name in one)
     counts = {
         name: len({one.get(name) for one in settings})

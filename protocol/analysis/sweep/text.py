@@ -1,4 +1,4 @@
-"""Sentences about a sweep: one line for a configuration, a row, what is left, and the result."""
+"""Text of a sweep: one line for a configuration, a row, the remaining budget, and the result."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ _UNITS = {"sequence_length": "token", "seq": "token", "seq_len": "token", "micro
 
 
 def value_text(value: Value) -> str:
-    """Return an axis's value as a table shows it."""
+    """Return an axis's value, formatted for a table."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -35,7 +35,7 @@ def value_text(value: Value) -> str:
 
 
 def short_names(axes: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each axis's name where that is unambiguous, else the name."""
+    """Return the last part of each axis's name if it is unique, else the name."""
     parts = [axis.rpartition(".")[2] for axis in axes]
     return {axis: part if parts.count(part) == 1 else axis for axis, part in zip(axes, parts, strict=True)}
 
@@ -61,7 +61,7 @@ def row_text(row: Row) -> str:
 
 
 def deviation_text(predicted: Predicted | None, measured_bytes: float, on_cpu: bool) -> str:
-    """Return how far a predicted peak is off the measured one, ``+4.3%``; empty where nothing is to be compared."""
+    """Return the deviation of a predicted peak from the measured one, ``+4.3%``; empty: nothing to compare."""
     if predicted is None or not measured_bytes or on_cpu:
         return ""
     return f"{predicted.peak_bytes / measured_bytes - 1:+z.1%}"
@@ -77,7 +77,7 @@ def failure_text(row: Row) -> str:
 
 
 def predicted_text(predicted: Predicted | None) -> str:
-    """Return what was predicted: ``10.88 GiB in optimizer, fits``; empty where nothing was."""
+    """Return the prediction: ``10.88 GiB in optimizer, fits``; empty: none."""
     if predicted is None:
         return ""
     fits = {True: ", fits", False: ", does not fit", None: ""}[predicted.fits]
@@ -85,7 +85,7 @@ def predicted_text(predicted: Predicted | None) -> str:
 
 
 def budget_text(budget: Budget) -> str:
-    """Return the whole budget: ``2 h 00 m (28.64)``, money in brackets; ``no limit``."""
+    """Return the whole budget: ``2 h 00 m (28.64)``, with the cost in brackets, or ``no limit``."""
     if budget.seconds is None:
         return "no limit"
     money = f" ({budget.seconds / 3600 * budget.price_per_hour:,.2f})" if budget.price_per_hour else ""
@@ -93,7 +93,7 @@ def budget_text(budget: Budget) -> str:
 
 
 def left_text(left: Remaining) -> str:
-    """Return what was used and what is left: ``4 m 10 s used, 1 h 55 m left; the rest takes about 12 m 00 s``."""
+    """Return the used and remaining budget: ``4 m 10 s used, 1 h 55 m left; the rest takes about 12 m 00 s``."""
     words = f"{duration(left.used_seconds)} used"
     words += f" ({left.used_money:,.2f})" if left.used_money is not None else ""
     if left.left_seconds is not None:
@@ -117,7 +117,7 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
 
     Args:
         pooled: configurations.
-        wanted: names of ``columns`` that stand in place of the usual ones.
+        wanted: names of ``columns`` that replace the usual ones.
     """
     if wanted:
         return _wanted_table(pooled, wanted)
@@ -161,7 +161,7 @@ def _wanted_table(pooled: Sequence[Pooled], wanted: Sequence[str]) -> list[list[
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with its columns below each other; the last column is not padded."""
+    """Return the lines of a table with aligned columns; the last column is not padded."""
     widths = [max(cells_of(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [
         "  ".join(text + " " * (width - cells_of(text)) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -170,13 +170,13 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def unit_of(axis: str) -> str:
-    """Return what one of an axis is: ``token``, ``row``, or the axis's own name."""
+    """Return the unit of an axis: ``token``, ``row``, or the axis's own name."""
     name = axis.rpartition(".")[2]
     return _UNITS.get(name, name)
 
 
 def curve_lines(found: Sequence[Curve]) -> list[str]:
-    """Return a sentence for each curve."""
+    """Return one sentence per curve."""
     lines: list[str] = []
     for curve in found:
         where = f" ({settings_text(curve.others)})" if curve.others else ""
@@ -186,7 +186,7 @@ def curve_lines(found: Sequence[Curve]) -> list[str]:
 
 
 def result_lines(rows: Sequence[Row], plan: Plan | None) -> list[str]:
-    """Return what a sweep found, after its table."""
+    """Return the lines below a sweep's table: its curves and the fastest configuration."""
     pooled = pool(rows)
     lines = curve_lines(curves(pooled, plan.search.axis if plan and plan.search else ""))
     best = fastest(pooled)
@@ -203,7 +203,7 @@ def result_lines(rows: Sequence[Row], plan: Plan | None) -> list[str]:
 
 
 def goal_text(goal: Goal, axis: str) -> str:
-    """Return what is searched for."""
+    """Return the goal of a search as text."""
     name = axis.rpartition(".")[2]
     return {
         "largest": f"the largest {name} that fits",
@@ -213,7 +213,7 @@ def goal_text(goal: Goal, axis: str) -> str:
 
 
 def describe_pieces(found: Sequence[Piece], axis: str) -> str:
-    """Return the pieces of a curve over an axis as a sentence."""
+    """Return a sentence about the pieces of a curve over an axis."""
     return describe_curve(found, unit_of(axis))
 
 

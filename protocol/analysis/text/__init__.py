@@ -1,4 +1,4 @@
-"""The only place where findings become sentences: a title for a list, what it means, what to do, how it ended."""
+"""Turns findings into text, and is the only place that does: title, meaning, remedy, resolution."""
 
 from collections.abc import Callable
 from typing import Any
@@ -113,16 +113,16 @@ _OVER = {
 
 
 def words(finding: Finding) -> Words:
-    """Put a finding into words.
+    """Return the text of a finding.
 
     Raises:
-        KeyError: a kind that has no words.
+        KeyError: the finding's kind has no text.
     """
     return _WORDS[finding.kind](finding)
 
 
 def over(finding: Finding) -> str:
-    """Return how a finding that is resolved ended."""
+    """Return the text of a finding's resolution."""
     if isinstance(finding.facts, Resolution):
         return _OVER[finding.kind, finding.facts.why].format(finding.facts.number, duration(finding.facts.number))
     return words(finding).over
@@ -139,9 +139,9 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def facts(kind: str, alert: Alert) -> Any:
-    """Return the facts that an alert of the recording has as its evidence.
+    """Return a finding's facts from the evidence of its recorded alert.
 
-    None where they are not needed to go on from, or where another version recorded other figures.
+    None if they are not needed to continue, or if another version recorded different figures.
     """
     make = _FACTS.get(kind)
     try:

@@ -1,4 +1,4 @@
-"""Sentences about a peak's curve."""
+"""Text of a peak's curve."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ from ..estimates.curve import WHOLE_STEP, Piece
 
 KIB, MIB = 2**10, 2**20
 _LEAST_MIB = 0.05
-"""Slopes below it are written in KiB: they would be 0.0 MiB."""
+"""Slopes below this are written in KiB, because they would be 0.0 MiB."""
 _FLAT = 0.005
-"""A piece that rises by less than this share of its peak is called flat."""
+"""A piece that rises by less than this share of its peak is described as flat."""
 
 
 def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
-    """Return which phase leads where: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
+    """Return the highest phases by range: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
 
-    Of a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``. Of phases that are equally high:
+    For a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``. For phases that are equally high:
     ``backward and optimizer tie``.
 
     Args:
-        curve: pieces from the lowest length on.
-        unit: of the horizontal axis, in the singular.
+        curve: pieces in ascending order of length.
+        unit: unit of the horizontal axis, in the singular.
     """
     words: list[str] = []
     before: list[str] = []

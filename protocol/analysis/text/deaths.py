@@ -1,4 +1,4 @@
-"""Failures and deaths in words."""
+"""Text of failures and deaths."""
 
 import signal as signals
 from typing import Any
@@ -30,7 +30,7 @@ _MOST_ERROR = 500
 
 
 def failure(finding: Finding) -> Words:
-    """An exception that ended the script."""
+    """Return the text of an exception that ended the script."""
     facts: ScriptFailure = finding.facts
     where = f" in {finding.phase}" if finding.phase else ""
     why = ", its peer killed as asked" if facts.peer_killed else ""
@@ -42,7 +42,7 @@ def failure(finding: Finding) -> Words:
 
 
 def ended_early(finding: Finding) -> Words:
-    """Ranks whose script ended while another rank still communicated with them."""
+    """Return the text for ranks whose script ended while another rank still communicated with them."""
     facts: EndedEarly = finding.facts
     who, steps = ranks_in_words(list(facts.last_steps)), sorted(set(facts.last_steps.values()))
     after = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -56,7 +56,7 @@ def ended_early(finding: Finding) -> Words:
 
 
 def died(finding: Finding) -> Words:
-    """A process that is gone without having sent its end."""
+    """Return the text for a process that ended without sending ``Goodbye``."""
     facts: ProcessDeath = finding.facts
     ending, signal = ending_in_words(facts.exit_code, facts.signal), facts.by_signal
     how = ending if signal else f"ended: {ending}"
@@ -72,7 +72,7 @@ def died(finding: Finding) -> Words:
 
 
 def launcher_ended(finding: Finding) -> Words:
-    """A job's command that ended before its ranks."""
+    """Return the text for a job's command that ended before its ranks."""
     facts: LauncherEnded = finding.facts
     how = _launcher(facts)
     processes = "1 process" if facts.left == 1 else f"{facts.left} processes"
@@ -108,18 +108,18 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def ended(facts: Ended) -> Added:
-    """How the process of a rank that had failed ended."""
+    """Return the addition with the exit status of a failed rank's process."""
     ending = ending_in_words(facts.exit_code, facts.signal)
     return Added("ended", {"ended": ending}, f"It ended: {ending}." if facts.is_known else "")
 
 
 def log_read(facts: LastLog) -> Added:
-    """The last lines of a rank that died."""
+    """Return the addition with the last lines of a dead rank."""
     return Added("log", {"log": facts.log}, sentence(library_hint("\n".join(facts.log))))
 
 
 def followed(facts: Followed) -> Added:
-    """What followed, by rank."""
+    """Return the addition with the consequences, by rank."""
     return Added("followed", {"then": {str(rank): _follower(one) for rank, one in facts.followers.items()}})
 
 
@@ -137,7 +137,7 @@ def _launcher(facts: LauncherEnded) -> str:
 
 
 def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
-    """Return the likely sender of a SIGKILL, for the title and as a sentence."""
+    """Return the likely sender of a SIGKILL, as text for the title and as a sentence."""
     kill = facts.kernel_kill
     why = "; ".join(_kill_evidence(kill, facts.pid)) if kill is not None else ""
     if kill is not None and kill.exhausted:

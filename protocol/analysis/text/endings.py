@@ -15,7 +15,7 @@ _SIGNAL_HINTS = {
 
 
 def signal_hint(number: int) -> str:
-    """Return a possible meaning of that signal; empty when there is none."""
+    """Return a possible reason for that signal; empty: unknown."""
     return _SIGNAL_HINTS.get(signal_name(number), "")
 
 

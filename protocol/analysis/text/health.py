@@ -1,4 +1,4 @@
-"""Findings about the training, the GPUs and the disks, in words."""
+"""Text of findings about the training, the GPUs and the disks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -171,7 +171,7 @@ def _loader(facts: DataWaitFacts) -> str:
 
 
 _MOST_WORKERS = 64
-"""Worker processes that may help on a host whose CPUs are not known."""
+"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
 
 
 def _loader_remedy(facts: DataWaitFacts) -> str:

@@ -17,7 +17,7 @@ OPTIMIZER_STATES = "Adam's moments, or the states of another optimizer"
 
 
 def spike(finding: Finding) -> Words:
-    """A transient far above the usual one of its phase."""
+    """Return the text of a transient far above its phase's usual one."""
     facts: SpikeFacts = finding.facts
     name, seconds = finding.phase, facts.phase_ms / 1e3
     who = f"rank {finding.rank}" if finding.rank is not None else f"further ranks, such as rank {facts.latest_rank},"
@@ -44,7 +44,7 @@ def spike(finding: Finding) -> Words:
 
 
 def steady(finding: Finding) -> Words:
-    """A large transient that every step has."""
+    """Return the text of a large transient that every step has."""
     facts: SteadyFacts = finding.facts
     name, seconds = finding.phase, facts.phase_ms / 1e3
     share = facts.transient_bytes / facts.capacity_bytes
@@ -58,7 +58,7 @@ def steady(finding: Finding) -> Words:
 
 
 def growth(finding: Finding) -> Words:
-    """The optimizer's state, created by its first step."""
+    """Return the text of the optimizer's state, created by its first step."""
     facts: GrowthFacts = finding.facts
     share = f" ({facts.growth_bytes / facts.capacity_bytes:.1%} of the device)" if facts.capacity_bytes else ""
     freed = f" Gradients of {gib(facts.freed_bytes)} were freed in the same update." if facts.freed_bytes else ""
@@ -71,7 +71,7 @@ def growth(finding: Finding) -> Words:
 
 
 def leak(finding: Finding) -> Words:
-    """Memory that grows step over step."""
+    """Return the text of memory that grows step over step."""
     facts: LeakFacts = finding.facts
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
@@ -92,7 +92,7 @@ def leak(finding: Finding) -> Words:
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
-    """Return the figures as plain values, those of the causes among them."""
+    """Return the figures as plain values, including those of the causes."""
     facts: Any = finding.facts
     if isinstance(facts, LeakFacts):
         return msgspec.to_builtins(msgspec.structs.replace(facts, cause=None)) | _leak_evidence(facts.cause)
@@ -106,7 +106,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def size_words(size: int, cause: Cause) -> str:
-    """Return a size relative to the model's, such as ``one parameter-size``; empty if it is no simple multiple."""
+    """Return a size relative to the model's, such as ``one parameter-size``; empty if it is not a simple multiple."""
     for whole, words in (
         (cause.parameter_bytes, "parameter-size"),
         (cause.trainable * 4, "fp32 copy of what is updated"),
@@ -127,7 +127,7 @@ def _with_cause(title: str, causes: tuple[NumbersCause | StackCause, ...]) -> st
 
 
 def _common_causes(name: str, zero_stage: int | None, measure: str) -> str:
-    """Name common causes, where neither the numbers nor stacks have named one yet."""
+    """Return common causes, for findings without a known cause."""
     common = ""
     if name == "optimizer":
         zero = "the copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
@@ -185,7 +185,7 @@ def _parts(named: Named, cause: Cause) -> str:
 
 
 def _left_behind(cause: Cause) -> str:
-    """Return what steps left behind, by stack."""
+    """Return the memory that steps left allocated, by stack, as text."""
     cost = _recording_cost(cause)
     if not cause.groups:
         return f"The steps up to {cause.step}, whose stacks were recorded, left nothing behind. {cost}"

@@ -1,4 +1,4 @@
-"""Text of alerts about the monitor itself: telemetry, recording, connections, what it does not monitor."""
+"""Text of alerts about the monitor itself: telemetry, recording, connections, unmonitored processes."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from .words import Words
 
 
 def telemetry_lost(finding: Finding) -> Words:
-    """Telemetry messages that did not reach the hub."""
+    """Return the text for telemetry messages that did not reach the hub."""
     facts: LossFacts = finding.facts
     names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
     return Words(
@@ -33,7 +33,7 @@ def telemetry_lost(finding: Finding) -> Words:
 
 
 def not_recording(finding: Finding) -> Words:
-    """A recording that cannot be written."""
+    """Return the text for a recording that cannot be written."""
     facts: RecordingFacts = finding.facts
     return Words(
         f"not recording: {facts.error}",
@@ -43,19 +43,19 @@ def not_recording(finding: Finding) -> Words:
 
 
 def refused(finding: Finding) -> Words:
-    """A sender whose messages are refused."""
+    """Return the text for a sender whose messages are refused."""
     facts: RefusedFacts = finding.facts
     return Words(f"messages of {facts.sender} are refused", facts.reason)
 
 
 def not_notified(finding: Finding) -> Words:
-    """A notification that was not delivered."""
+    """Return the text for a notification that was not delivered."""
     facts: NotNotifiedFacts = finding.facts
     return Words(f"not notified: {facts.target}: {facts.reason}", "")
 
 
 def restarted(finding: Finding) -> Words:
-    """A hub that continues for an earlier one."""
+    """Return the text for a hub that continues for an earlier one."""
     facts: RestartFacts = finding.facts
     return Words(
         "the hub was restarted",
@@ -64,25 +64,25 @@ def restarted(finding: Finding) -> Words:
 
 
 def damaged(finding: Finding) -> Words:
-    """A recording that could not be continued."""
+    """Return the text for a recording that could not be continued."""
     facts: DamagedRecordingFacts = finding.facts
     return Words("the recording was damaged", f"{facts.error}. It was moved to {facts.moved_to}; a new one was begun.")
 
 
 def removed(finding: Finding) -> Words:
-    """A recording whose file was removed."""
+    """Return the text for a recording whose file was removed."""
     facts: RemovedRecordingFacts = finding.facts
     return Words("the recording was removed", facts.notice)
 
 
 def not_listening(finding: Finding) -> Words:
-    """A hub that other hosts cannot reach."""
+    """Return the text for a hub that other hosts cannot reach."""
     facts: NotListeningFacts = finding.facts
     return Words("not listening for other hosts", f"{facts.error}. Apps on this host are served.")
 
 
 def missing_ranks(finding: Finding) -> Words:
-    """Ranks that have not reported."""
+    """Return the text for ranks that have not reported."""
     facts: MissingRanksFacts = finding.facts
     return Words(
         f"{len(facts.missing)} of {facts.world_size} ranks have not reported",
@@ -94,13 +94,13 @@ def missing_ranks(finding: Finding) -> Words:
 
 
 def unhooked(finding: Finding) -> Words:
-    """A process that is not recorded."""
+    """Return the text for a process that is not recorded."""
     found = without_hook(finding.facts)
     return found._replace(title=f"not watched: {found.title}")
 
 
 def without_hook(facts: UnhookedFacts) -> Words:
-    """A process that cannot be recorded, because ``PYTHONPATH`` was replaced."""
+    """Return the text for a process that cannot be recorded because ``PYTHONPATH`` was replaced."""
     given = sanitize(facts.pythonpath or "", 60)
     started = f"with PYTHONPATH={given}" if given else "without PYTHONPATH"
     remedy = f"use PYTHONPATH={given}:$PYTHONPATH" if given else "leave PYTHONPATH as it is"

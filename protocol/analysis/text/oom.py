@@ -1,4 +1,4 @@
-"""Out-of-memory errors in words: the verdict on each, and its alert."""
+"""Text of out-of-memory errors: the verdict, and the alert."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ _MORE: dict[OomKind, str] = {
 
 
 def failed_allocation(finding: Finding) -> Words:
-    """A failed allocation that its rank reported."""
+    """Return the text of a failed allocation reported by its rank."""
     report: OomReport = finding.facts
     oom = report.oom
     parts = (_numbers(oom), report.verdict.text, _remedy_sentences(report.remedies), _held(oom))
@@ -48,7 +48,7 @@ def failed_allocation(finding: Finding) -> Words:
 
 
 def uncaught(finding: Finding) -> Words:
-    """Text of an out-of-memory exception without a report of the allocation."""
+    """Return the text of an out-of-memory exception without a report of the allocation."""
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
@@ -92,19 +92,19 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def not_caught(facts: Uncaught) -> Added:
-    """The reported error ended the script."""
+    """Return the addition that the reported error ended the script."""
     return Added(
         "uncaught", {"error": facts.error, "traceback": facts.traceback}, "The script did not catch it and failed."
     )
 
 
 def let_go(_: object) -> Added:
-    """The rank was released."""
+    """Return the addition that the rank was released."""
     return Added("let_go", {"held": False}, "It was released.")
 
 
 def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
-    """Judge a failed allocation, and put the judgement into words."""
+    """Return the verdict on a failed allocation, with its text."""
     judged = judge(oom, around)
     kind, found = judged.kind, judged.figures
     text = _sentence(kind, oom, found)
@@ -122,12 +122,12 @@ def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
 
 
 def shape_words(shape: Sequence[int]) -> str:
-    """Write a batch's shape: ``4 x 2048``."""
+    """Return a batch's shape as text: ``4 x 2048``."""
     return " x ".join(map(str, shape))
 
 
 def parts_words(parts: dict[str, int], most: int = 5) -> str:
-    """List the largest parts: ``activations 31.00 GiB, parameters 15.00 GiB``."""
+    """Return the largest parts as text: ``activations 31.00 GiB, parameters 15.00 GiB``."""
     order = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{PART_LABELS.get(name, name)} {gib(size)}" for name, size in order[:most] if size > 0)
 

@@ -18,10 +18,10 @@ def percent(share: float) -> str:
 
 
 def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
-    """Return the predicted peaks of a rank's phases, and where and by how much the measured ones differ.
+    """Return sentences with the predicted peaks of a rank's phases, and the differences of the measured ones.
 
     Args:
-        found: its phases, in the order they run; not empty.
+        found: its phases, in the order of a step; not empty.
         error: the expected error, as a share.
     """
     within = [
@@ -48,7 +48,7 @@ def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
 
 
 def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compared) -> str:
-    """Return the text by phase where no part is known."""
+    """Return the text by phase, if the parts are unknown."""
     if len(parted) < len(found):
         others = [one.phase for one in found if not one.parted]
         return f"; {' and '.join(others)} {'agrees' if len(others) == 1 else 'agree'}"

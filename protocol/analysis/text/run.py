@@ -1,4 +1,4 @@
-"""Text of alerts about a run's jobs and processes: no step, ports, hangs that are acted on, leftover processes."""
+"""Text of alerts about a run's jobs and processes: no step, ports, actions on hangs, leftover processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ _MOST_TITLE = 240
 
 
 def no_step(finding: Finding) -> Words:
-    """A run that ended without a recorded step."""
+    """Return the text for a run that ended without a recorded step."""
     facts: NoStepFacts = finding.facts
     if facts.error:
         source = "its output" if facts.error_rank is None else f"rank {facts.error_rank}"
@@ -63,7 +63,7 @@ def no_step(finding: Finding) -> Words:
 
 
 def port_taken(finding: Finding) -> Words:
-    """A port that another process listens on."""
+    """Return the text for a port that another process listens on."""
     facts: PortFacts = finding.facts
     name = f"port {facts.port}" if facts.port else "a port"
     by = "The launcher" if facts.rank < 0 else f"Rank {facts.rank}"
@@ -90,7 +90,7 @@ def _holder(facts: PortFacts) -> str:
 
 
 def job_failed(finding: Finding) -> Words:
-    """A job that was not shown and failed."""
+    """Return the text for a failed job that was not shown."""
     facts: JobFailedFacts = finding.facts
     return Words(
         f"job {facts.number} failed: {facts.error}",
@@ -99,7 +99,7 @@ def job_failed(finding: Finding) -> Words:
 
 
 def concurrent_job(finding: Finding) -> Words:
-    """A job that began while another one ran."""
+    """Return the text for a job that started while another one ran."""
     facts: ConcurrentJobFacts = finding.facts
     number, shown = facts.number, facts.shown
     return Words(
@@ -112,7 +112,7 @@ def concurrent_job(finding: Finding) -> Words:
 
 
 def leftovers(finding: Finding) -> Words:
-    """Processes that could not be ended."""
+    """Return the text for processes that could not be ended."""
     facts: LeftoverFacts = finding.facts
     count, names = len(facts.processes), [left_process(one) for one in facts.processes[:_LISTED]]
     held = sum(facts.gpu_bytes.values())
@@ -132,7 +132,7 @@ def left_process(process: LeftProcess) -> str:
 
 
 def hang_action(finding: Finding) -> Words:
-    """What the hub does against a hang."""
+    """Return the text of the hub's action on a hang."""
     facts: HangActionFacts = finding.facts
     why = hang_cause(facts.cause)
     what = "stacks saved" if facts.action == "stacks" else f"ending the run ({facts.option})"
@@ -140,7 +140,7 @@ def hang_action(finding: Finding) -> Words:
 
 
 def hang_cause(cause: Verdict | LateExit) -> str:
-    """Return why the hub acts."""
+    """Return the reason of the hub's action."""
     if isinstance(cause, Verdict):
         return of_verdict(cause).title
     left = ranks_in_words(cause.left) if cause.left else "the launcher"
@@ -152,7 +152,7 @@ def hang_cause(cause: Verdict | LateExit) -> str:
 
 
 def unproven_hang(finding: Finding) -> Words:
-    """A hang on which the hub does not act yet."""
+    """Return the text for a hang on which the hub does not act yet."""
     facts: UnprovenHangFacts = finding.facts
     return Words(
         f"{facts.option} waits for proof: {facts.missing}", f"The hang so far: {of_verdict(facts.verdict).title}."

@@ -29,12 +29,12 @@ STACK_LINES = 8
 
 
 def hang(finding: Finding) -> Words:
-    """A verdict that stood."""
+    """Return the text of a persisting verdict."""
     return of_verdict(finding.facts.verdict)
 
 
 def stopped(finding: Finding) -> Words:
-    """A rank stopped by a signal."""
+    """Return the text for a rank stopped by a signal or a debugger."""
     facts: StoppedFacts = finding.facts
     go_on = "A debugger continues it, or detaches from it" if facts.traced else f"'kill -CONT {facts.pid}' continues it"
     return Words(
@@ -44,7 +44,7 @@ def stopped(finding: Finding) -> Words:
 
 
 def unreachable(finding: Finding) -> Words:
-    """Ranks that send nothing."""
+    """Return the text for ranks that send nothing."""
     facts: UnreachableFacts = finding.facts
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
@@ -64,7 +64,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def awaited(facts: WaitingRanks) -> Added:
-    """Text of the ranks that wait for a stopped or held one."""
+    """Return the addition with the ranks that wait for a stopped or held one."""
     return Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})
 
 
@@ -74,7 +74,7 @@ def since(alert: Alert) -> Since:
 
 
 def of_verdict(verdict: Verdict) -> Words:
-    """Put a verdict into words."""
+    """Return the text of a verdict."""
     if isinstance(verdict.facts, InPointToPoint):
         return _elsewhere(verdict, verdict.facts)
     return {
@@ -254,7 +254,7 @@ def _size(call: Call) -> str:
 
 
 def _ways(words: Mapping[int, str]) -> dict[str, list[int]]:
-    """Put the ranks of the same words together."""
+    """Return the ranks grouped by text."""
     ways: dict[str, list[int]] = {}
     for rank, each in words.items():
         ways.setdefault(each, []).append(rank)
@@ -288,13 +288,13 @@ def _hang_evidence(facts: HangFacts) -> dict[str, Any]:
 
 
 def _groups(found: Mapping[int, Evidence]) -> list[str]:
-    """Return where all ranks are, those with the same stack in one line, the largest group first."""
+    """Return the positions of all ranks, one line per distinct position, the largest group first."""
     ways = _ways({rank: found[rank].place.text or "no stack" for rank in sorted(found)})
     return [f"{ranks_in_words(ranks)}: {text}" for text, ranks in sorted(ways.items(), key=lambda one: -len(one[1]))]
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:
-    """Return the evidence about one rank that an alert keeps."""
+    """Return the evidence about one rank as plain values for an alert."""
     found: dict[str, Any] = {"taken": evidence.taken, "stacks_by": evidence.by or "none"}
     if evidence.frames:
         found["at"] = evidence.place.text

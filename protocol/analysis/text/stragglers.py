@@ -1,4 +1,4 @@
-"""Stragglers in words."""
+"""Text of stragglers."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _MOST = 0.7
 
 
 def words(finding: Finding) -> Words:
-    """A rank that works longer than the others, so that they wait for it."""
+    """Return the text for a rank that works longer than the others, so that they wait for it."""
     facts: SlowRankFacts = finding.facts
     why = _hindrance(facts.device)
     parts = [title(facts.straggler), why, f"in {facts.line}" if facts.line else ""]
@@ -46,7 +46,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def _hindrance(device: DeviceFacts | None) -> str:
-    """Return what slows a device down, as a clause; empty: no reason found."""
+    """Return the reason why a device is slow, as a clause; empty: none found."""
     if device is None or not device.is_slow:
         return ""
     reasons: list[str] = []
@@ -83,14 +83,14 @@ def facts(alert: Alert) -> SlowRankFacts:
 
 
 def title(facts: StragglerFacts) -> str:
-    """Return the line for a list: rank, phase and the two figures that differ."""
+    """Return the title for lists: rank, phase and the two figures that differ."""
     at = _AT.get(facts.slow_at, f"at {facts.slow_at}")
     mine, theirs = _figures(facts)
     return f"rank {facts.rank} is slow {at}: {duration(mine * 1e-6)} a step, others {duration(theirs * 1e-6)}"
 
 
 def text(facts: StragglerFacts, why: str = "") -> str:
-    """Return what it means and what to check; ``why`` is a clause with a cause already known."""
+    """Return the meaning and what to check; ``why`` is a clause with a known cause."""
     step = duration(facts.step_us * 1e-6)
     own, others = duration(facts.own_us * 1e-6), duration(facts.others_us * 1e-6)
     clock = " of device time" if facts.device else ""

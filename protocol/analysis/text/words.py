@@ -15,15 +15,15 @@ PART_LABELS = {
     "other": "other memory",
     "unattributed": "not attributed",
 }
-"""Labels of ``protocol.messages.memory.PARTS`` and of what is in none."""
+"""Labels of ``protocol.messages.memory.PARTS``."""
 
 
 class Words(NamedTuple):
-    """A finding in words."""
+    """Text of a finding."""
 
     title: str
     text: str
-    """What it means, with its figures, without the remedy."""
+    """The meaning, with figures, without the remedy."""
     remedy: str = ""
     over: str = "It is over."
     """Added to the text when the finding is resolved."""
@@ -40,12 +40,12 @@ class Added(NamedTuple):
 
 
 def sentence(clause: str) -> str:
-    """Make a sentence of a clause; empty for an empty one."""
+    """Return a clause as a sentence; empty for an empty one."""
     return f"{clause[0].upper()}{clause[1:]}." if clause else ""
 
 
 def stop(clause: str) -> str:
-    """End a clause with a full stop, unless it ends with one."""
+    """Return a clause with a full stop at its end."""
     return clause if clause.endswith(".") else f"{clause}."
 
 

@@ -1,1 +1,1 @@
-"""Composition of the peak of each phase: pure arithmetic on a step's trace and the storages found by walking."""
+"""Composition of the peak of each phase, from a step's trace and the storages found by walking."""

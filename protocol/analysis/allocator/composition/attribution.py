@@ -1,8 +1,8 @@
-"""Attributes the peak of each phase to parts: arithmetic on a trace, its phases, and the storages found by walking.
+"""Attributes the peak of each phase to parts, from a trace, its phases, and the storages found by walking.
 
-A block that was allocated at the moment of the peak belongs to the storage that was found in it. Without a storage its
-lifetime decides: from a forward into the backward it is an activation, within one phase a temporary. Whatever the
-blocks do not add up to is ``unattributed``.
+A block that is allocated at the moment of the peak belongs to the part of the storage found in it. Without a storage
+its lifetime decides: from a forward into the backward it is an activation, within one phase a temporary. The remainder
+of the peak is ``unattributed``.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ UNCOMPOSED = frozenset(("init", "idle"))
 
 
 class Seen(NamedTuple):
-    """A storage was seen in a block."""
+    """A storage found in a block at a position of the trace."""
 
     position: int
     address: int
@@ -26,7 +26,7 @@ class Seen(NamedTuple):
 
 
 def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
-    """Return the parts of the allocations in which a storage was seen, by the allocation's number."""
+    """Return the part of each allocation in which a storage was found, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
     wanted = {sighting.address for sighting in sightings}
     of_address: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
     for position, address, part in sightings:
         for number in of_address.get(address, ()):
             if begins[number] < position <= freed[number]:
-                # A gradient may lie in the bucket it is reduced in, and was perhaps seen as a gradient only.
+                # A gradient may be part of a reduction bucket that was found as a gradient only.
                 if part == "buckets" or number not in parts:
                     parts[number] = part
                 break
@@ -50,10 +50,10 @@ class Attribution:
 
     Args:
         timeline: the trace.
-        spans: the step's phases on it, in order.
-        parts: what storages were seen in, by allocation.
-        recomputed: intervals of positions in which layers went forward inside a backward.
-        origin_us: when the step began, microseconds since the epoch.
+        spans: the step's phases on the trace, in order.
+        parts: parts of the allocations with known storages, by allocation.
+        recomputed: intervals of positions in which layers were recomputed inside a backward.
+        origin_us: start of the step, microseconds since the epoch.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Attribution:
         self.notes: list[str] = []
 
     def phases(self) -> list[PhaseComposition]:
-        """Compose each phase's highest peak, in the order the phases first came; those the trace reaches."""
+        """Return the composition of each phase's highest peak covered by the trace, in order of first occurrence."""
         best: dict[str, int] = {}
         highest: dict[str, int] = {}
         for number, span in enumerate(self._spans):
@@ -96,7 +96,7 @@ class Attribution:
         rest = highest - sum(parts.values())
         if found != highest:
             self.notes.append(f"{span.name}: the trace has {found} bytes where the allocator counted {highest}")
-        if rest < 0:  # no moment of the phase on the trace is as low as what was counted
+        if rest < 0:  # the trace is above the counted peak during the whole phase
             parts, rest = {}, highest
         if rest:
             parts["unattributed"] = rest
@@ -104,7 +104,7 @@ class Attribution:
         return PhaseComposition(span.name, highest, parts, max(0, us - self._origin_us), timeline.reserved[position])
 
     def _peak_position(self, span: Span) -> int:
-        """Find the first position of a span's peak; where the trace goes above what was counted, the best below it."""
+        """Return the first position of a span's peak; if the trace exceeds it, of the highest value below."""
         curve = self._timeline.allocated[span.begin : span.end + 1]
         top = max(curve)
         if top > span.peak_bytes:
@@ -133,12 +133,12 @@ class Attribution:
             return "other"
         if gone < len(self._spans) and self._spans[gone].name == "backward":
             return "activations"
-        # Kept longer than any backward needs it (a script's ``outputs``): saved as long as none has passed.
+        # Kept longer than a backward needs it (a script's ``outputs``): an activation until a backward has passed.
         passed = any(span.name == "backward" for span in self._spans[born:peak])
         return "other" if passed or self._spans[peak].name not in ("forward", "backward") else "activations"
 
     def _span_of(self, entry: int) -> int:
-        """Return the span an entry falls into: -1 before the step, the number of spans after it."""
+        """Return the index of an entry's span; -1 before the step, the number of spans after it."""
         if not self._spans or entry >= self._spans[-1].end:
             return len(self._spans)
         return bisect_right(self._begins, entry) - 1

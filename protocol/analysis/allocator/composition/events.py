@@ -1,4 +1,4 @@
-"""The allocator's events of one step, counted by phase from its trace. Numbers, no stacks."""
+"""The allocator's events of one step, counted by phase from its trace, without stacks."""
 
 from ....messages.telemetry import AllocatorPhase
 from ....snapshot.model import ALLOC, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
@@ -9,23 +9,23 @@ LARGEST = 5
 
 
 def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
-    """Sum up a step's entries by the phase they fell into.
+    """Count a step's entries by phase.
 
     Args:
         timeline: the trace.
-        spans: the step's phases on it.
+        spans: the step's phases on the trace.
         found: the same phases between marks.
 
     Returns:
-        The phases that had entries, in the order they first came. Empty when the ring no longer reaches back to where
-        the step's first phase began.
+        The phases with entries, in order of first occurrence. Empty if the ring does not reach back to the start of
+        the step's first phase.
     """
     if not spans or not spans[0].covered:
         return []
     sums: dict[str, _Sums] = {}
     for span, occurrence in zip(spans, found, strict=True):
         if span.name == "init":
-            continue  # the recorder began somewhere in it
+            continue  # the recorder was started during it
         one = sums.setdefault(span.name, _Sums())
         one.host_us += occurrence.us
         one.add(timeline, span.begin, span.end)

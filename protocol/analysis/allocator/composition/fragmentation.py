@@ -1,4 +1,4 @@
-"""Unused memory of the allocator, at the moment of one read."""
+"""Unused memory of the allocator at the time of one reading."""
 
 from typing import NamedTuple
 
@@ -12,17 +12,17 @@ class Fragmentation(NamedTuple):
     allocated: int
     reserved: int
     free: int
-    """Free bytes in reserved memory: reserved less what is allocated or waits to be free."""
+    """Free bytes in reserved memory: reserved minus allocated and pending."""
     largest_free: int
     rounding: int
-    """Of allocated blocks, what the program did not ask for."""
+    """Bytes of allocated blocks beyond the requested size."""
     pending: int
-    """Freed by the program, and waiting for a stream that still uses it."""
+    """Bytes freed by the program that a stream still uses."""
     segments: int
 
 
 def fragmentation(snapshot: Snapshot) -> Fragmentation:
-    """Add up the blocks of a read."""
+    """Return the sums over the blocks of a reading."""
     states = snapshot.block_states
     sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
     allocated = free = largest = rounding = pending = 0

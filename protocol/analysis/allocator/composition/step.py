@@ -1,4 +1,4 @@
-"""Makes the messages of one captured step from its trace: one replay serves both."""
+"""Makes the two messages of one captured step from a single replay of its trace."""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -15,10 +15,10 @@ from .timeline import Timeline, occurrences
 
 
 def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
-    """Make the messages of a step; those that would have no phases are left out.
+    """Return the messages of a step; messages without phases are omitted.
 
     Raises:
-        ValueError: its columns do not belong together.
+        ValueError: its columns are inconsistent.
     """
     if not 0 <= trace.first < len(trace.marks):
         raise ValueError(f"a step that begins at mark {trace.first} of {len(trace.marks)}")
@@ -71,7 +71,7 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
 
 
 def entries_of_step(trace: StepTrace) -> int:
-    """Count the allocations and frees between a step's first mark and its last; 0 where the trace begins later."""
+    """Return the number of allocations and frees between a step's first and last mark; 0 if the trace starts later."""
     [of_device] = trace.snapshot.traces or [None]
     times = columns(of_device.times, "q") if of_device is not None else array("q")
     begin_us = trace.marks[trace.first].us

@@ -1,8 +1,8 @@
-"""A step on the allocator's own trace: where its phases lie in it, and how much was allocated after every entry.
+"""A step on the allocator's own trace: the positions of its phases, and the bytes allocated after every entry.
 
 Positions count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are known by time,
-which is good to some microseconds; the counters that the probe read there are exact, so a boundary is moved to the
-nearest position at which the trace has that very figure.
+to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the nearest position
+at which the trace has the same figure.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from ....snapshot.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT
 from ..snapshot.allocations import BEFORE, Allocations, columns
 
 SLACK_US = 300
-"""How far a boundary may be moved to where the figures agree."""
+"""Maximum shift of a boundary to a position at which the figures agree."""
 _RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
@@ -24,12 +24,12 @@ class Occurrence(NamedTuple):
 
     name: str
     first: int
-    """Index of the mark it begins with."""
+    """Index of its first mark."""
     last: int
-    """Index of the mark it ends with."""
+    """Index of its last mark."""
     peak_bytes: int
     us: int
-    """How long it lasted."""
+    """Its duration."""
 
 
 class Span(NamedTuple):
@@ -40,9 +40,9 @@ class Span(NamedTuple):
     end: int
     peak_bytes: int
     covered: bool
-    """The trace reaches back to its beginning."""
+    """Whether the trace reaches back to its start."""
     begin_us: int
-    """Since the epoch."""
+    """Its start, since the epoch."""
 
 
 def occurrences(marks: list[StepMark]) -> list[Occurrence]:
@@ -51,7 +51,7 @@ def occurrences(marks: list[StepMark]) -> list[Occurrence]:
     start = 0
     for end in range(1, len(marks)):
         if marks[end].phase in ("", marks[start].phase) and end + 1 < len(marks):
-            continue  # the script read its own peaks here, or the label was corrected; the phase goes on
+            continue  # the script reset its own peaks here, or the label was corrected; the phase continues
         first, last = marks[start], marks[end]
         peak = max(first.allocated, last.allocated, *(mark.peak for mark in marks[start + 1 : end + 1]))
         found.append(Occurrence(first.phase, start, end, peak, last.us - first.us))
@@ -60,11 +60,11 @@ def occurrences(marks: list[StepMark]) -> list[Occurrence]:
 
 
 class Timeline:
-    """What one device had allocated and reserved after every entry of its trace.
+    """Allocated and reserved bytes of one device after every entry of its trace.
 
     Args:
-        snapshot: the columns of one read.
-        allocations: of the same.
+        snapshot: the columns of one reading.
+        allocations: the allocations of the same reading.
     """
 
     def __init__(self, snapshot: Snapshot, allocations: Allocations) -> None:
@@ -92,11 +92,11 @@ class Timeline:
         self.reserved = array("q", accumulate(changes))
 
     def position(self, us: int, allocated: int | None) -> int:
-        """Find the position of a boundary.
+        """Return the position of a boundary.
 
         Args:
             us: its time, microseconds since the epoch.
-            allocated: the counters' value there; None where they were not read.
+            allocated: the counter's value there; None: not read.
         """
         times, curve = self.times, self.allocated
         at = bisect_right(times, us)
@@ -110,7 +110,7 @@ class Timeline:
         return at
 
     def positions(self, marks: list[StepMark]) -> list[int]:
-        """Find the positions of a step's marks; never going back."""
+        """Return the positions of a step's marks, in non-decreasing order."""
         found: list[int] = []
         for mark in marks:
             here = self.position(mark.us, mark.allocated if mark.measured else None)
@@ -118,11 +118,11 @@ class Timeline:
         return found
 
     def spans(self, marks: list[StepMark], whole: bool) -> list[Span]:
-        """Lay a step's phases on the trace.
+        """Return a step's phases with their positions on the trace.
 
         Args:
-            marks: the step's.
-            whole: nothing has fallen out of the ring since before the step began.
+            marks: the step's marks.
+            whole: whether the ring has lost no entries since before the step started.
         """
         places = self.positions(marks)
         oldest = self.times[0] if len(self.times) else 0

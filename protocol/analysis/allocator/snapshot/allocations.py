@@ -1,4 +1,4 @@
-"""Finds every allocation of the window, with its span and its size, from a trace and the blocks at its end."""
+"""Finds every allocation of the window, with its lifetime and size, from a trace and the blocks at its end."""
 
 from array import array
 from itertools import compress
@@ -8,21 +8,21 @@ from .large_blocks import Odd, size_large
 from .rounding import SMALL_MOST, round_sizes
 
 BEFORE = -1
-"""The begin of what was there before the first entry."""
+"""Start index of allocations from before the first entry."""
 
 _IS_ALLOC = bytes(action == ALLOC for action in range(256))
 NOTHING, BEGINS, FREED, ENDS, FREED_AND_ENDS = range(5)
-"""What an entry does to the allocation it is of."""
+"""Effect of an entry on its allocation."""
 
 _EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.get(action, 0) for action in range(256))
 
 
 class Allocations:
-    """All allocations that lived at some time of the window, as columns indexed by their number.
+    """All allocations that were live at some time of the window, as columns indexed by their number.
 
     An allocation counts as *allocated* from ``begins`` to ``freed`` (the program freed it) and as *active* to
-    ``ends`` (its block could be used again). An index in these columns is the entry that changed it: ``BEFORE`` for
-    before the first entry, the number of entries for never.
+    ``ends`` (its block could be reused). These columns have the index of the entry: ``BEFORE`` means before the first
+    entry, the number of entries means never.
     """
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
@@ -33,30 +33,30 @@ class Allocations:
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
         self.begins = array("i", compress(range(self.entries), is_alloc))
         self.in_window = len(self.begins)
-        """How many began within the window: these have the first numbers, in the order in which they began."""
+        """Number of allocations that began within the window; they have the first numbers, in order."""
         self.freed = array("i", [self.entries]) * len(self.begins)
         self.ends = self.freed[:]
         self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))
         self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
         self.sizes = array("q")
         self.stacks = array("I")
-        """Empty until ``add_stacks``; a snapshot may be replayed before its stacks are there."""
+        """Empty until ``add_stacks``; a snapshot may be replayed before its stacks are loaded."""
         self.different_stacks = 0
         self._block_of: dict[int, int] = {}
         self.numbers = array("i", [-1]) * self.entries
-        """Of each entry, the allocation that it begins, frees or ends; -1 for other entries."""
+        """By entry: the allocation that it begins, frees or ends; -1 for other entries."""
         self.events = bytearray(self.trace.actions.translate(_EVENT_OF))
-        """Of each entry, what it does to that allocation: ``BEGINS``, ``FREED`` ..."""
+        """By entry: its effect on that allocation: ``BEGINS``, ``FREED`` ..."""
         self.odd: list[Odd] = []
-        """What happened without an entry of its own, by index."""
+        """Changes without an entry of their own, by index."""
         self.known: dict[int, int] = {}
         """Sizes of the blocks that are allocated at the end, by allocation."""
         self.lost = 0
         """Allocations whose end was not recorded."""
         self.unsure = 0
-        """Allocations from before the window that ended in it: their size is at least the rounded request."""
+        """Number of allocations from before the window that ended in it: their size is at least the rounded request."""
         self.unsure_bytes = 0
-        """By how much the sizes of those may be too low together, bytes."""
+        """Total by which their sizes may be too low, bytes."""
         self._walk()
         self._meet_the_end(snapshot)
         self.odd.sort()
@@ -109,7 +109,7 @@ class Allocations:
                 numbers[index] = number
 
     def _from_before(self, address: int, index: int) -> int:
-        """Add what the window's entry ``index`` frees and no entry of it allocated."""
+        """Add an allocation that entry ``index`` frees but that no entry of the window allocated."""
         return self._add(address, columns(self.trace.sizes, "q")[index])
 
     def _add(self, address: int, requested: int) -> int:
@@ -154,13 +154,13 @@ class Allocations:
             self._block_of[number] = block
             self.known[number] = block_sizes[block]
         if segments and self.entries:
-            # Trace and segments are read one after the other: what has no block any more was freed in between.
+            # Trace and segments are read one after the other: allocations without a block were freed in between.
             for number in self._open.values():
                 self._lose(number, self.entries - 1)
         self._open.clear()
 
     def _size(self, snapshot: Snapshot) -> None:
-        """Give every allocation the size of its block."""
+        """Set the size of every allocation to that of its block."""
         self.sizes = round_sizes(self.requested, snapshot.divisions)
         large = set(compress(range(len(self.sizes)), map(SMALL_MOST.__lt__, self.sizes)))
         for number, size in self.known.items():
@@ -173,5 +173,5 @@ class Allocations:
 
 
 def columns(data: bytes, code: str) -> "memoryview[int]":
-    """View a column's bytes as whole numbers."""
+    """Return a column's bytes as a view of integers."""
     return memoryview(data).cast(code)  # type: ignore[call-overload]  # typeshed wants a literal

@@ -17,60 +17,60 @@ from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words
 
 NO_STACK = "no Python stack recorded"
-"""Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
+"""For memory allocated before the window, by C++ threads (as in the backward pass), or without stacks."""
 
 
 def by_size(totals: Totals) -> dict[int, Tally]:
-    """Order totals by their bytes, most first."""
+    """Return totals ordered by bytes, largest first."""
     order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
     return {stack: Tally(*totals[stack]) for stack in order}
 
 
 def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
-    """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
+    """Return the memory held by the program right after entry ``index``, by stack; it adds up to allocated memory."""
     return by_size(replay.totals_at(index))
 
 
 def largest(replay: Replay, index: int, most: int) -> list[int]:
-    """List the largest allocations that live right after entry ``index``."""
+    """List the largest allocations that are live right after entry ``index``."""
     of = replay.allocations
     live = replay.live_at(index)
-    # Of blocks of one size the oldest come first: tuples compare faster than a key that makes them.
+    # For equal sizes the oldest come first. Comparing ready tuples is faster than a key function that makes them.
     ages = map(neg, map(of.begins.__getitem__, live))
     return [number for _, _, number in nlargest(most, zip(map(of.sizes.__getitem__, live), ages, live, strict=True))]
 
 
 class Between(NamedTuple):
-    """What happened from right after entry ``first`` to right after entry ``last``, by stack."""
+    """Changes from right after entry ``first`` to right after entry ``last``, by stack."""
 
     first: int
     last: int
     stayed: Totals
-    """Allocated in between and still held at the end of it."""
+    """Allocated in between and still held at the end."""
     gone: Totals
-    """Held at its beginning and freed in between."""
+    """Held at the start and freed in between."""
     came_and_went: Totals
     """Both allocated and freed in between."""
 
 
 def total(of: Totals) -> Tally:
-    """Sum totals up over all stacks."""
+    """Return the sum of totals over all stacks."""
     return Tally(sum(size for size, _ in of.values()), sum(blocks for _, blocks in of.values()))
 
 
 def between(replay: Replay, one: int, other: int) -> Between:
-    """Compare two moments; their order does not matter."""
+    """Return the changes between two moments, in either order."""
     first, last = sorted(max(BEFORE, min(moment, replay.last)) for moment in (one, other))
     of = replay.allocations
     low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
-    # Far fewer live at a moment than come and go in between, and fewer still from the one moment to the other.
+    # Far fewer allocations are live at a moment than are made in between, and even fewer are live at both moments.
     kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
     stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
     return Between(first, last, stayed, gone, _less(replay.begun_sums(low, high), stayed))
 
 
 def _less(whole: Totals, part: Totals) -> Totals:
-    """Subtract the bytes of a part; stacks with no bytes left are left out."""
+    """Return totals minus those of a part; stacks with no bytes left are omitted."""
     left = dict(whole)
     for stack, (size, blocks) in part.items():
         all_size, all_blocks = left.pop(stack)
@@ -80,7 +80,7 @@ def _less(whole: Totals, part: Totals) -> Totals:
 
 
 class Change(NamedTuple):
-    """How a stack differs between two snapshots; positive where the second has more."""
+    """Difference of a stack between two snapshots; positive if the second has more."""
 
     frames: tuple[Frame, ...]
     bytes: int
@@ -90,9 +90,9 @@ class Change(NamedTuple):
 
 
 def difference(before: Replay, first: int, after: Replay, second: int) -> list[Change]:
-    """Compare what lives at a moment of one snapshot with a moment of another by stack, largest change first.
+    """Compare live memory at a moment of one snapshot with a moment of another, by stack, largest change first.
 
-    Stacks are the same when their functions, files and lines are; addresses mean nothing across processes.
+    Stacks are equal if their functions, files and lines are; addresses are not comparable across processes.
     """
     tallies = [
         {tuple(replay.snapshot.frames_of(stack)): found for stack, found in live_stacks(replay, index).items()}
@@ -108,7 +108,7 @@ def difference(before: Replay, first: int, after: Replay, second: int) -> list[C
 
 
 class Oom(NamedTuple):
-    """An allocation that failed, and how things stood."""
+    """A failed allocation, and the state of memory at that moment."""
 
     device: int
     entry: int
@@ -120,7 +120,7 @@ class Oom(NamedTuple):
     free_bytes: int
     largest_free_block_bytes: int
     usable_free_bytes: int
-    """Free in blocks of the pool and stream of the request."""
+    """Free bytes in blocks of the request's pool and stream."""
     largest_usable_bytes: int
     """The largest of those blocks."""
     kind: str
@@ -130,7 +130,7 @@ class Oom(NamedTuple):
 
 
 def find_oom(replay: Replay) -> Oom | None:
-    """Describe the last out-of-memory error of the trace, if there is one."""
+    """Return the last out-of-memory error of the trace; None if there is none."""
     index = replay.oom_index()
     if index is None:
         return None
@@ -209,7 +209,7 @@ def _holder(replay: Replay, index: int, allocated: int) -> str:
 
 
 def place(snapshot: Snapshot, stack: int) -> str:
-    """Name a stack in one phrase: its innermost call, and the innermost call in user code."""
+    """Return a stack as one phrase: its innermost call, and the innermost call in user code."""
     frames = snapshot.frames_of(stack)
     if not frames:
         return NO_STACK

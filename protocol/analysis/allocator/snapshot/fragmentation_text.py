@@ -9,7 +9,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def fragmentation_words(found: Fragmentation) -> list[str]:
-    """Return how reserved memory is used, a sentence a line."""
+    """Return the use of reserved memory, one sentence per line."""
     if not found.reserved:
         return ["nothing is reserved"]
     lines = [

@@ -1,4 +1,4 @@
-"""The size of a large block: it takes the whole free range at its address where only little would remain."""
+"""Sizes of large blocks: a block takes the whole free range at its address if only little would remain."""
 
 from array import array
 from bisect import bisect_right, insort
@@ -18,7 +18,7 @@ class Odd(NamedTuple):
 
 
 class Window(Protocol):
-    """The allocations of a window, as columns by their number; see ``allocations.Allocations``."""
+    """The allocations of a window, as columns indexed by number; see ``allocations.Allocations``."""
 
     device: int
     trace: Trace
@@ -32,12 +32,12 @@ class Window(Protocol):
 
 
 def size_large(of: Window, snapshot: Snapshot, large: set[int]) -> None:
-    """Size the allocations ``large`` of a window; those whose blocks stand at the end keep the size they have."""
+    """Set the sizes of the allocations ``large`` of a window; those with blocks at the end keep their size."""
     _Rooms(of, snapshot, large).replay()
 
 
 class _Rooms:
-    """Replays where large blocks and plain segments lay, to find the room that each large allocation was given."""
+    """Replays the positions of large blocks and plain segments, to find the room of each large allocation."""
 
     def __init__(self, of: Window, snapshot: Snapshot, large: set[int]) -> None:
         self.of, self.large, self.max_split_size = of, large, snapshot.max_split_size
@@ -48,7 +48,7 @@ class _Rooms:
             for segment in snapshot.segments
             if segment.device == of.device and not segment.expandable
         }
-        # Backwards over the window: which segments stood before its first entry.
+        # Walk the window backwards to find the segments before its first entry.
         for index in range(of.entries - 1, -1, -1):
             action = trace.actions[index]
             if action == SEGMENT_ALLOC:
@@ -63,7 +63,7 @@ class _Rooms:
                 self.gone.setdefault(odd.at, []).append(odd.number)
 
     def replay(self) -> None:
-        """Walk the window, sizing each large allocation as it comes."""
+        """Walk the window and set the size of each large allocation."""
         of, numbers = self.of, self.of.numbers
         if not self.segments and SEGMENT_ALLOC not in of.trace.actions:
             return  # all segments are expandable: blocks are always split to size

@@ -1,7 +1,7 @@
 """Layout of memory: segments and the blocks in them, at any moment of the window.
 
-Hundreds of thousands of blocks may lie there, and a cursor moves over them: what a segment holds is found when it is
-asked for, and sums are taken over whole columns.
+There may be hundreds of thousands of blocks, and the cursor moves between moments. Therefore a segment's blocks are
+computed on request, and sums are computed over whole columns.
 """
 
 from bisect import bisect_left
@@ -21,14 +21,14 @@ class Block(NamedTuple):
     address: int
     size: int
     requested: int
-    """What the program asked for, bytes; 0 of a free block."""
+    """Requested bytes; 0 for a free block."""
     state: int
     number: int
-    """Its allocation; -1 of a free block."""
+    """Its allocation; -1 for a free block."""
 
 
 class Piece:
-    """A segment (of an expandable one: a mapped range) at a moment; its blocks fill it without gaps."""
+    """A segment (or a mapped range of an expandable one) at a moment; its blocks fill it without gaps."""
 
     __slots__ = ("_first", "_last", "_of", "address", "expandable", "pool", "size", "small", "stream")
 
@@ -38,12 +38,12 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after it."""
         return self.address + self.size
 
     @property
     def active_blocks(self) -> int:
-        """How many blocks are allocated or pending."""
+        """Number of blocks that are allocated or pending."""
         return self._last - self._first
 
     @property
@@ -53,18 +53,18 @@ class Piece:
 
     @property
     def free_sizes(self) -> list[int]:
-        """The sizes of the free blocks, in no order."""
+        """The sizes of the free blocks, unordered."""
         within = self._of.gaps[self._first : max(self._first, self._last - 1)]
         return [*filter(None, within), *self.edges]
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest free block, bytes."""
+        """Size of the largest free block."""
         return max(self.free_sizes, default=0)
 
     @property
     def edges(self) -> list[int]:
-        """The sizes of the free blocks at its ends: none, one or two of them."""
+        """The sizes of the free blocks at its ends, at most two."""
         first, last, of = self._first, self._last - 1, self._of
         if last < first:
             return [self.size] if self.size else []
@@ -73,7 +73,7 @@ class Piece:
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks by address, free ones included."""
+        """All blocks, including free ones, by address."""
         of, found, at = self._of, list[Block](), self.address
         for place in range(self._first, self._last):
             address, size, number = of.addresses[place], of.sizes[place], of.numbers[place]
@@ -88,19 +88,19 @@ class Piece:
 
 
 class Layout(Sequence[Piece]):
-    """A device's memory right after an entry: its pieces, by address."""
+    """A device's memory right after an entry, as pieces ordered by address."""
 
     def __init__(self, replay: Replay, index: int) -> None:
         self.replay, self.moment = replay, index
         self.numbers, self.addresses = replay.active_blocks_at(index)
-        """Active allocations, and where they begin, by address."""
+        """Active allocations and their addresses, ordered by address."""
         self.sizes = list(map(replay.allocations.sizes.__getitem__, self.numbers))
         ends = map(add, self.addresses, self.sizes)
         self.gaps = [*map(sub, self.addresses[1:], ends), 0][: len(self.numbers)]
-        """Behind each allocation the free bytes up to the next one, where both lie in the same piece."""
+        """By allocation: the free bytes up to the next one if both are in the same piece, else 0."""
         self.exact = True
-        """Whether every active allocation lies in it with its whole size, as in any file that is sound."""
-        # A block never reaches into the next: only blocks of unsure size could seem to.
+        """Whether every active allocation is inside a piece with its whole size, as in any consistent file."""
+        # Blocks never overlap: only blocks of uncertain size can appear to.
         if self.gaps and min(self.gaps) < 0:
             self.exact = False
             for place in [place for place, gap in enumerate(self.gaps) if gap < 0]:
@@ -111,7 +111,7 @@ class Layout(Sequence[Piece]):
         self._pieces = [Piece(self, *span) for span in spans]
 
     def _lay_out(self, ranges: list[Range]) -> list[tuple[Range, int, int]]:
-        """Find the allocations in each range: the first, and the one behind the last."""
+        """Return the allocations in each range: index of the first, and of the one after the last."""
         addresses, sizes, last = self.addresses, self.sizes, 0
         spans: list[tuple[Range, int, int]] = []
         for one in ranges:
@@ -126,7 +126,7 @@ class Layout(Sequence[Piece]):
         return spans
 
     def _only(self, spans: list[tuple[Range, int, int]]) -> list[tuple[Range, int, int]]:
-        """Leave out allocations that lie in no range: the file contradicts itself there."""
+        """Remove allocations that are in no range, where the file is inconsistent."""
         self.exact = False
         places = [place for _, first, last in spans for place in range(first, last)]
         self.numbers, self.addresses, self.sizes, self.gaps = (
@@ -149,36 +149,36 @@ class Layout(Sequence[Piece]):
 
 
 def layout_at(replay: Replay, index: int) -> Layout:
-    """Lay out a device's memory right after entry ``index``, by address."""
+    """Return the layout of a device's memory right after entry ``index``."""
     return Layout(replay, index)
 
 
 def matters(free: int, reserved: int) -> bool:
-    """Return whether free memory in pieces can be why a run fails: more than a twentieth of what is reserved.
+    """Return whether fragmented free memory may cause a failure: more than a twentieth of reserved memory.
 
-    With less, one more request may have fitted in one piece, but the run had come to its end all the same.
+    With less, one more request might have fitted if it were contiguous, but the run would have failed soon after.
     """
     return free > reserved * 0.05
 
 
 class Fragmentation(NamedTuple):
-    """How well reserved memory is used, in numbers; all bytes."""
+    """Use of reserved memory, in bytes and counts."""
 
     reserved: int
     allocated: int
     requested: int
-    """Of what is allocated or pending, what the program asked for."""
+    """Requested bytes of allocated and pending blocks."""
     rounding: int
-    """Allocated or pending beyond what was asked for."""
+    """Bytes of allocated and pending blocks beyond the requested size."""
     pending: int
     """Freed by the program, but waiting for a stream."""
     free: int
     free_blocks: int
     largest_free: int
     free_small: int
-    """Free in segments of small blocks, of no use to requests above 1 MiB."""
+    """Free in segments of small blocks, not usable for requests above 1 MiB."""
     free_private: int
-    """Free in private pools, of no use outside them."""
+    """Free in private pools, not usable outside them."""
     expandable: int
     """Reserved in expandable segments."""
     segments: int
@@ -188,7 +188,7 @@ class Fragmentation(NamedTuple):
 
 
 def fragmentation(layout: Layout) -> Fragmentation:
-    """Sum a layout up."""
+    """Return the sums over a layout."""
     replay, sizes = layout.replay, layout.sizes
     of = replay.allocations
     reserved, taken = sum(piece.size for piece in layout), sum(sizes)

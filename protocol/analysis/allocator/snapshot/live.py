@@ -1,7 +1,7 @@
-"""Finds the live allocations at any entry without walking the whole trace, from checkpoints every so many entries.
+"""Finds the live allocations at any entry without walking the whole trace, from checkpoints at regular intervals.
 
-Addresses are numbered in their order, so what lives comes out in the order it lies in memory, however many blocks
-live: nothing is sorted when a cursor moves.
+Addresses are numbered in ascending order, so live allocations are returned in order of address without sorting when
+the cursor moves.
 """
 
 from array import array
@@ -13,25 +13,25 @@ from .allocations import BEFORE, BEGINS, ENDS, FREED, FREED_AND_ENDS, Allocation
 
 _LEAST_STRIDE = 2048
 _MOST_KEPT = 8_000_000
-"""Owners kept in all checkpoints together, 4 bytes each."""
+"""Maximum number of owners in all checkpoints together, 4 bytes each."""
 _MOST_CHECKPOINTS = 256
 
 _MOST_SUMS = 32
-"""How often the sums of what began are kept."""
+"""Number of stored sums of ``Begun``."""
 
 Totals = dict[int, tuple[int, int]]
 """Bytes and blocks by stack."""
 
 
 class ActiveBlocks(NamedTuple):
-    """Active allocations by address: their numbers, and where they begin."""
+    """Numbers and addresses of active allocations, ordered by address."""
 
     numbers: list[int]
     addresses: list[int]
 
 
 class LiveSets:
-    """The live sets of a trace, found from the checkpoint before an entry."""
+    """The live sets of a trace, computed from the checkpoint before an entry."""
 
     def __init__(self, of: Allocations) -> None:
         self._of = of
@@ -50,7 +50,7 @@ class LiveSets:
             self._advance(owner, begin, min(begin + self._stride, of.entries))
 
     def active_blocks_at(self, index: int) -> ActiveBlocks:
-        """Find the allocations whose blocks are taken right after entry ``index``."""
+        """Return the allocations whose blocks are in use right after entry ``index``."""
         nearest = min((index + 1) // self._stride, len(self._owners) - 1)
         owner = self._owners[nearest][:]
         self._advance(owner, nearest * self._stride, index + 1)
@@ -62,9 +62,9 @@ class LiveSets:
         return ActiveBlocks(numbers, addresses)
 
     def totals_at(self, index: int) -> Totals:
-        """Sum up by stack what the program holds right after entry ``index``.
+        """Return the memory held by the program right after entry ``index``, by stack.
 
-        The sums at a checkpoint are kept once they were asked for: a cursor that moves stays near the same ones.
+        The sums at a checkpoint are cached, because a moving cursor stays near the same ones.
         """
         of = self._of
         nearest = min((index + 1) // self._stride, len(self._owners) - 1)
@@ -102,7 +102,7 @@ class LiveSets:
 
 
 def sums(of: Allocations, numbers: list[int]) -> Totals:
-    """Sum allocations up by stack."""
+    """Return the sums of allocations by stack."""
     return _totals(*_by_stack(of, numbers))
 
 
@@ -120,7 +120,7 @@ def _totals(size: list[int], blocks: list[int]) -> Totals:
 
 
 class Begun:
-    """Sums by stack of the allocations that began in the window, up to any number, kept every so many numbers."""
+    """Sums by stack of the window's first allocations up to any number, with stored sums at regular intervals."""
 
     def __init__(self, of: Allocations) -> None:
         self._of = of
@@ -132,7 +132,7 @@ class Begun:
             self._add(size, blocks, begin, min(begin + self._stride, of.in_window))
 
     def sums(self, low: int, high: int) -> Totals:
-        """Sum up the allocations with the numbers from ``low`` up to but not including ``high``."""
+        """Return the sums of the allocations numbered from ``low`` up to but not including ``high``."""
         (less, fewer), (size, blocks) = self._up_to(low), self._up_to(high)
         return {
             stack: (size[stack] - less[stack], count - fewer[stack])
@@ -153,10 +153,10 @@ class Begun:
 
 
 def _slots(of: Allocations) -> tuple[list[int], list[int]]:
-    """Number the addresses, and say for each allocation which of them it has.
+    """Return the slot of each allocation, and the address of each slot.
 
-    In a whole trace an address has one owner at a time. Where frees are missing, a block from before the window may
-    overlap another that the trace mentions: it gets a number of its own.
+    In a complete trace an address has one owner at a time. If frees are missing, a block from before the window may
+    overlap another block of the trace: it gets its own slot.
     """
     addresses = sorted(set(of.addresses))
     place = dict(zip(addresses, range(len(addresses)), strict=True))

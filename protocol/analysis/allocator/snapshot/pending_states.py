@@ -1,8 +1,8 @@
-"""How much an optimizer's first step still had to allocate when it ran out of memory, from a snapshot.
+"""Estimates how much an optimizer's first step still had to allocate when it ran out of memory, from a snapshot.
 
-An optimizer makes its states parameter by parameter: each is as large as its parameter, times the ratio of their types'
-widths. So the states made so far are recognised by their stacks. The parameters are a group of earlier allocations from
-one place in the code, whose sizes include those of the states.
+An optimizer creates its states parameter by parameter; a state's size is its parameter's, times the ratio of the data
+types' widths. The states created so far are recognised by their stacks. The parameters are a group of earlier
+allocations from one line of code, whose sizes include those of the states.
 """
 
 from collections import Counter
@@ -13,27 +13,28 @@ from .allocations import columns
 from .replay import Replay
 
 STATE_FRAMES = ("_init_group", "initialize_optimizer_states", "init_state", "_init_state")
-"""Functions (their names in lower case) in which optimizers make their states."""
+"""Functions (names in lower case) in which optimizers create their states."""
 
 _FEWEST = 3
-"""States made so far; fewer may be found anywhere."""
+"""Minimum number of states created so far; fewer would match any group."""
 _SCALAR = 64
-"""Bytes; a state of up to this is a step's counter, and of no parameter."""
+"""Bytes; a state of at most this size is a step counter, not a parameter's state."""
 _A_PARAMETER = (1, 2, 3)
-"""States of one parameter: momentum; Adam's two; AMSGrad's three."""
+"""Number of states per parameter: momentum; Adam's two; AMSGrad's three."""
 _WIDTHS = (1.0, 2.0, 0.5, 0.25)
-"""A state's bytes by its parameter's: fp32 by fp32, fp32 by bf16, bf16 by fp32, 8 bits by fp32."""
+"""Ratio of a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32."""
 
 
 def pending_states(replay: Replay, index: int) -> int:
-    """Estimate what a failed creation of optimizer states still had to allocate, the failed request included, bytes.
+    """Return an estimate of the bytes that optimizer states still needed, including the failed request.
 
     Args:
-        replay: of a device.
-        index: the entry of the out-of-memory error.
+        replay: replay of a device.
+        index: entry of the out-of-memory error.
 
     Returns:
-        The least of what would fit what was made so far; 0 where it was no such request, or nothing fits.
+        The smallest estimate consistent with the states created so far; 0 if the request was not for states, or if no
+        estimate is consistent.
     """
     of = replay.allocations
     failing = columns(replay.trace.stacks, "I")[index]
@@ -54,10 +55,11 @@ def pending_states(replay: Replay, index: int) -> int:
 
 
 def pending_bytes(made: Sequence[int], parameters: Iterable[int]) -> int:
-    """Estimate what is left to make of states that follow the sizes of ``parameters``; 0 where they do not.
+    """Return an estimate of the remaining bytes of states for ``parameters`` (sizes); 0 if the sizes do not match.
 
-    A reading (one, two or three states of a parameter, and of what width) in which the states come in the order of the
-    parameters, or in the opposite one, goes before one in which only their sizes are found; of several it is the least.
+    Candidates are one, two or three states per parameter, in each width. Candidates in which the states are in the
+    order of the parameters, or in reverse order, take precedence over those in which only the sizes occur. Of several
+    the smallest counts.
     """
     had = [size for size in made if size > _SCALAR]
     whole = [size for size in parameters if size > _SCALAR]

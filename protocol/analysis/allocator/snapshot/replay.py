@@ -1,8 +1,8 @@
-"""The allocator at every entry of a trace: figures as curves, and what was live at any of them.
+"""State of the allocator at every entry of a trace: curves of figures, and the live allocations.
 
-As PyTorch's own viewer does it, the window is tied to its end: what stands in the segments then is certain, and
-walking the trace from there gives every moment before. The moment of entry ``k`` is the state right after it, and
-``-1`` the state before the first.
+Like PyTorch's own viewer, the replay is anchored at the window's end: the segments are known then, and walking the
+trace from there gives every earlier moment. The moment of entry ``k`` is the state right after it; ``-1`` is the state
+before the first.
 """
 
 from array import array
@@ -24,14 +24,14 @@ from .live import ActiveBlocks, Begun, LiveSets, Totals
 from .segments import SegmentHistory
 
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
-"""Actions that change reserved memory, and in which direction."""
+"""Actions that change reserved memory, with the sign of the change."""
 
 
 class Replay:
-    """One device of a snapshot, at every moment.
+    """States of one device of a snapshot at every moment.
 
-    ``allocated``, ``active``, ``requested`` and ``reserved`` hold one value an entry more than the trace, in bytes:
-    position 0 is the state before the first entry, position ``k + 1`` that after entry ``k``; ``at`` asks by entry.
+    ``allocated``, ``active``, ``requested`` and ``reserved`` have one value more than the trace has entries, in bytes:
+    position 0 is the state before the first entry, position ``k + 1`` that after entry ``k``; ``at`` indexes by entry.
     """
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
@@ -45,14 +45,14 @@ class Replay:
         self._curves()
         self.peak_bytes = max(self.allocated)
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
-        """The first entry at which allocated memory is at its highest; -1 for before the first."""
+        """The first entry at which allocated memory is highest; -1: before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
         self._taken: dict[int, ActiveBlocks] = {}
         self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
-        """Add the stacks of the whole snapshot, where this was made without them."""
+        """Add the stacks of the complete snapshot, if this was made without them."""
         self.snapshot = snapshot
         self.allocations.add_stacks(snapshot)
         self.trace = self.allocations.trace
@@ -75,7 +75,7 @@ class Replay:
         of = self.allocations
         sizes, asked = of.sizes, of.requested
         before = [number for number, begin in enumerate(of.begins) if begin == BEFORE]
-        # freed == BEFORE: it was pending when the window began and never counts as allocated.
+        # freed == BEFORE: it was pending at the start of the window and never counts as allocated.
         held = sum(sizes[number] for number in before if of.freed[number] != BEFORE)
         taken, wanted = (sum(column[number] for number in before) for column in (sizes, asked))
         self.allocated, self.active, self.requested = (array("q", [start]) for start in (held, taken, wanted))
@@ -117,25 +117,25 @@ class Replay:
         self.reserved = array("q", accumulate(changes))
 
     def active_blocks_at(self, index: int) -> ActiveBlocks:
-        """Find the allocations, active right after entry ``index`` (allocated or pending), by address."""
+        """Return the allocations active (allocated or pending) right after entry ``index``, by address."""
         index = max(BEFORE, min(index, self.last))
         if index not in self._taken:
-            # The mark's and the cursor's: one of the two rests while the other moves.
+            # Keep two results, for the mark and the cursor: one of them stays while the other moves.
             self._taken = {**dict(list(self._taken.items())[-1:]), index: self._live.active_blocks_at(index)}
         else:
             self._taken[index] = self._taken.pop(index)
         return self._taken[index]
 
     def active_at(self, index: int) -> list[int]:
-        """List the allocations whose blocks are taken right after entry ``index``: allocated, or pending."""
+        """List the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
         return self.active_blocks_at(index).numbers
 
     def totals_at(self, index: int) -> Totals:
-        """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
+        """Return the bytes and blocks held by the program right after entry ``index``, by stack."""
         return self._live.totals_at(max(BEFORE, min(index, self.last)))
 
     def begun_sums(self, low: int, high: int) -> Totals:
-        """Sum up by stack the allocations of the window with the numbers from ``low`` up to but not ``high``."""
+        """Return the sums by stack of the window's allocations numbered from ``low`` up to but not ``high``."""
         if self._begun is None:
             self._begun = Begun(self.allocations)
         return self._begun.sums(low, high)
@@ -145,7 +145,7 @@ class Replay:
         index = max(BEFORE, min(index, self.last))
         freed, active = self.allocations.freed, self.active_at(index)
         if self.at(self.active, index) == self.at(self.allocated, index):
-            return active  # nothing waits for a stream
+            return active  # no block waits for a stream
         return [number for number in active if freed[number] > index]
 
     def state_at(self, number: int, index: int) -> int:
@@ -153,9 +153,9 @@ class Replay:
         return ALLOCATED if self.allocations.freed[number] > index else PENDING
 
     def time_of(self, index: int) -> int:
-        """Return an entry's time, microseconds since 1970; 0 where none was recorded."""
+        """Return an entry's time, microseconds since the epoch; 0 if none was recorded."""
         return columns(self.trace.times, "q")[index] if 0 <= index < self.entries else 0
 
     def oom_index(self) -> int | None:
-        """Return the last out-of-memory entry, if there is one."""
+        """Return the last out-of-memory entry; None if there is none."""
         return self.ooms[-1] if self.ooms else None

@@ -1,4 +1,4 @@
-"""A snapshot as plain data: what ``ftmon snapshot --json`` prints. ``docs/snapshot.md`` documents every field."""
+"""A snapshot as plain data, printed by ``ftmon snapshot --json``. ``docs/snapshot.md`` documents every field."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from .replay import Replay
 
 
 def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str, Any]:
-    """Describe a snapshot.
+    """Return the description of a snapshot.
 
     Args:
         snapshot: the snapshot.
-        replays: one for each of its devices.
-        top: how many stacks and blocks to list.
+        replays: one replay per device.
+        top: maximum number of stacks and blocks to list.
     """
     ooms = [found for replay in replays if (found := find_oom(replay)) is not None]
     oom = max(ooms, key=lambda found: _moment(replays, found), default=None)
@@ -29,13 +29,13 @@ def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str
 
 
 def _moment(replays: list[Replay], oom: Oom) -> tuple[int, int]:
-    """Order out-of-memory errors of several devices: by time, then by device."""
+    """Return a sort key for the out-of-memory errors of several devices: time, then device."""
     replay = next(replay for replay in replays if replay.device == oom.device)
     return replay.time_of(oom.entry), -oom.device
 
 
 def frames_json(frames: list[Frame]) -> list[dict[str, Any]]:
-    """Give frames as objects, innermost first."""
+    """Return frames as dictionaries, innermost first."""
     return [frame._asdict() for frame in frames]
 
 
@@ -122,7 +122,7 @@ def _oom(snapshot: Snapshot, oom: Oom) -> dict[str, Any]:
 
 
 def difference_report(before: list[Replay], after: list[Replay], top: int = 20) -> dict[str, Any]:
-    """Describe how the end of one snapshot differs from the end of another, device by device."""
+    """Return the differences between the ends of two snapshots, by device."""
     devices: list[dict[str, Any]] = []
     changes: list[dict[str, Any]] = []
     for old in before:

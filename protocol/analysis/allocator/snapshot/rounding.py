@@ -1,7 +1,7 @@
 """Size of the block for a request: the rules of PyTorch's caching allocator, from c10/cuda/CUDACachingAllocator.cpp.
 
-The trace holds requested sizes and the segments hold blocks' sizes, so for a block that is gone by the end its size
-follows from these rules and, in the pool of large blocks, from the free room that stood behind its address.
+The trace has requested sizes and the segments have block sizes. The size of a block that is gone by the end is
+therefore derived from these rules and, in the pool of large blocks, from the free room after its address.
 """
 
 from array import array
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 SMALLEST = 512
 """Sizes are multiples of this (kMinBlockSize)."""
 SMALL_MOST = 2**20
-"""Requests up to this come from segments of small blocks, and a remainder up to it is not split off (kSmallSize)."""
+"""Requests up to this use segments of small blocks, and a remainder up to it is not split off (kSmallSize)."""
 _FIRST_DIVISION = 2**20
 
 
 def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
-    """Round a request as ``DeviceCachingAllocator::round_size`` does, bytes.
+    """Return the rounded size of a request, like ``DeviceCachingAllocator::round_size``, in bytes.
 
     Args:
         requested: bytes.
@@ -32,7 +32,7 @@ def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
 
 
 def round_sizes(requested: Sequence[int], divisions: Sequence[int] = ()) -> "array[int]":
-    """Round many requests; with PyTorch's default of no divisions without a call for each."""
+    """Return the rounded sizes of many requests; without divisions (PyTorch's default) no call per request is made."""
     if any(part > 1 for part in divisions):
         return array("q", [round_size(size, divisions) for size in requested])
     return array("q", [-(-size // SMALLEST) * SMALLEST or SMALLEST for size in requested])
@@ -49,12 +49,12 @@ def _next_division(size: int, parts: int) -> int:
 
 
 def block_size(rounded: int, room: int, max_split_size: int) -> int:
-    """Return a large block's size: the whole free room where the allocator would not split it (``should_split``).
+    """Return a large block's size: the whole free room if the allocator would not split it (``should_split``).
 
     Args:
         rounded: the rounded request, bytes, above ``SMALL_MOST``.
         room: free bytes from the block's address on, in a segment that is not expandable.
-        max_split_size: the allocator's setting; negative for none.
+        max_split_size: the allocator's setting; negative: none.
     """
     unsplit = room - rounded <= SMALL_MOST or 0 <= max_split_size <= rounded
     return room if unsplit and room >= rounded else rounded

@@ -1,4 +1,4 @@
-"""The segments of a device at any moment of the window: how they stand at the end, and walking back from there."""
+"""The segments of a device at any moment of the window, computed backwards from their state at the end."""
 
 from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from .rounding import SMALL_MOST
 
 _STRIDE = 512
 _MOST_KEPT = 4_000_000
-"""Ranges kept in all states together, a reference each."""
+"""Maximum number of ranges stored in all states together, one reference each."""
 
 
 class Range(NamedTuple):
-    """A segment, or of an expandable one a mapped range, at a moment."""
+    """A segment, or a mapped range of an expandable one, at a moment."""
 
     address: int
     size: int
@@ -24,12 +24,12 @@ class Range(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after it."""
         return self.address + self.size
 
 
 class SegmentHistory:
-    """Undoes what happened to segments, from the end backwards; every so many changes the state is kept."""
+    """Undoes changes of segments from the end backwards; the state is stored at regular intervals."""
 
     def __init__(self, snapshot: Snapshot, device: int, trace: Trace, entries: list[int]) -> None:
         self._trace, self._entries = trace, entries
@@ -45,7 +45,7 @@ class SegmentHistory:
         state = _State(last)
         self._stride = max(_STRIDE, len(entries) * (len(last) + 1) // _MOST_KEPT)
         self._kept: list[list[Range]] = []
-        """States after all changes, after all but ``stride``, all but two of them, and so on."""
+        """States after all changes, after all but ``stride``, all but ``2 * stride``, and so on."""
         for undone in range(len(entries) + 1):
             if undone % self._stride == 0:
                 self._kept.append(state.ranges())
@@ -96,7 +96,7 @@ class _State:
             del self._starts[bisect_left(self._starts, address)]
 
     def cut(self, address: int, end: int) -> None:
-        """Take what was mapped from ``address`` to ``end`` out of expandable ranges."""
+        """Remove the addresses from ``address`` to ``end`` from expandable ranges."""
         first = max(0, bisect_right(self._starts, address) - 1)
         for start in self._starts[first : bisect_left(self._starts, end)]:
             one = self._at[start]
@@ -108,7 +108,7 @@ class _State:
                     self.put(one._replace(address=begin, size=stop - begin))
 
     def join(self, address: int, size: int, stream: int) -> None:
-        """Put what was unmapped back, as one with the expandable ranges beside it."""
+        """Restore an unmapped range, merged with adjacent expandable ranges."""
         place = bisect_left(self._starts, address)
         before = self._at[self._starts[place - 1]] if place else None
         if before is not None and not (before.end == address and before.expandable and before.stream == stream):

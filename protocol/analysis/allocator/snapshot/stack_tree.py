@@ -1,4 +1,4 @@
-"""The tree of stacks, built once and weighed anew for each moment: a cursor that moves adds up, and builds nothing."""
+"""The tree of stacks, built once; when the cursor moves, only its sums are computed again."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,12 +14,12 @@ Key = tuple[int, ...]
 
 
 class StackTree:
-    """Every stack that was asked for so far as a branch, outermost calls at its root (node 0)."""
+    """Every stack requested so far as a branch, with outermost calls at the root (node 0)."""
 
     def __init__(self, snapshot: Snapshot, fold: bool = True) -> None:
         self.snapshot, self.fold = snapshot, fold
         self.keys: list[Key] = [()]
-        # Whole numbers alone: a hundred thousand lists would be walked again and again by the garbage collector.
+        # Arrays of integers, because the garbage collector would repeatedly walk a hundred thousand lists.
         self._first_child, self._next_sibling = array("I", [0]), array("I", [0])
         self._parents = array("I", [0])
         self._node_of: dict[tuple[int, Key], int] = {}
@@ -28,11 +28,11 @@ class StackTree:
         self._found: tuple[str, frozenset[int]] = "", frozenset()
 
     def weigh(self, tallies: Mapping[int, Tally], find: str = "") -> "Node":
-        """Return the root of the tree as it is at a moment.
+        """Return the root of the tree with the sums of a moment.
 
         Args:
             tallies: bytes and counts by stack.
-            find: keep only stacks with a frame whose function or file contains this, in any case.
+            find: keep only stacks with a frame whose function or file contains this, ignoring case.
         """
         if find:
             wanted = self._matching(find)
@@ -43,7 +43,7 @@ class StackTree:
             sizes[leaf] += size
             blocks[leaf] += count
         parents = self._parents
-        # A node always comes after the one it hangs on.
+        # A node's index is always larger than its parent's.
         for node in range(len(parents) - 1, 0, -1):
             if count := blocks[node]:
                 sizes[parents[node]] += sizes[node]
@@ -51,7 +51,7 @@ class StackTree:
         return Node(Weighed(self, sizes, blocks, tallies.get(0, Tally(0, 0))), 0)
 
     def children(self, node: int) -> Iterator[int]:
-        """List the nodes right below one."""
+        """Iterate over the children of a node."""
         child = self._first_child[node]
         while child:
             yield child
@@ -105,17 +105,17 @@ class StackTree:
 
 
 class Weighed(NamedTuple):
-    """A tree at a moment: bytes and blocks by node."""
+    """A tree with the bytes and blocks of a moment, by node."""
 
     tree: StackTree
     bytes: list[int]
     blocks: list[int]
     without: Tally
-    """Bytes without a stack; they count in the root alone."""
+    """Bytes without a stack; they count only in the root."""
 
 
 class Node(NamedTuple):
-    """A call, or a run of library calls folded into one, and what was allocated at it and below."""
+    """A call, or consecutive library calls folded into one, with the memory allocated at it and below."""
 
     of: Weighed
     number: int
@@ -137,12 +137,12 @@ class Node(NamedTuple):
 
     @property
     def children(self) -> list["Node"]:
-        """What lies below and holds something, in no order."""
+        """The children with blocks, unordered."""
         weighed = self.of
         return [Node(weighed, child) for child in weighed.tree.children(self.number) if weighed.blocks[child]]
 
     def ordered(self) -> list["Node"]:
-        """List what lies below, most bytes first (for a difference: furthest from zero)."""
+        """List the children with blocks, most bytes first (for a difference: by absolute value)."""
         sizes, blocks = self.of.bytes, self.of.blocks
         of = self.of
         live = [child for child in of.tree.children(self.number) if blocks[child]]
@@ -152,12 +152,12 @@ class Node(NamedTuple):
 
 
 def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True, find: str = "") -> Node:
-    """Make the tree of stacks once; see ``StackTree.weigh``."""
+    """Build the tree of stacks for one moment; see ``StackTree.weigh``."""
     return StackTree(snapshot, fold).weigh(tallies, find)
 
 
 def node_words(node: Node) -> str:
-    """Return what a node stands for: a call, or the innermost of a run of library calls."""
+    """Return a node as text: its call, or the innermost of folded library calls."""
     frames, snapshot = node.frames, node.of.tree.snapshot
     if not frames:
         return "everything"
