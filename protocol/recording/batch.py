@@ -1,4 +1,4 @@
-"""Rows on their way into a recording: kept while the disk cannot be written, thinned out when they become too many."""
+"""Rows to be written to a recording: kept while the disk cannot be written, and thinned out above a limit."""
 
 import sqlite3
 from itertools import chain
@@ -15,10 +15,10 @@ PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
 
 _EVENTS_KEPT = 5_000
-"""Of those, states and other events stay as long as they are no more than this."""
+"""Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
 
 _ROWS_A_STATEMENT = 200
-"""So many rows go in with one statement, where there are as many."""
+"""Rows inserted per statement."""
 
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
@@ -41,7 +41,7 @@ _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.Interface
 
 
 class Batch:
-    """Rows by table, how many messages they are, and how many were lost before they came here."""
+    """Rows by table, the number of their messages, and the number of messages that were lost before."""
 
     __slots__ = ("agent_numbers", "gap", "held", "last_seq", "received", "rows")
 
@@ -50,16 +50,16 @@ class Batch:
         self.held = 0
         """Messages whose rows are here."""
         self.last_seq = 0
-        """The highest number of a message when the batch was taken."""
+        """Highest message number in the stream when the batch was taken."""
         self.agent_numbers: dict[str, int] = {}
         """Highest sequence number recorded per agent; agents resend until it is confirmed."""
         self.received: dict[str, int] = {}
         """Highest sequence number received from each rank; empty: none since the last batch."""
         self.gap: tuple[float, float, int, str] | None = None
-        """Of the messages lost: when the hub had the first and the last, how many they are, and why."""
+        """Messages lost: when the hub received the first and the last, their number, and the reason."""
 
     def __bool__(self) -> bool:
-        """Return whether there is something to write."""
+        """Return whether there is anything to write."""
         return bool(self.held or self.gap or self.received)
 
     @property
@@ -68,7 +68,7 @@ class Batch:
         return self.gap[2] if self.gap is not None else 0
 
     def add(self, later: "Batch") -> None:
-        """Append what came later."""
+        """Append a later batch."""
         for table, rows in later.rows.items():
             if rows:
                 self.rows[table] += rows
@@ -81,20 +81,20 @@ class Batch:
             self.lose(count, first_t, last_t, reason)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Note that messages were lost.
+        """Record that messages were lost.
 
         Args:
-            count: how many.
+            count: their number.
             first_t: when the hub received the first of them, seconds since the epoch.
-            last_t: the same of the last.
-            reason: why, in words.
+            last_t: when it received the last.
+            reason: the reason, as text.
         """
         if self.gap is not None:
             first_t, count = self.gap[0], count + self.gap[2]
         self.gap = (first_t, last_t, count, reason)
 
     def let_go(self, reason: str) -> None:
-        """Hold rows while they are few; beyond that let the bulky ones go, and keep what explains the run."""
+        """Drop the bulky rows if the batch exceeds ``PENDING_LIMIT`` messages; the rows that explain the run stay."""
         if self.held <= PENDING_LIMIT:
             return
         times: list[float] = []
@@ -112,14 +112,14 @@ class Batch:
             self.lose(len(times), min(times), max(times), reason)
 
     def names(self) -> "Batch":
-        """Return a batch of the names alone that rows to come refer to."""
+        """Return a batch of only the names, which later rows refer to."""
         found = Batch()
         found.last_seq = self.last_seq
         found.rows |= {table: self.rows[table] for table in _NAMES}
         return found
 
     def insert(self, connection: sqlite3.Connection) -> int:
-        """Insert all rows; return how many messages were skipped because no column could hold them (a peer's nonsense).
+        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values.
 
         Raises:
             sqlite3.Error: they could not be written.

@@ -1,6 +1,6 @@
 """Moves committed pages from the write-ahead log into the recording, in a thread of its own.
 
-A commit only appends to the log, and waits for the disk only where it begins the log anew. This thread makes the log
+A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
 durable and moves it into the file about once a second: a crash of the machine loses at most that second.
 """
 
@@ -13,7 +13,7 @@ PERIOD_S = 1.0
 
 
 class Checkpointer(threading.Thread):
-    """Folds the log of ``path`` into it after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
+    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="checkpointer", daemon=True)
@@ -26,13 +26,13 @@ class Checkpointer(threading.Thread):
         self._work.set()
 
     def stop(self) -> None:
-        """End the thread; wait for it for a few seconds at the most."""
+        """End the thread; wait for it at most 5 s."""
         self._ending.set()
         self._work.set()
         self.join(timeout=5)
 
     def run(self) -> None:
-        """Checkpoint until stopped. An error is left to the writer, which meets the same disk."""
+        """Checkpoint until stopped. Errors are ignored: the writer gets those of the same disk."""
         connection: sqlite3.Connection | None = None
         while not self._ending.wait(PERIOD_S if connection is not None else 0):
             self._work.wait()
@@ -41,7 +41,7 @@ class Checkpointer(threading.Thread):
                 break
             with contextlib.suppress(sqlite3.Error):
                 if connection is None:
-                    # Never made here: a run's directory may be on its way out.
+                    # mode=rw never creates the file: the run's directory may be being removed.
                     there = f"{self._path.absolute().as_uri()}?mode=rw"
                     connection = sqlite3.connect(there, isolation_level=None, timeout=0, uri=True)
                 # PASSIVE takes no lock that a commit or a reader would wait for.

@@ -1,4 +1,4 @@
-"""The messages of one run that reports and sweeps are made of."""
+"""The messages of one run that reports and sweeps use."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class RecordedRun:
 
     Args:
         path: the recording.
-        skip: steps of each rank at its beginning that are left out.
-        most: steps kept of each rank, the last ones; None: all.
+        skip: number of first steps of each rank that are left out.
+        most: number of last steps of each rank that are kept; None: all.
 
     Raises:
         RecordingError: it cannot be read.
@@ -33,11 +33,11 @@ class RecordedRun:
         self.ooms: list[Oom] = []
         self.failures: list[Failure] = []
         self.nvml: dict[int, int] = {}
-        """Highest use by NVML of each rank, bytes."""
+        """Highest memory use of each rank by NVML, bytes."""
         self.devices: set[int] = set()
         """GPUs on which NVML saw a rank."""
         self.peak_reserved: dict[int, int] = {}
-        """Highest of all steps of each rank, skipped ones included."""
+        """Highest reserved memory of each rank over all steps, skipped ones included, bytes."""
         with Reader(path) as reader:
             self.info: RecordingInfo = reader.info()
             last = 0
@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks."""
+        """Process ids of the ranks."""
         return [hello.pid for hello in self.hellos.values()]
 
     def steps(self, rank: int) -> Sequence[Step]:
@@ -62,7 +62,7 @@ class RecordedRun:
         return list(self._steps.get(rank, ()))
 
     def steps_seen(self, rank: int) -> int:
-        """Return how many steps a rank took, kept or not."""
+        """Return the number of steps a rank recorded, kept or not."""
         return self._seen.get(rank, 0)
 
     def _apply(self, message: object) -> None:

@@ -1,9 +1,9 @@
-"""Figures of training over a run: by step, pooled where a window is long, and the results beside them.
+"""Figures of training over a run: by step, pooled for long windows, with evaluations and checkpoints.
 
-``training_steps`` has a row for each step of each rank of which there is more to say than ``steps`` has columns for;
-the view ``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192
-steps of a rank in a row, as ``rollups`` does for memory and times; single steps are read from ``steps`` and
-``training_steps``. Both follow from the stream.
+``training_steps`` has a row for each step of a rank with figures for which ``steps`` has no columns; the view
+``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192 consecutive steps of a rank per row, as
+``rollups`` does for memory and times; single steps are read from ``steps`` and ``training_steps``. Both are derived
+from the stream.
 ``evaluations`` and ``checkpoints`` have messages of ``events`` in columns.
 """
 
@@ -23,11 +23,11 @@ from .schema import ROLLUP_SIZES
 Row = tuple[Any, ...]
 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
-"""Of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
+"""Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
 ``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
 
 _Pooled = tuple[int, int, TrainingPoint]
-"""First and last number of the stream, and the point."""
+"""First and last stream number, and the point."""
 
 INSERT_TRAINING_STEP = "INSERT OR REPLACE INTO training_steps VALUES (?, ?, ?, ?, ?)"
 INSERT_CURVE = f"INSERT OR REPLACE INTO curves VALUES ({', '.join('?' * 20)})"
@@ -35,7 +35,7 @@ INSERT_EVALUATION = f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' 
 INSERT_CHECKPOINT = f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * 9)})"
 
 ROWS_A_POINT = 4
-"""Pooled rows that are read for each point of an answer, at the most."""
+"""Maximum number of pooled rows read per point of an answer."""
 
 _STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
         coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm,
@@ -49,13 +49,13 @@ _CURVES = """SELECT * FROM curves WHERE level = :level AND rank = :rank AND last
 
 
 def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> Row | None:
-    """Make a row of ``training_steps``; None where there is nothing that ``steps`` does not have.
+    """Return a row of ``training_steps``; None if ``steps`` has all figures of the step.
 
     Args:
         seq: the number of the step in the stream.
         step: the step.
         training_us: its ``training_us``.
-        peak: data-sheet peak of the rank's device, FLOP/s; None: not known.
+        peak: data-sheet peak of the rank's device, FLOP/s; None: unknown.
     """
     rested = training_us != step.host_us
     if not (step.flops or step.label_tokens or rested):
@@ -65,7 +65,7 @@ def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> 
 
 
 def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
-    """Make a row of ``evaluations``."""
+    """Return a row of ``evaluations``."""
     return (
         *(seq, t, evaluation.rank, evaluation.step, evaluation.time, evaluation.name, evaluation.loss),
         *(evaluation.perplexity, evaluation.label_tokens, evaluation.seconds, int(evaluation.best)),
@@ -73,7 +73,7 @@ def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
 
 
 def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
-    """Make a row of ``checkpoints``."""
+    """Return a row of ``checkpoints``."""
     return (
         *(seq, t, checkpoint.rank, checkpoint.step, checkpoint.time, checkpoint.path),
         *(checkpoint.bytes, checkpoint.seconds, int(checkpoint.best)),
@@ -81,7 +81,7 @@ def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
 
 
 def figures_of(step: Step, t: float) -> StepFigures:
-    """Return what a point of one step is made of; the hub had the step at ``t``."""
+    """Return the figures of one step, which the hub received at ``t``."""
     data = None
     training_us = step.host_us
     for record in step.phases:  # this runs for every step of every rank
@@ -104,7 +104,7 @@ def figures_of(step: Step, t: float) -> StepFigures:
 
 
 def point_of(step: Step, t: float) -> TrainingPoint:
-    """Make the point of one step, which the hub had at ``t``."""
+    """Return the point of one step, which the hub received at ``t``."""
     return _point(figures_of(step, t))
 
 
@@ -137,7 +137,7 @@ def _number(value: float | None) -> float | None:
 def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     """Pool points of one rank, in order: counts and times are summed, the rest averaged over steps.
 
-    The mean loss is weighted by label tokens where all of them have some.
+    The mean loss is weighted by label tokens if every point with a loss has some.
     """
     if len(points) == 1:
         return points[0]
@@ -166,7 +166,7 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
 
 
 def pool_figures(steps: Sequence[StepFigures]) -> TrainingPoint:
-    """Pool steps of one rank, in order: the same as ``pool_points`` of their points, without making each of them."""
+    """Pool steps of one rank, in order: the result of ``pool_points``, without a point for each step."""
     t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = zip(*steps, strict=True)
     known = [one for one in zip(loss, label_tokens, strict=True) if one[0] is not None and isfinite(one[0])]
     losses, labels = [value for value, _ in known], [label for _, label in known]
@@ -210,14 +210,14 @@ def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | Non
 
 
 class Curves:
-    """Collects the steps of each rank until they fill a row of ``curves``, which goes to ``emit``."""
+    """Collects the steps of each rank until they fill a row of ``curves``, and calls ``emit`` with the row."""
 
     def __init__(self, emit: Callable[[Row], None]) -> None:
         self._emit = emit
         self._steps: dict[int, list[tuple[int, StepFigures]]] = {}
-        """By rank: the number in the stream and the figures of steps that are in no row yet."""
+        """Stream number and figures of the steps that are in no row yet, by rank."""
         self._waiting: dict[int, list[list[_Pooled]]] = {}
-        """By rank and level: what the next row of the level above is made of."""
+        """Pooled rows for the next row of the level above, by rank and level."""
 
     def add(self, seq: int, rank: int, figures: StepFigures) -> None:
         """Add a step of a rank."""
@@ -244,7 +244,7 @@ class Curves:
             self._emit(_curve_row(level, rank, *pooled))
 
     def load(self, connection: sqlite3.Connection) -> None:
-        """Collect again what an earlier writer of this file had not pooled yet when it ended."""
+        """Load the steps and rows that an earlier writer of this file had not pooled when it ended."""
         newest = "SELECT coalesce(max(last_seq), 0) FROM curves WHERE level = ? AND rank = ?"
         for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
             pooled = [connection.execute(newest, (level, rank)).fetchone()[0] for level in range(len(ROLLUP_SIZES))]
@@ -287,7 +287,7 @@ def _from_step(row: Row) -> TrainingPoint:
 def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int, limit: int) -> list[TrainingPoint]:
     """Read a rank's steps between two numbers of the stream, inclusive, as at most ``limit`` points.
 
-    The points come from the finest pooled rows that are few enough; single steps stand at the edges of those.
+    The points are from the finest level with few enough pooled rows, with single steps at the edges of the window.
     """
     bind = {"rank": rank, "first": first, "last": last}
     steps = connection.execute("SELECT count(*) FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last", bind)

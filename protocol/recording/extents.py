@@ -1,4 +1,4 @@
-"""The parts of a file that hold data: holes of a sparse file take no room, and read as zeros."""
+"""The extents of a file that hold data: holes of a sparse file occupy no disk space and read as zeros."""
 
 import errno
 import os
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MOST_EXTENTS = 10_000
-"""Behind so many, all that is left counts as data."""
+"""Extents that are searched for; the rest of the file counts as data."""
 _COPIED_AT_ONCE = 2**20
 _SEEK_DATA: int = getattr(os, "SEEK_DATA", -1)
 _SEEK_HOLE: int = getattr(os, "SEEK_HOLE", -1)
-"""Not on every system; lseek refuses -1."""
+"""Absent on some systems; lseek rejects -1."""
 
 
 def data_extents(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Give begin and end, in bytes, of each part with data (lseek(2), ``SEEK_DATA``); moves the file's position.
+    """Yield begin and end, in bytes, of each extent with data (lseek(2), ``SEEK_DATA``); moves the file's position.
 
-    A file system that does not tell holes from data has one part, the whole file.
+    On a file system that does not report holes the whole file is one extent.
     """
     size = os.fstat(descriptor).st_size
     end = 0
@@ -33,13 +33,13 @@ def data_extents(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def data_bytes(path: str) -> int:
-    """Return how many bytes of a file are data."""
+    """Return the number of data bytes of a file."""
     with open(path, "rb", buffering=0, opener=open_at_once) as file:
         return sum(end - begin for begin, end in data_extents(file.fileno()))
 
 
 def copy_data(source: Path, target: Path) -> None:
-    """Copy a file; its holes take no time, and no room in the copy."""
+    """Copy a file; holes are skipped, and stay holes in the copy."""
     with open(source, "rb") as reader, open(target, "wb") as writer:
         writer.truncate(os.fstat(reader.fileno()).st_size)
         for begin, end in data_extents(reader.fileno()):
@@ -52,5 +52,5 @@ def copy_data(source: Path, target: Path) -> None:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting: a pipe may have taken the file's place."""
+    """Open a file without blocking: a pipe may have replaced the file."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

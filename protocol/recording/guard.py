@@ -1,8 +1,8 @@
 """Bounds on the cost of reading an untrusted recording, and on what its schema may make SQLite do.
 
-The advice of https://www.sqlite.org/security.html for untrusted files: no functions with side effects out of a schema,
-no views or triggers but by name, small limits, and an end to every query. Time is processor time of the thread that
-asks, so that a slow disk or a loaded host does not count.
+They follow https://www.sqlite.org/security.html for untrusted files: no functions with side effects from a schema, no
+views or triggers except by name, small limits, and a time limit on every query. Time is processor time of the calling
+thread, so a slow disk or a loaded host does not count.
 """
 
 import os
@@ -19,25 +19,25 @@ from .extents import data_bytes
 T = TypeVar("T")
 
 LARGEST_VALUE = 32 * 2**20
-"""No value of a recording is larger: bodies and log lines are kilobytes."""
+"""Limit of a value in bytes; bodies and log lines of a recording are kilobytes."""
 
 _SECONDS = 1.5
 _BYTES_A_SECOND = 8e6
-"""Processor time granted to one question: a full scan reads more than 100 MB/s."""
+"""Processor time of one query, per byte of the file: a full scan reads more than 100 MB/s."""
 
 _MESSAGE_SECONDS = 1.0
-"""Processor time granted to unpacking the messages of one question, besides what the file's size justifies."""
+"""Processor time for unpacking the messages of one query, in addition to the share for the file's size."""
 
 _ALL_SECONDS = 2.5
 _ALL_BYTES_A_SECOND = 2e6
-"""Processor time granted to all questions of a command together: it may read the whole stream once."""
+"""Processor time of all queries of a command together, which may read the whole stream once."""
 
 _SPARE_BYTES = 24 * 2**20
 _AMPLIFICATION = 8
-"""Bytes granted to one answer, unpacked: zlib packs messages three to five times."""
+"""Limit on the unpacked bytes of one answer, per byte of the file: zlib compresses messages by a factor of 3 to 5."""
 
 _OPERATIONS = 50_000
-"""Steps of SQLite's virtual machine between two readings of the clock: some 2 to 5 ms."""
+"""Instructions of SQLite's virtual machine between two readings of the clock: about 2 to 5 ms."""
 
 _LIMITS = (
     ("SQLITE_LIMIT_LENGTH", LARGEST_VALUE),
@@ -59,20 +59,20 @@ _SWITCHES = (
     ("SQLITE_DBCONFIG_DQS_DML", False),
     ("SQLITE_DBCONFIG_DQS_DDL", False),
 )
-"""``Connection.setconfig`` is new in Python 3.12. Before, the pragma and the check of the schema do."""
+"""``Connection.setconfig`` is new in Python 3.12; older versions rely on the pragma and the check of the schema."""
 
 
 class RefusedError(RecordingError):
-    """An answer costs more time or memory than the file's size justifies."""
+    """An answer takes more time or memory than the file's size justifies."""
 
 
 class Guard:
-    """Bounds the questions asked of one file, over any number of connections to it.
+    """Bounds the cost of queries on one file, over any number of connections.
 
     Args:
         path: the file, for its size and for messages.
-        seconds: processor time for one question, besides what the file's size justifies.
-        once: all questions together are bounded too: they are those of one command.
+        seconds: processor time for one query, in addition to the share for the file's size.
+        once: bound all queries together as well: they are the queries of one command.
     """
 
     def __init__(self, path: Path, seconds: float = _SECONDS, *, once: bool = False) -> None:
@@ -95,11 +95,11 @@ class Guard:
         self._late = False
         self._on_messages = 0.0
         self.left_out = 0
-        """Messages that were left out of answers because of what they, or those before them, cost."""
+        """Messages left out of answers because they, or messages before them, exceeded the time or memory limit."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a question: its time and its bytes are counted from now on."""
+        """Begin a query: count its time and bytes from now on."""
         self.end()
         occupied = _occupied_bytes(self.path)
         if occupied > self._occupied:  # a hub's reader is open for days while the file is written
@@ -113,7 +113,7 @@ class Guard:
             self._on_messages = 0.0
 
     def _grant(self, size: int) -> None:
-        """Grant the time and memory that further bytes of the file justify."""
+        """Raise the limits for ``size`` more bytes of the file."""
         self.file_bytes += size
         self._seconds += size / _BYTES_A_SECOND
         self._most_bytes += _AMPLIFICATION * size
@@ -121,15 +121,15 @@ class Guard:
         self._left += size / _ALL_BYTES_A_SECOND
 
     def end(self) -> None:
-        """End the question: what the same thread does from now on is none of the file's."""
+        """End the query: later work of the same thread does not count."""
         if self._begun is not None:
             self._left -= time.thread_time() - self._begun
             self._begun = None
 
     def unpack(self, unpack: Callable[[], T]) -> T | None:
-        """Unpack one message; None, and it counts as left out, where that would cost more than is granted.
+        """Unpack one message; None if that would exceed the limit: the message then counts as left out.
 
-        So a few messages that cost much cost themselves and those behind them, and not the answer.
+        A few expensive messages are thus left out, with the ones behind them, and the rest of the answer is returned.
         """
         begun = time.thread_time()
         if begun > self._until or self._on_messages > self._message_seconds:
@@ -147,7 +147,7 @@ class Guard:
         """Add bytes to the size of the answer.
 
         Raises:
-            RecordingError: they are more than the file justifies.
+            RecordingError: the answer is larger than the file's size justifies.
         """
         self._bytes += count
         if self._bytes > self._most_bytes:
@@ -158,19 +158,19 @@ class Guard:
 
     @property
     def late(self) -> bool:
-        """Whether the question has used up its time."""
+        """Whether the query has used up its time."""
         self._late = self._late or time.thread_time() > self._until
         return self._late
 
     def too_late(self) -> RecordingError:
-        """Make the error for a question that used up its time."""
+        """Return the error for a query that used up its time."""
         return RefusedError(
             f"{self.path}: refused: a question took more than {self._seconds:.1f} s of processor time, more than the "
             "file's size justifies; it is damaged, or malicious"
         )
 
     def refine(self, error: sqlite3.Error) -> BaseException:
-        """Return what to raise for an error: an interrupted query was too late, or ctrl-c that SQLite swallowed."""
+        """Return what to raise for an error: an interrupt means the time limit, or a ctrl-c that SQLite caught."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_INTERRUPT:
             return error
         return self.too_late() if self.late else KeyboardInterrupt()
@@ -180,8 +180,8 @@ class Guard:
 
         Args:
             connection: the connection.
-            torn: the file is shorter than its header says, and private. SQLite opens such a file only with a writable
-                schema (``lockBtree`` in its btree.c), which the defensive mode of Python 3.12 and later does not allow.
+            torn: the file is a private copy, shorter than its header states. SQLite opens such a file only with a
+                writable schema (``lockBtree`` in its btree.c), which the defensive mode (Python 3.12) does not allow.
         """
         for name, value in _SWITCHES:
             if torn and name == "SQLITE_DBCONFIG_DEFENSIVE":
@@ -204,7 +204,7 @@ class Guard:
 
 
 def _occupied_bytes(path: Path) -> int:
-    """Return the size on disk of a file and its log; found without opening them, which would release SQLite's locks."""
+    """Return the size on disk of a file and its log, from stat(): opening them would release SQLite's locks."""
     size = 0
     for suffix in ("", "-wal"):
         with suppress(OSError):
@@ -213,5 +213,5 @@ def _occupied_bytes(path: Path) -> int:
 
 
 def _text(data: bytes) -> str:
-    """Decode a text value; SQLite does not check that it is UTF-8."""
+    """Decode a text value, which need not be UTF-8: SQLite does not check it."""
     return data.decode("utf-8", "replace")

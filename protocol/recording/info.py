@@ -1,4 +1,4 @@
-"""Contents of a recording, and what is missing of it: its ``meta`` table, its gaps, and its first and last messages."""
+"""Summary of a recording: its ``meta`` table, its first and last messages, its gaps and missing parts."""
 
 import time
 from collections.abc import Callable
@@ -27,16 +27,16 @@ def read_info(
     state: RunState | None,
     left_out: Callable[[], str],
 ) -> RecordingInfo:
-    """Return what a recording holds.
+    """Return the summary of a recording.
 
     Args:
         path: the recording.
-        opened: the same, open.
+        opened: the open recording.
         every: returns all rows of a query.
         one: returns the first value of a query.
         ranks: the ranks in it.
         state: the run's last state in it.
-        left_out: returns what was left out of the answers so far, in words.
+        left_out: returns what was left out of the answers so far, as text.
 
     Raises:
         sqlite3.Error, TypeError, ValueError: the file is damaged.
@@ -49,7 +49,7 @@ def read_info(
         firsts += every(f"SELECT seq, t FROM {table} ORDER BY seq LIMIT 1")
         lasts += every(f"SELECT seq, t FROM {table} ORDER BY seq DESC LIMIT 1")
     first, last = _moment(min(firsts, default=(0, 0.0))), _moment(max(lasts, default=(0, 0.0)))
-    # After the clock was set back the last message has an earlier time, which is that of another place as well.
+    # If the clock was set back, the last message has an earlier time, which occurs elsewhere in the stream as well.
     newest = _moment((0, one("SELECT max(second) FROM clock") or 0))[1] if last[1] else 0.0
     process = ProcessId(_number(meta.get("writer_pid")), _number(meta.get("writer_start_ticks")))
     closed = bool(meta.get("closed"))
@@ -80,7 +80,7 @@ def read_info(
 
 
 def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, gaps: list[Row]) -> str:
-    """Return what is missing of a recording, in words; empty: nothing."""
+    """Return what is missing of a recording, as text; empty: nothing."""
     until = f"; it ends at {_clock(last_t)}" if last_t else ""
     found = [f"{opened.missing}{until}"] if opened.missing else []
     if not closed and not live and not found:
@@ -105,7 +105,7 @@ def _number(text: str | None) -> int:
 
 
 def _time(text: str | None) -> float:
-    """Return a time that was written as text; 0 where it is none."""
+    """Return a time that was written as text; 0 if it is invalid."""
     try:
         t = float(text or 0)
     except ValueError:
@@ -114,7 +114,7 @@ def _time(text: str | None) -> float:
 
 
 def _moment(row: tuple[int, float]) -> tuple[int, float]:
-    """Return the moment, with 0 for a time outside the bounds of a clock."""
+    """Return the number and time; the time is 0 if it is out of range."""
     return (row[0], row[1]) if 0 <= row[1] < LAST_TIME else (row[0], 0.0)
 
 

@@ -14,7 +14,7 @@ INSERT_JOB = f"INSERT OR REPLACE INTO jobs VALUES ({', '.join('?' * 19)})"
 
 
 def job_row(seq: int, t: float, job: Job) -> Row:
-    """Make a row of ``jobs``."""
+    """Return a row of ``jobs``."""
     resident = max((phase.resident_peak or 0 for rank in job.ranks for phase in rank.phases), default=0)
     return (
         *(seq, t, job.number, job.state, job.started, job.ended, job.text, job.world_size, job.restart),
@@ -24,7 +24,7 @@ def job_row(seq: int, t: float, job: Job) -> Row:
 
 
 def stand_in(connection: sqlite3.Connection) -> None:
-    """Give a recording of an earlier version, opened for reading, empty tables of what it lacks; the file stays."""
+    """Create empty temporary tables for those a recording of an earlier version lacks; the file is not changed."""
     there = "SELECT count(*) FROM sqlite_schema WHERE name = ? AND type = 'table'"
     for table, statement in (("jobs", JOBS_TABLE), ("training_steps", TRAINING_STEPS_TABLE), ("curves", CURVES_TABLE)):
         if not connection.execute(there, (table,)).fetchone()[0]:
@@ -32,13 +32,13 @@ def stand_in(connection: sqlite3.Connection) -> None:
 
 
 def job_seqs(connection: sqlite3.Connection, seq: int) -> list[int]:
-    """Number, up to ``seq``, each job's first row, its first row as the job in the stream, and its last row."""
+    """Return the numbers, up to ``seq``, of each job's first row, first row as the stream's job, and last row."""
     query = """SELECT min(seq), min(CASE WHEN shown THEN seq END), max(seq) FROM jobs WHERE seq <= ? GROUP BY number"""
     return sorted({found for row in connection.execute(query, (seq,)) for found in row if found is not None})
 
 
 def shown_since(connection: sqlite3.Connection, seq: int) -> int:
-    """Number the row at which the job that was in the stream at ``seq`` came into it; 0 before any, or with one job."""
+    """Return the number of the row at which the stream's job at ``seq`` began; 0 before any job, or with one job."""
     query = "SELECT min(seq) FROM jobs WHERE shown AND seq <= ? GROUP BY number ORDER BY 1 DESC LIMIT 2"
     rows = connection.execute(query, (seq,)).fetchall()
     return rows[0][0] if len(rows) > 1 else 0

@@ -1,8 +1,8 @@
-"""Two small tables that make what explains memory quick to find: marks of the phases' peaks, and explanations.
+"""Two small tables that index the messages which explain memory: marks of the phases' peaks, and explanations.
 
-``marks`` has the steps in which a phase came higher than ever before with batches of that size. ``explained`` has where
-in the stream the compositions with a rank's highest peak so far are, and the causes of transients. Both follow from
-the stream and are made again where they were lost.
+``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
+stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are derived
+from the stream, and made again if they were lost.
 """
 
 import json
@@ -26,17 +26,17 @@ INSERT_MARK = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?, ?, ?)"
 INSERT_EXPLAINED = "INSERT OR REPLACE INTO explained VALUES (?, ?, ?, ?, ?, ?)"
 
 MARK_LIMIT = 100_000
-"""Marks read at the most."""
+"""Maximum number of marks read."""
 
 
 class Marks:
-    """Finds what belongs into both tables, as the stream goes by; ``emit(table, row)`` is called for each row."""
+    """Derives the rows of both tables from the stream; ``emit(table, row)`` is called for each row."""
 
     def __init__(self, emit: Callable[[str, Row], None]) -> None:
         self._emit = emit
         self._peaks: dict[int, PhasePeaks] = {}
         self._composed: dict[int, int] = {}
-        """The highest analysed peak of each rank."""
+        """Highest analyzed peak of each rank, bytes."""
         self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:
@@ -68,7 +68,7 @@ class Marks:
                 self._emit("explained", row)
 
     def job(self, job: Job) -> None:
-        """Begin anew with each job in the stream: its peaks are compared with its own."""
+        """Reset with each new job in the stream: its peaks are compared only with its own."""
         if job.shown and not job.is_over and job.number != self._job:
             self._job = job.number
             self._peaks.clear()
@@ -82,13 +82,13 @@ class Marks:
 
 
 def has_marks(connection: sqlite3.Connection) -> bool:
-    """Return whether a recording has the tables: one of an earlier version has not."""
+    """Return whether a recording has the tables; recordings of earlier versions do not."""
     query = "SELECT count(*) FROM sqlite_schema WHERE name IN ('marks', 'explained') AND type = 'table'"
     return connection.execute(query).fetchone()[0] == 2
 
 
 def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:
-    """Read the marks set between two numbers of the stream, by rank and then in the order they were set."""
+    """Read the marks set between two stream numbers, by rank and then in the order they were set."""
     query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq BETWEEN ? AND ?
         ORDER BY rank, seq LIMIT {MARK_LIMIT}"""
     return [
@@ -99,9 +99,9 @@ def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 
 
 
 def explained_seqs(connection: sqlite3.Connection, seq: int, first: int = 0) -> list[int]:
-    """Number each rank's composition with the highest peak up to ``seq``, and the last cause for each of its phases.
+    """Return the numbers of each rank's composition with the highest peak and of the last cause of each of its phases.
 
-    ``first`` is the number from which on they are looked for.
+    Only the numbers from ``first`` to ``seq`` are searched.
     """
     query = """SELECT max(seq) FROM explained WHERE seq BETWEEN ? AND ?
         GROUP BY kind, rank, CASE kind WHEN 'cause' THEN phase END"""

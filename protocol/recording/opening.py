@@ -24,17 +24,17 @@ _MAGIC = b"SQLite format 3\x00"
 
 @dataclass
 class OpenedRecording:
-    """An open recording. ``missing`` is a text about what cannot be read of it; ``scratch`` holds a private copy."""
+    """An open recording. ``missing`` describes what cannot be read of it; ``scratch`` holds a private copy."""
 
     connection: sqlite3.Connection
     guard: Guard
     missing: str = ""
     scratch: "tempfile.TemporaryDirectory[str] | None" = None
     salvaged: bool = False
-    """It is what was left of a damaged file."""
+    """The readable part of a damaged file."""
 
     def close(self) -> None:
-        """Close it, and remove what was made to read it."""
+        """Close it, and remove its private copy."""
         self.connection.close()
         if self.scratch is not None:
             self.scratch.cleanup()
@@ -53,12 +53,12 @@ class _Header:
 def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
     """Open a recording read-only; the file itself is never changed.
 
-    The file is untrusted: the cost of opening it is bounded (``guard``), and a table that is none is refused
+    The file is untrusted: the cost of opening it is bounded (``guard``), and a view in place of a table is refused
     (``shape``).
 
     Args:
         path: the recording.
-        once: for one command: what all of its questions together may cost is bounded too.
+        once: for one command: the cost of all its queries together is bounded as well.
 
     Raises:
         RecordingError: it is missing, not a recording, of a newer schema, refused, or nothing of it can be read.
@@ -95,7 +95,7 @@ def _open(path: Path, once: bool) -> OpenedRecording:
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if isinstance(error, sqlite3.Error) and not is_damage(error):
             raise _refined(guard, error) from None
-        return open_damaged(path, guard)  # a message of SQLite's with a name from a damaged schema may be no UTF-8
+        return open_damaged(path, guard)  # SQLite's message with a name from a damaged schema may not be UTF-8
     if header.schema < SCHEMA_VERSION:
         return _upgrade(opened, header.schema)
     try:
@@ -126,8 +126,8 @@ def _refined(guard: Guard, error: sqlite3.Error) -> BaseException:
 def is_damage(error: sqlite3.Error) -> bool:
     """Return whether an error means a damaged file, not a busy or forbidden one."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    # A file that lost its tables with its tail says "no such table" (SQLITE_ERROR). A damaged length of a value makes
-    # it larger than any value may be.
+    # A file that lost its tables with its tail raises "no such table" (SQLITE_ERROR). A damaged length of a value
+    # exceeds the limit of a value.
     damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
     return code in damage or "no such table" in str(error)
 
@@ -137,7 +137,7 @@ def open_damaged(path: Path, guard: Guard) -> OpenedRecording:
 
     Args:
         path: the recording.
-        guard: of the opening that found it damaged.
+        guard: the guard of the open that found the damage.
 
     Raises:
         RecordingError: nothing can be read.
@@ -210,11 +210,11 @@ def _check_header(path: Path) -> _Header:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse pipes, sockets and devices, also where SQLite would open them as its log: opening one may block.
+    """Refuse pipes, sockets and devices, also in place of SQLite's log: opening one may block.
 
     Raises:
-        RecordingError: it is one.
-        OSError: there is no such file, or it cannot be seen.
+        RecordingError: the file, or one of SQLite's files beside it, is not regular.
+        OSError: the file does not exist or is not accessible.
     """
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise RecordingError(f"{path}: is not a regular file; name a recording.sqlite")
@@ -233,13 +233,13 @@ def _write_ahead_log(path: Path) -> Path | None:
 
 
 def connect(path: Path, options: str) -> sqlite3.Connection:
-    """Open a SQLite file by URI, such as ``mode=ro``, for use from any thread (one at a time)."""
+    """Open a SQLite file with URI options, such as ``mode=ro``, for use from any thread (one at a time)."""
     address = f"{path.absolute().as_uri()}?{options}"
     return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None, timeout=5.0)
 
 
 def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    """Make a folder that is removed with its owner."""
+    """Return a new folder that is removed with its owner."""
     return tempfile.TemporaryDirectory(prefix="ftmon-", ignore_cleanup_errors=True)
 
 
@@ -257,7 +257,7 @@ def _open_whole(path: Path, guard: Guard) -> OpenedRecording:
     except UnicodeDecodeError:
         connection.close()
         raise
-    # Read-only media: SQLite cannot make the index of the write-ahead log beside the file.
+    # Read-only media: SQLite cannot create the index of the write-ahead log beside the file.
     log = _write_ahead_log(path)
     if log is None:
         return OpenedRecording(guard.harden(connect(path, "mode=ro&immutable=1")), guard)
@@ -275,7 +275,7 @@ def _open_whole(path: Path, guard: Guard) -> OpenedRecording:
 
 
 def _upgrade(opened: OpenedRecording, schema: int) -> OpenedRecording:
-    """Bring an older schema up to date in a private copy, and check that it came to this version's tables."""
+    """Upgrade an older schema in a private copy, and check that the result has this version's tables."""
     guard, scratch = opened.guard, _scratch()
     copy = connect(Path(scratch.name) / "upgraded.sqlite", "mode=rwc")
     upgraded = OpenedRecording(copy, guard, opened.missing, scratch)
@@ -312,7 +312,7 @@ def check_continuable(path: Path) -> None:
     """Check that an existing file is a recording of this schema, and as long as its header states.
 
     Raises:
-        RecordingError: it is something else, or was cut short.
+        RecordingError: it is something else, or is truncated.
     """
     header = _check_header(path)
     if path.stat().st_size < header.expected_bytes and not _write_ahead_log(path):

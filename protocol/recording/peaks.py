@@ -1,11 +1,11 @@
-"""The step of a rank's highest memory peak so far, found through the pooled rows in a few small lookups."""
+"""Finds the step of a rank's highest memory peak so far with a few small lookups in the pooled rows."""
 
 import sqlite3
 
 from .schema import ROLLUP_SIZES
 
 _PEAK = "coalesce(resident_peak, allocated_peak)"
-"""The figure whose peak is a true high-water mark: the resident set on the CPU, else what is allocated."""
+"""The figure whose peak is a true high-water mark: the resident set on the CPU, else the allocated memory."""
 
 _HIGHEST_POOLED = f"""SELECT {_PEAK}, first_seq, last_seq FROM rollups
     WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? ORDER BY 1 DESC, last_seq LIMIT 1"""
@@ -14,7 +14,7 @@ _LAST_POOLED = "SELECT max(last_seq) FROM rollups WHERE level = ? AND rank = ? A
 
 
 def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0) -> int | None:
-    """Return the number of the first step with a rank's highest peak among those up to ``seq``; None without any.
+    """Return the number of the first step, up to ``seq``, with the rank's highest peak; None if there are no steps.
 
     With ``since`` (the start of a job) only steps numbered from there on count.
     """
@@ -44,7 +44,7 @@ def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0
 
 
 def _peak_since(connection: sqlite3.Connection, rank: int, since: int, seq: int) -> int | None:
-    """Do the same for steps between two numbers: pooled rows that lie between them whole, and single steps around."""
+    """Return the same for steps between two numbers, from the pooled rows within and the single steps around them."""
     pooled = "SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?"
     best: tuple[int, int] | None = None
 

@@ -1,4 +1,4 @@
-"""Long windows out of a recording: from the finest pooled rows that are few enough, and single steps at the edges."""
+"""Long windows of a recording: from the finest level with few enough pooled rows, and single steps at the edges."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ _WHOLE = f"{_IN_ROLLUPS} AND first_seq >= :first"
 _IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
 
 MEMORY_ROWS = 30_000
-"""Pooled rows that one answer about memory reads, where that keeps two to a column."""
+"""Limit on the pooled rows that one memory query reads, if that leaves at least two per column."""
 MEMORY_ROWS_LIMIT = 150_000
 STEP_COST = 5
-"""How many pooled rows can be read in the time of one step, whose row is wider."""
+"""Pooled rows read in the time of one step's row, which is wider."""
 
 
 class Window:
-    """A stretch of a recording between two stream numbers, inclusive."""
+    """A range of a recording between two stream numbers, inclusive."""
 
     def __init__(self, connection: sqlite3.Connection, first: int, last: int) -> None:
         self._connection = connection
@@ -78,7 +78,7 @@ class Window:
     def memory(
         self, ranks: Sequence[int], t0: float, width: float, columns: int
     ) -> dict[tuple[int, int], MemoryColumn]:
-        """Return the memory peaks of all ranks by rank and column; a column is ``width`` seconds from ``t0`` on."""
+        """Return the memory peaks by rank and column; columns are ``width`` seconds wide, from ``t0`` on."""
         level = self._memory_level(ranks, columns)
         found: dict[tuple[int, int], MemoryColumn] = {}
         for rank in ranks:
@@ -94,9 +94,9 @@ class Window:
         return found
 
     def _memory_level(self, ranks: Sequence[int], columns: int) -> int:
-        """Choose the finest level that is affordable; -1 for single steps."""
+        """Return the finest level within the row limit; -1 for single steps."""
         level = len(ROLLUP_SIZES) - 1
-        # Ranks step together: a few speak for all.
+        # Ranks step together, so the first three represent all.
         count = max((self._count(level, rank) for rank in ranks[:3]), default=0)
         while level >= 0:
             if level:

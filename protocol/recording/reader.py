@@ -1,4 +1,4 @@
-"""Reads a recording: whole states by time, stretches of the stream, pooled curves. Works while it is being written."""
+"""Reads a recording: whole states by time, ranges of the stream, pooled curves. Works while it is being written."""
 
 import contextlib
 import math
@@ -34,10 +34,10 @@ from .steprow import step_from_row
 T = TypeVar("T")
 
 _DAMAGE = (msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
-"""What an answer raises where a value in the file is none that a writer writes."""
+"""Errors raised for values in the file that no writer writes."""
 
 _PART = 256
-"""Rows fetched at once; between parts the bytes of the answer are counted."""
+"""Rows fetched at once; the bytes of the answer are counted after each part."""
 
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
@@ -46,7 +46,7 @@ _LAST_OF_EACH = """
         SELECT (SELECT min({key}) FROM {table} {where} {also} {key} > keys.key) FROM keys WHERE keys.key IS NOT NULL)
     SELECT (SELECT max(seq) FROM {table} {where} {also} {key} = keys.key AND seq <= :seq) FROM keys
     WHERE keys.key IS NOT NULL"""
-"""For each value of an indexed column its last row up to :seq, by hopping through the index (a loose index scan)."""
+"""The last row up to :seq for each value of an indexed column, by a loose index scan."""
 
 
 class Reader:
@@ -54,8 +54,8 @@ class Reader:
 
     Args:
         path: the recording.
-        once: it is opened for one command: what all questions together may cost is bounded, not only each. What goes
-            beyond is left out of the answers (``left_out``), or refused.
+        once: for one command: the cost of all queries together is bounded, not only of each. Beyond the limit messages
+            are left out of the answers (``left_out``), or the query is refused.
 
     Raises:
         RecordingError: it is missing, not a recording, of a newer schema, or nothing of it can be read.
@@ -68,7 +68,7 @@ class Reader:
         self._alert_frames: dict[int, Frame] = {}
         self._processes: dict[int, Row] = {}
         self._opened: OpenedRecording = open_recording(self.path, once=once)
-        with contextlib.suppress(sqlite3.Error):  # damage is found, and answered for, by the first question
+        with contextlib.suppress(sqlite3.Error):  # the first query finds the damage and handles it
             stand_in(self._connection)
         self._opened.guard.end()
 
@@ -87,7 +87,7 @@ class Reader:
 
     @property
     def left_out(self) -> str:
-        """What was left out of the answers so far because of what it costs to read, in words; empty: nothing."""
+        """What was left out of the answers so far because of its cost, as text; empty: nothing."""
         count = self._opened.guard.left_out
         if not count:
             return ""
@@ -95,7 +95,7 @@ class Reader:
         return f"{messages} left out: reading them costs more than the file's size justifies; it is damaged, or made so"
 
     def info(self) -> RecordingInfo:
-        """Return what the recording holds, and what is missing of it."""
+        """Return a summary of the recording, and what is missing of it."""
         return self._ask("info", self._info)
 
     def frames(self, after_seq: int = 0, limit: int = 1000, until_t: float | None = None) -> list[Frame]:
@@ -104,11 +104,11 @@ class Reader:
         return self._ask("frames", lambda: self._frames(after, most, until))
 
     def state_at(self, t: float) -> list[Frame]:
-        """Return the fewest messages that, folded in order, make the run's state at ``t``.
+        """Return the smallest set of messages that, applied in order, give the run's state at ``t``.
 
-        The last of each kind and rank, of each device, alert and job, the step of each rank's highest memory peak of
-        the job so far, its composition with the highest peak, the last cause for each phase, and where each job came
-        into the stream; log lines are left to ``logs``.
+        These are the last message of each kind and rank and of each device, alert and job; each rank's step with the
+        highest memory peak of the job so far, its composition with the highest peak and the last cause of each phase;
+        and each job's first message in the stream. Log lines are excluded (``logs``).
         """
         at = float(t)
         return self._ask("state_at", lambda: self._state_at(at))
@@ -119,17 +119,17 @@ class Reader:
         return self._ask("memory", lambda: self._memory(begin, end, count))
 
     def series(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[StepPoint]:
-        """Return a rank's steps that ended between two times; pooled where they are more than ``limit``."""
+        """Return a rank's steps that ended between two times; pooled if there are more than ``limit``."""
         begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
         return self._ask("series", lambda: Window(self._connection, *self._span(begin, end)).points(of, most))
 
     def training(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[TrainingPoint]:
-        """Return a rank's training figures between two times; pooled where there are more than ``limit`` steps."""
+        """Return a rank's training figures between two times; pooled if there are more than ``limit`` steps."""
         begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
         return self._ask("training", lambda: read_points(self._connection, of, *self._span(begin, end), most))
 
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        """Return the alerts raised between two times, as they stood at ``t1``, by the time they were raised."""
+        """Return the alerts raised between two times, in their state at ``t1``, by the time they were raised."""
         begin, end = None if t0 is None else float(t0), None if t1 is None else float(t1)
         return self._ask("alerts", lambda: self._alerts(begin, end))
 
@@ -141,39 +141,40 @@ class Reader:
         Args:
             before_seq: None for the end of the recording.
             rank: only this rank's; -1 is the launcher.
-            text: only lines that contain it (the case of ASCII letters does not matter).
-            limit: how many at most.
+            text: only lines that contain it (ASCII case-insensitive).
+            limit: maximum number of lines.
         """
         before, of = None if before_seq is None else _whole(before_seq), None if rank is None else _whole(rank)
         words, most = str(text), _whole(limit)
         return self._ask("logs", lambda: self._logs(before, of, words, most))
 
     def marks(self) -> list[PeakMark]:
-        """Return the steps in which a phase came higher than before, by rank and step; none of an older recording.
+        """Return the steps in which a phase reached a new highest peak, by rank and step; none in older recordings.
 
-        Of several jobs, those of the last one that was in the stream.
+        With several jobs, only those of the last one in the stream.
         """
         return self._ask("marks", self._marks)
 
     def jobs(self) -> list[Frame]:
-        """Return the last ``job`` message of each job, by number; none of an older recording."""
+        """Return the last ``job`` message of each job, by number; none in older recordings."""
         return self._ask("jobs", self._jobs)
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
         """Return at most ``limit`` messages of one type (its tag) of a rank, spread evenly over the recording.
 
-        Only types without a table of their own: ``events``, ``composition``, ``cause``, ``oom`` ... The last is one.
+        Only types without a table of their own: ``events``, ``composition``, ``cause``, ``oom`` ... The last message
+        is always included.
         """
         words, of, most = str(kind), _whole(rank), max(1, _whole(limit))
         return self._ask("sampled", lambda: self._sampled(words, of, most))
 
     def step_time(self, step: int) -> float | None:
-        """Return when the last of the ranks that took this step had reported it; None when none did."""
+        """Return when the last rank reported this step; None if none did."""
         number = _whole(step)
         return self._ask("step_time", lambda: self._step_time(number))
 
     def seq_at(self, t: float) -> int:
-        """Return the number of the last message there was at ``t``; 0 before the first."""
+        """Return the number of the last message at ``t``; 0 before the first."""
         at = float(t)
         return self._ask("seq_at", lambda: self._seq_at(at))
 
@@ -182,10 +183,10 @@ class Reader:
         return self._opened.connection
 
     def _ask(self, name: str, question: Callable[[], T]) -> T:
-        """Answer under the lock; where the file turns out damaged, read what is left of it and answer from that.
+        """Answer a query under the lock; if the file proves damaged, salvage it and answer from the rest.
 
         Raises:
-            RecordingError: it cannot be answered, or only at a cost that the file's size does not justify.
+            RecordingError: there is no answer, or it costs more than the file's size justifies.
         """
         with self._lock:
             try:
@@ -203,7 +204,7 @@ class Reader:
                 raise RecordingError(f"{self.path}: is damaged: {_one_line(error)}") from None
 
     def _answer(self, name: str, question: Callable[[], T]) -> T:
-        """Answer from one state of the file: a commit between two of an answer's reads would leave a hole in it."""
+        """Answer from one snapshot of the file: a commit between two reads of an answer would leave a gap in it."""
         guard = self._opened.guard
         guard.begin()
         try:
@@ -265,11 +266,11 @@ class Reader:
                 last = rows[-1][0]
         found.sort(key=lambda entry: entry[0])
         frames = [frame for _, table, row in found[:limit] if (frame := self._frame(table, row))]
-        # A page that is there twice gives its rows twice.
+        # A page that is in the file twice gives its rows twice.
         return [frame for before, frame in zip((None, *frames), frames, strict=False) if not _same(before, frame)]
 
     def _frame(self, table: str, row: Row) -> Frame | None:
-        """Make a row a frame again; None for what is damaged, or of a type that a newer version added."""
+        """Return the frame of a row; None if it is damaged, or of a type that a newer version added."""
         seq, t = row[0], row[1]
         if seq.__class__ is not int or t.__class__ not in (float, int) or not 0 <= t < LAST_TIME:
             return None
@@ -351,7 +352,7 @@ class Reader:
         return sorted(frames, key=lambda frame: frame.seq)
 
     def _alerts_at(self, seq: int) -> list[Frame]:
-        """Return the last message of each alert up to ``seq``; a long run has thousands, and every seek wants them."""
+        """Return the last message of each alert up to ``seq``; cached, as a long run has thousands of alerts."""
         query = "SELECT max(seq) FROM alerts WHERE seq <= ? GROUP BY id"
         seqs = [found for (found,) in self._all(query, (seq,))]
         for table, row in self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames]):
@@ -365,7 +366,7 @@ class Reader:
         return [number for number in found if number is not None]
 
     def _types(self) -> list[str]:
-        """List the types in ``events``."""
+        """Return the types in ``events``."""
         return self._values("events", "type", str)
 
     def _ranks(self) -> list[int]:
@@ -375,7 +376,11 @@ class Reader:
         return sorted(found)
 
     def _values(self, table: str, column: str, kind: type) -> list[Any]:
-        """List the values of an indexed column, by hopping through the index; one that is out of order ends it."""
+        """Return the distinct values of an indexed column, by a loose index scan.
+
+        Raises:
+            ValueError: the index is out of order, or has too many values.
+        """
         found: list[Any] = []
         value = self._one(f"SELECT min({column}) FROM {table}")
         while value is not None:
@@ -429,7 +434,7 @@ class Reader:
             if found:
                 first, last = found[0]
         if last == 1 << 62:
-            # Not in any pooled row: only the newest steps, which none pools yet, are left.
+            # Not in any pooled row: only the newest steps, which are not pooled yet, remain.
             first = self._one("SELECT max(last_seq) FROM rollups WHERE level = 0 AND rank = ?", (rank,)) or 0
         query = "SELECT t FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? AND step = ? ORDER BY seq DESC LIMIT 1"
         return self._one(query, (rank, first, last, step))
@@ -452,10 +457,10 @@ def _same(before: Frame | None, frame: Frame) -> bool:
 
 
 def _whole(value: Any) -> int:
-    """Return an argument as a number that fits SQLite's 64 bits.
+    """Return an argument as an integer that fits SQLite's 64 bits.
 
     Raises:
-        TypeError, ValueError: it is no number.
+        TypeError, ValueError: it is not a number.
     """
     return int(min(max(value, -(1 << 62)), 1 << 62))
 

@@ -1,8 +1,8 @@
-"""Handles a recording that is removed while it is written: what explains the run is copied into a new one.
+"""Handles a recording that is removed while it is written: the messages that explain the run are copied to a new one.
 
-The file that was removed stays readable for the writer that has it open. Steps, samples and log lines, which are most
-of it, are left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that
-the new file alone gives the run's present state.
+The removed file stays readable for the writer that has it open. Steps, samples and log lines, which are most of it, are
+left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that the new file
+alone gives the run's current state.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from .rows import INSERTS, Row
 from .schema import STREAM_TABLES
 
 SETTLE_S = 1.0
-"""A file is missed for so long before a new one is begun: a run's directory may be on its way out, file by file."""
+"""A file must be missing for this long before a new one is made: a run's directory may be removed file by file."""
 _WHOLE = ("ranks", "alerts", "device_names", "process_names")
 _LATEST_EVENTS = "SELECT * FROM events WHERE seq IN (SELECT max(seq) FROM events GROUP BY type, rank)"
 
 
 class RemovalWatch:
-    """Checks whether the opened file is still the one at its path."""
+    """Detects that the opened file is no longer the one at its path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class RemovalWatch:
         self._missed_at: float | None = None
 
     def removed(self, now: float) -> bool:
-        """Return whether the file is gone or replaced, and its directory stays; ``now`` is monotonic."""
+        """Return whether the file is gone or replaced while its directory stays; ``now`` is monotonic."""
         if _identity(self._path) == self._identity or not self._directory_stays():
             self._missed_at = None
             return False
@@ -50,12 +50,12 @@ class CarriedOver:
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     left: int = 0
-    """Messages that were left behind."""
+    """Messages left out."""
     first_t: float = 0.0
     """When the hub received the first message that was recorded, seconds since the epoch."""
 
     def insert(self, connection: sqlite3.Connection) -> None:
-        """Put it into a new recording, with a row of ``gaps`` for what was left behind."""
+        """Insert the rows into a new recording, with a row of ``gaps`` for the messages left out."""
         connection.execute("BEGIN IMMEDIATE")
         for table, rows in self.rows.items():
             connection.executemany(INSERTS[table], rows)
@@ -67,7 +67,7 @@ class CarriedOver:
 
 
 def carry_over(connection: sqlite3.Connection) -> CarriedOver:
-    """Read what a new recording begins with; less where the old one cannot be read any more."""
+    """Return the rows a new recording begins with; fewer if the old one is no longer readable."""
     found = CarriedOver()
     with contextlib.suppress(sqlite3.Error):
         connection.execute("BEGIN")
@@ -85,7 +85,7 @@ def carry_over(connection: sqlite3.Connection) -> CarriedOver:
 
 
 def remove_logs(path: Path) -> None:
-    """Remove the write-ahead log of a file that is gone: SQLite would play it back into the next one."""
+    """Remove the write-ahead log of a removed file: SQLite would replay it into the next one."""
     for suffix in ("-wal", "-shm"):
         with contextlib.suppress(OSError):
             os.unlink(f"{path}{suffix}")

@@ -1,4 +1,4 @@
-"""Results of queries of a recording, as structs: the same from a file and, by ``Query``, from the hub of a run."""
+"""Results of history queries, as structs: the same from a file and, by ``Query``, from the hub of a run."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """When the run was created."""
     first_t: float
     last_t: float
-    """The time of the recording's end: the last message's, or the newest before the clock was set back."""
+    """The recording's end: the time of the last message, or the latest time before the clock was set back."""
     first_seq: int
     last_seq: int
     steps: int
@@ -40,7 +40,7 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     complete: bool
     """The recording was closed properly and nothing is missing."""
     missing: str = ""
-    """What is missing, in words; empty when nothing is, or when the run is still being recorded."""
+    """What is missing, as text; empty: nothing, or the run is still being recorded."""
     state: str = ""
     """The run's last known state."""
     exit_code: int | None = None
@@ -54,21 +54,21 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MemoryColumn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Memory of one rank in one column of a graph, pooled by maximum. Columns without a step are left out."""
+    """Memory of one rank in one column of a graph, pooled by maximum. Columns without a step are omitted."""
 
     rank: int
     index: int
-    """The column, 0 for the one that begins at ``t0``."""
+    """Index of the column; 0 begins at ``t0``."""
     allocated_peak: int
     reserved_peak: int
     resident_peak: int | None = None
-    """Highest resident set (CPU only): there the true high-water mark."""
+    """Highest resident set (CPU only, where it is the true high-water mark)."""
     spike: bool = False
     """A spike alert of this rank falls into the column."""
 
 
 class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a rank, or several pooled: times are means, peaks are maxima, ``t`` and ``step`` are the last's."""
+    """One step of a rank, or several pooled: times are means, peaks maxima, ``t`` and ``step`` those of the last."""
 
     t: float
     step: int
@@ -84,36 +84,36 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     max_host_ms: float = 0.0
     """The longest of the pooled steps."""
     count: int = 1
-    """How many steps are pooled."""
+    """Number of pooled steps."""
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step of a rank came to, or several pooled: counts and times are sums, the rest are means over steps."""
+    """Figures of one step of a rank, or of several pooled: counts and times are sums, the rest are means over steps."""
 
     t: float
-    """When the hub had the (last) step."""
+    """When the hub received the (last) step."""
     step: int
     """The (last) step."""
     first_step: int
     count: int = 1
-    """How many steps are pooled."""
+    """Number of pooled steps."""
     training_us: int = 0
     """Host time without evaluations and checkpoints."""
     tokens: int = 0
     label_tokens: int = 0
     flops: float = 0.0
-    """FLOPs of the model (``ftmon.protocol.messages.throughput``); 0: not known."""
+    """FLOPs of the model (``ftmon.protocol.messages.throughput``); 0: unknown."""
     loss: float | None = None
-    """Weighted by label tokens where they are known. Not-a-number counts as unknown here, as below."""
+    """Weighted by label tokens if they are known. NaN counts as unknown, here and below."""
     low_loss: float | None = None
     high_loss: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
     max_grad_norm: float | None = None
     data_us: int = 0
-    """Time waiting for the next batch, by the clock of ``whole_us``."""
+    """Time waiting for the next batch, on the clock of ``whole_us``."""
     whole_us: int = 0
-    """What ``data_us`` is a share of: device time where it was measured, else host time."""
+    """The total of which ``data_us`` is a share: device time if it was measured, else host time."""
 
 
 RESULTS: dict[str, Any] = {
@@ -131,7 +131,7 @@ RESULTS: dict[str, Any] = {
     "step_time": float | None,
     "seq_at": int,
 }
-"""The history queries: each is a method of ``Reader``, by name, with the type of its result."""
+"""The history queries: methods of ``Reader`` by name, with the types of their results."""
 
 
 class _RawFrame(msgspec.Struct):
@@ -146,11 +146,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 _CHECKED = ("info", "memory", "series", "training", "marks")
-"""Results that come straight out of columns; frames and alerts were checked message by message."""
+"""Queries whose results are read from columns; frames and alerts were checked message by message."""
 
 
 def held_to_type(name: str, result: Any) -> Any:
-    """Return the result of a history query, held to its type: a column of the file may hold anything.
+    """Return the result of a history query, checked against its type: a column of the file may hold anything.
 
     Raises:
         msgspec.ValidationError: it is not of that type.
@@ -159,10 +159,10 @@ def held_to_type(name: str, result: Any) -> Any:
 
 
 def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
-    """Ask ``source`` (a ``Reader``) what a ``Query`` asks, and encode the result for an ``Answer``.
+    """Run a ``Query`` on ``source`` (a ``Reader``); return the result encoded for an ``Answer``.
 
     Raises:
-        ProtocolError: no such query, or arguments it does not take.
+        ProtocolError: unknown query, or invalid arguments.
         RecordingError: the recording cannot answer.
     """
     if name not in RESULTS:
@@ -174,12 +174,12 @@ def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
 
 
 def decode_answer(name: str, data: bytes) -> Any:
-    """Decode the ``data`` of an ``Answer`` to the query ``name`` into the type that ``RESULTS`` gives.
+    """Decode the ``data`` of an ``Answer`` to the query ``name`` into its type in ``RESULTS``.
 
     Messages of a type that this version does not know are left out, as in the live stream.
 
     Raises:
-        ProtocolError: it is not that.
+        ProtocolError: the query is unknown, or the data is not of its type.
     """
     decoder = _decoders.get(name)
     if decoder is None:

@@ -1,8 +1,8 @@
-"""Pooled rows of ``rollups``: what a graph of a long window draws from without reading every step.
+"""Pooled rows of ``rollups``, from which graphs of long windows are drawn without reading every step.
 
-A row pools 16, 128, 1,024 or 8,192 consecutive steps of one rank. Peaks are pooled by maximum and carry the time of
-the highest, so a spike one step long is never averaged away and never moves; times and losses are pooled by sum and
-mean, and the longest step is kept beside the sum.
+A row pools 16, 128, 1,024 or 8,192 consecutive steps of one rank. Peaks are pooled by maximum, with the time of the
+highest, so a spike of one step is neither averaged away nor moved. Times are pooled by sum, with the longest step
+beside it, and losses by mean.
 """
 
 import sqlite3
@@ -43,7 +43,7 @@ def pool_steps(rows: Sequence[Row]) -> Row:
     columns = list(zip(*rows, strict=True))
     allocated, reserved, resident = columns[11], columns[12], columns[13]
     losses = [loss for loss in columns[7] if loss is not None]
-    # On the CPU glibc keeps no high-water mark: there the resident set's peak is the true one.
+    # On the CPU glibc keeps no high-water mark, so the resident set's peak is used there.
     highest = resident if resident[0] is not None and None not in resident else allocated
     return (
         *(0, rows[0][2], rows[-1][0], rows[0][0], rows[-1][1], columns[1][highest.index(max(highest))], len(rows)),
@@ -56,7 +56,7 @@ def pool_steps(rows: Sequence[Row]) -> Row:
 
 
 def pool_rollups(level: int, rows: Sequence[Row]) -> Row:
-    """Pool rows of ``rollups`` of one rank, in order, into one of ``level``."""
+    """Pool rows of ``rollups`` of one rank, in order, into a row of ``level``."""
     columns = list(zip(*rows, strict=True))
     resident = columns[_RESIDENT]
     highest = resident if None not in resident else columns[_ALLOCATED]
@@ -71,7 +71,7 @@ def pool_rollups(level: int, rows: Sequence[Row]) -> Row:
 
 
 class Rollups:
-    """Collects the rows of each rank until they fill a pooled one, which goes to ``emit``."""
+    """Collects the rows of each rank until they fill a pooled one, and calls ``emit`` with it."""
 
     def __init__(self, emit: Callable[[Row], None]) -> None:
         self._emit = emit
@@ -90,7 +90,7 @@ class Rollups:
             self._pass_up(waiting, pooled)
 
     def load(self, connection: sqlite3.Connection) -> None:
-        """Collect again what an earlier writer of this file had not pooled yet when it ended."""
+        """Load the rows that an earlier writer of this file had not pooled when it ended."""
         newest = "SELECT coalesce(max(last_seq), 0) FROM rollups WHERE level = ? AND rank = ?"
         waiting_rows = "SELECT * FROM rollups WHERE level = ? AND rank = ? AND last_seq > ? ORDER BY last_seq"
         for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
@@ -103,7 +103,7 @@ class Rollups:
                 self.add(row)
 
     def flush(self) -> None:
-        """Pool what is waiting as it is, into rows of fewer steps."""
+        """Pool the waiting rows now, into rows of fewer steps."""
         for waiting in self._waiting.values():
             if waiting[0]:
                 pooled = pool_steps(waiting[0])

@@ -1,4 +1,4 @@
-"""Every message but a step as a row of its table, and back."""
+"""Converts every message except steps to a row of its table, and back."""
 
 import sqlite3
 import zlib
@@ -25,20 +25,20 @@ INSERTS = {
     "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
 }
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
-"""Where the whole message is, in the tables that have it. Not the last: a later version may have added columns."""
+"""Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
 
 NO_RANK = -1
-"""``events.rank`` of a message that is about no rank."""
+"""``events.rank`` of a message without a rank."""
 
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
 _LARGEST = 8 * 2**20
-"""Largest unpacked message. Its objects may need ten times as much memory."""
+"""Limit of an unpacked message in bytes. Its objects may need ten times as much memory."""
 
 _MOST_LISTS = 200_000
-"""No message has so many lists and maps: an empty one is a byte, and becomes an object that takes a hundred."""
+"""Limit on the lists and maps of a message: an empty one is 1 byte, and its object takes about 100."""
 _LISTS = bytes((*range(0x80, 0xA0), 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xDC, 0xDD, 0xDE, 0xDF))
-"""What a map, a list or a short extension begins with in msgpack; other values may have these bytes too."""
+"""First bytes of maps, lists and short extensions in msgpack; other values may contain these bytes too."""
 _COUNTED_ABOVE = 64 * 2**10
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -46,7 +46,10 @@ _decode_processes = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def pack_body(message: Message) -> bytes:
-    """Encode a message whole, compressed where that pays. A msgpack map never begins with zlib's first byte."""
+    """Encode a whole message, compressed above ``_COMPRESS_ABOVE`` bytes.
+
+    A msgpack map never begins with zlib's first byte, which therefore marks a compressed message.
+    """
     body = encode_body(message)
     return zlib.compress(body, 6) if len(body) > _COMPRESS_ABOVE else body
 
@@ -55,11 +58,11 @@ UNBELIEVABLE = (
     RecordingError, ProtocolError, msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError,
     ValueError, RecursionError,
 )  # fmt: skip
-"""Errors of rebuilding a message from a row that ftmon did not write."""
+"""Errors of decoding a message from a row that ftmon did not write."""
 
 
 def believed(message: Message) -> Message | None:
-    """Return a message that was rebuilt from columns, held to what a message on the wire is held to.
+    """Return a message decoded from columns, after the checks of a message on the wire.
 
     Raises:
         ProtocolError: no sender could have sent it.
@@ -68,11 +71,11 @@ def believed(message: Message) -> Message | None:
 
 
 def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Message | None:
-    """Decode what ``pack_body`` made; None for a type that a newer version added.
+    """Decode the result of ``pack_body``; None for a type that a newer version added.
 
     Args:
         body: the bytes.
-        charge: called with the bytes they unpack to, and may refuse them.
+        charge: called with the unpacked size; it may raise to refuse it.
 
     Raises:
         RecordingError: it is damaged.
@@ -80,7 +83,7 @@ def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Mes
     try:
         if body[:1] == bytes([_ZLIB_MAGIC]):
             inflater = zlib.decompressobj()
-            body = inflater.decompress(body, _LARGEST)  # a few bytes of a hostile file may stand for gigabytes
+            body = inflater.decompress(body, _LARGEST)  # a few bytes of a hostile file may inflate to gigabytes
             if not inflater.eof:
                 raise RecordingError("a message in the recording is cut off, or larger than any that is sent")
         if len(body) > _LARGEST:
@@ -96,7 +99,7 @@ def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Mes
 
 
 def alert_row(seq: int, t: float, alert: Alert) -> Row:
-    """Make a row of ``alerts``."""
+    """Return a row of ``alerts``."""
     return (
         *(seq, t, alert.id, alert.kind, alert.severity, alert.time, alert.rank, alert.step, alert.phase),
         *(alert.title, alert.text, alert.resolved, alert.count, pack_body(alert)),
@@ -104,17 +107,17 @@ def alert_row(seq: int, t: float, alert: Alert) -> Row:
 
 
 def log_row(seq: int, t: float, line: LogLine) -> Row:
-    """Make a row of ``logs``."""
+    """Return a row of ``logs``."""
     return (seq, t, line.rank, line.time, line.stream, line.text)
 
 
 def log_from_row(row: Sequence[Any]) -> LogLine:
-    """Rebuild a log line."""
+    """Return the log line of a row."""
     return LogLine(rank=row[2], time=row[3], stream=row[4], text=row[5])
 
 
 def hello_row(seq: int, t: float, hello: Hello) -> Row:
-    """Make a row of ``ranks``."""
+    """Return a row of ``ranks``."""
     return (
         *(seq, t, hello.rank, hello.local_rank, hello.host, hello.pid, hello.device.name),
         *(hello.device.capacity_bytes, hello.memory_measure, hello.model, hello.zero_stage, pack_body(hello)),
@@ -128,10 +131,10 @@ def event_row(seq: int, t: float, message: Message) -> Row:
 
 
 class NameNumbers:
-    """What device samples repeat (which device, which processes hold its memory) is kept once, under a number.
+    """Numbers the devices and processes that device samples repeat, so that each is stored once.
 
     Args:
-        first: the lowest number to give.
+        first: the lowest number to assign.
     """
 
     def __init__(self, first: int = 1) -> None:
@@ -146,7 +149,7 @@ class NameNumbers:
                 self._next = max(self._next, number + 1)
 
     def sample_row(self, seq: int, t: float, sample: DeviceSample, note: Callable[[str, Row], None]) -> Row:
-        """Make a row of ``device_samples``; ``note(table, row)`` is called for each name not met before."""
+        """Return a row of ``device_samples``; ``note(table, row)`` is called for each new name."""
         key = (
             *(sample.host, sample.kind, sample.index, sample.name, sample.uuid),
             *(sample.total_bytes, sample.power_limit_w),
@@ -172,7 +175,7 @@ class NameNumbers:
 
 
 def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) -> DeviceSample:
-    """Rebuild a device sample from its row, its device's row of ``device_names`` (less the number), and all processes.
+    """Return the device sample of a row, its device's row of ``device_names`` (without the number) and all processes.
 
     Raises:
         KeyError: a process is not among ``processes``.

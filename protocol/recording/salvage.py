@@ -1,8 +1,8 @@
-"""Reads what is left of a damaged recording into a new file.
+"""Copies the readable rows of a damaged recording into a new file.
 
-Tables keyed by ``seq`` only grow at their end, so a file cut short has lost their newest rows and the rest can be read
-in order of ``seq``. Indexes, pooled rows and marks are made anew; they are spread over the whole file and cannot be
-trusted. Rows with values that no message can have had are left out.
+Tables keyed by ``seq`` only grow at their end, so a truncated file has lost their newest rows and the rest can be read
+in order of ``seq``. Indexes, pooled rows and marks are rebuilt; they are spread over the whole file and cannot be
+trusted. Rows with values that no message can have are left out.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from .shape import Column, columns_of, expected_tables, kinds_of, quoted
 from .steprow import step_from_row
 
 DERIVED_TABLES = ("rollups", "curves", "marks", "explained")
-"""Made anew from the stream."""
+"""Tables rebuilt from the stream."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("t", "time", "started", "first_t", "last_t"), (0.0, LAST_TIME)),
     **dict.fromkeys(("seq", "second", "device", "process", "id"), (0, 1 << 62)),
     "rank": (NO_RANK, MAX_RANKS - 1),
 }
-"""What the columns of these names can hold, inclusive, in every table."""
+"""Inclusive bounds of the columns of these names, in every table."""
 
 _KINDS: dict[str, tuple[type, ...]] = {"INTEGER": (int,), "REAL": (float, int), "TEXT": (str,), "BLOB": (bytes,)}
 _LOWEST, _HIGHEST = -(1 << 62), 1 << 62
@@ -40,25 +40,25 @@ _LEAST_ROW_BYTES = 3
 _SPARE_ROWS = 10_000
 _AMPLIFICATION = 2
 _SPARE_BYTES = 16 * 2**20
-"""Each row and each byte of a whole file is there once."""
+"""Limits on what is copied, by the file's size: an undamaged file has each row and each byte once."""
 
 _MOST_HOLES = 2_000
 _MARKED_STEPS = 200_000
-"""Steps that are searched for marks: some 4 s; of a longer recording the later marks are missing."""
+"""Steps that are searched for marks, about 4 s; a longer recording lacks the later marks."""
 
 
 def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[sqlite3.Connection, str]:
     """Copy every row that can be read from ``path`` into a new recording in the folder ``scratch``.
 
-    Pages of a damaged file may lead back to pages that were read before, so rows, bytes and processor time are
+    Pages of a damaged file may refer back to pages that were read before, so rows, bytes and processor time are
     bounded by the file's size.
 
     Returns:
-        The new recording, open, and why the copying was given up; empty where it was not.
+        The new recording, open, and why copying stopped early; empty if it did not.
 
     Raises:
         sqlite3.Error: not even the list of tables can be read.
-        OSError: there is no room for the copy.
+        OSError: no disk space for the copy.
     """
     torn_path = _copy_whole_pages(path, page_bytes, scratch)
     connection = sqlite3.connect(scratch / "salvaged.sqlite", check_same_thread=False, isolation_level=None)
@@ -87,7 +87,7 @@ def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[s
 
 
 def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
-    """Copy the file without its last, torn page: SQLite would fill it up with zeros and read rows of nothing."""
+    """Copy the file without its last, torn page: SQLite would pad it with zeros and read invalid rows."""
     torn = scratch / "torn.sqlite"
     copy_data(path, torn)
     os.truncate(torn, path.stat().st_size // page_bytes * page_bytes)
@@ -98,7 +98,7 @@ def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
 
 
 def _copy_tables(torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Guard) -> str:
-    """Copy all tables; return why that was given up, empty where it was not."""
+    """Copy all tables; return why copying stopped early, empty if it did not."""
     kinds = kinds_of(torn)
     if "table" not in kinds.values():
         raise sqlite3.DatabaseError("it has no tables")
@@ -108,7 +108,7 @@ def _copy_tables(torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Gua
             if table in DERIVED_TABLES or kinds.get(table) != "table":
                 continue
             there = columns_of(torn, table)
-            # A recording may have more columns, or lack some. A generated one runs what the file's author wrote.
+            # A recording may have more columns, or lack some. A generated column runs code of the file's author.
             names = [column.name for column in expected if column in there]
             keys = [column.name for column in expected if column.key]
             if any(column.hidden for column in there) or not set(keys) <= set(names):
@@ -120,11 +120,11 @@ def _copy_tables(torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Gua
 
 
 class _Enough(Exception):  # noqa: N818 - no error: what was copied so far is kept
-    """The file gives more than its size justifies."""
+    """The file yields more rows or bytes than its size justifies."""
 
 
 class _Reading:
-    """Copies tables row by row, as far as the file can be read and its size justifies."""
+    """Copies tables row by row, as far as the file is readable and its size justifies."""
 
     def __init__(self, torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Guard) -> None:
         self._torn, self._whole, self._guard = torn, whole, guard
@@ -161,7 +161,7 @@ class _Reading:
             self._highest = ahead
 
     def _sound(self, rows: Iterable[Row], columns: list[Column]) -> Iterator[Row]:
-        """Pass on the rows whose values are of the columns' types and within their bounds."""
+        """Yield the rows whose values match the columns' types and bounds."""
         known: dict[tuple[type, ...], bool] = {}
         bounds = [
             (place, BOUNDS[column.name])
@@ -186,7 +186,7 @@ class _Reading:
                 yield tuple(values)
 
     def _next_readable(self, table: str) -> int | None:
-        """Find a row beyond a hole, by leaps that double; None when the rest cannot be read either."""
+        """Return a row beyond unreadable pages, searched at doubling distances; None if the rest is unreadable too."""
         after = self._highest
         for power in range(60):
             beyond = max(after, 0) + (1 << power)
@@ -203,7 +203,7 @@ class _Reading:
                 continue
             if found is None:
                 return None
-            # Pages that lie in a wrong place give numbers that were passed already: going back would have no end.
+            # Misplaced pages have row numbers that were passed already: going back could loop forever.
             if found[0] > beyond:
                 return found[0]
         return None
@@ -216,7 +216,7 @@ def _fits(kind: type, column: Column) -> bool:
 
 
 def _pool_again(connection: sqlite3.Connection, guard: Guard) -> None:
-    """Make the pooled rows and the marks of steps anew; steps that no rank can have sent are deleted."""
+    """Rebuild the pooled rows and marks from the steps; steps that no rank can have sent are deleted."""
     made: dict[str, list[Row]] = {"rollups": [], "marks": [], "explained": []}
     unsound: list[tuple[int]] = []
     rollups = Rollups(made["rollups"].append)

@@ -1,15 +1,15 @@
-"""The recording file's schema: tables typed for what people query, views in people's units, a version.
+"""The recording file's schema: tables with typed columns, views in common units, a version.
 
-Every row of the stream is keyed by ``seq``, the hub's number of it, so a seek is a lookup by primary key. Memory of the
-phases is stored as small differences, most of which are 0 and then take no room in SQLite's record format
-(https://www.sqlite.org/fileformat2.html#record_format); the view ``phases`` gives it in plain bytes.
-``docs/recording.md`` describes the file for people.
+Every row of the stream is keyed by ``seq``, its number in the hub's stream, so a seek is a lookup by primary key.
+Memory of the phases is stored as small differences, most of which are 0 and take no space in SQLite's record format
+(https://www.sqlite.org/fileformat2.html#record_format); the view ``phases`` has it in bytes. ``docs/recording.md``
+documents the file.
 """
 
 from ..messages.telemetry import STEP_PHASES
 
 SCHEMA_VERSION = 1
-"""``PRAGMA user_version``. A newer schema is refused; an older one is brought up to date in ``UPGRADES``."""
+"""``PRAGMA user_version``. A newer schema is refused; an older one is upgraded by ``UPGRADES``."""
 
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
@@ -80,7 +80,10 @@ def _rollups_table() -> str:
 
 
 def _phase_query(phase: str, base: dict[str, str]) -> str:
-    """Select one phase of every step in plain units; ``base`` has the SQL of each measure's end before this phase."""
+    """Return the query for one phase of every step in plain units.
+
+    ``base`` has the SQL of each measure's end before this phase, and is updated for the next.
+    """
     spans: list[str] = []
     for measure in ("allocated", "reserved"):
         start = f"{base[measure]} + {phase}_{measure}_from_previous"
@@ -116,7 +119,7 @@ MARK_TABLES = (
         seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
         micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
 )
-"""Made in a recording of this schema that has them not: one that an earlier version began."""
+"""Added to a recording of this schema that lacks them: one that an earlier version began."""
 
 TRAINING_STEPS_TABLE = """CREATE TABLE IF NOT EXISTS training_steps(
     seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)"""
@@ -137,14 +140,14 @@ TRAINING_TABLES = (
         seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
         best INTEGER)""",
 )
-"""Made likewise in a recording that is continued; to read one without them, empty temporary tables stand in."""
+"""Added likewise to a recording that is continued; a reader replaces missing ones by empty temporary tables."""
 
 JOBS_TABLE = """CREATE TABLE IF NOT EXISTS jobs(
     seq INTEGER PRIMARY KEY, t REAL, number INTEGER, state TEXT, started REAL, ended REAL, text TEXT,
     world_size INTEGER, restart INTEGER, command TEXT, shown INTEGER, steps INTEGER, last_step INTEGER, loss REAL,
     step_us INTEGER, allocated_peak INTEGER, reserved_peak INTEGER, resident_peak INTEGER, body BLOB)"""
-"""Made likewise in a recording that is continued. To read one that has no such table, an empty temporary table stands
-in: the file is never changed, and to copy a large recording would take seconds."""
+"""Added likewise to a recording that is continued. A reader replaces a missing one by an empty temporary table: the
+file is never changed, and copying a large recording would take seconds."""
 
 STATEMENTS = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
@@ -189,10 +192,10 @@ STATEMENTS = (
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
         FROM device_samples JOIN device_names USING(device)""",
 )
-"""What makes an empty recording, in order."""
+"""The statements that create an empty recording, in order."""
 
 STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
 """The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
 
 UPGRADES: dict[int, tuple[str, ...]] = {}
-"""For each older schema, the statements that make it the next one, in a private copy: the file is never changed."""
+"""For each older schema, the statements that upgrade a private copy to the next one; the file is never changed."""

@@ -1,7 +1,7 @@
-"""Checks that a file's tables are those of the schema: real tables, with its columns, and nothing computed in them.
+"""Checks that a file's tables are those of the schema: real tables with its columns, none of them generated.
 
-A view, a virtual table or a generated column of the same name would run what its author wrote whenever it is read.
-What is expected is what SQLite makes of ``schema.STATEMENTS``, so there is no second list.
+A view, a virtual table or a generated column of the same name would run its author's code whenever it is read. The
+expected tables are those that SQLite creates from ``schema.STATEMENTS``, so there is no second list.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ from .schema import STATEMENTS
 
 
 class Column(NamedTuple):
-    """One column as SQLite parsed it; ``hidden`` is not 0 where it is generated or of a virtual table."""
+    """One column as SQLite parsed it; ``hidden`` is not 0 if it is generated or of a virtual table."""
 
     name: str
     type: str
@@ -22,12 +22,12 @@ class Column(NamedTuple):
 
 
 def quoted(name: str) -> str:
-    """Quote a name for SQL."""
+    """Return a name quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def columns_of(connection: sqlite3.Connection, table: str) -> tuple[Column, ...]:
-    """Return the columns of a table or view; none where there is no such."""
+    """Return the columns of a table or view; empty if it does not exist."""
     found = connection.execute(f"PRAGMA table_xinfo({quoted(table)})").fetchall()
     return tuple(Column(name, kind.upper(), key, hidden) for _, name, kind, _, _, key, hidden in found)
 
@@ -54,10 +54,10 @@ def _empty() -> sqlite3.Connection:
 
 
 def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return what each table and view of the file is, by name: ``table``, ``view``, ``virtual`` or ``shadow``.
+    """Return the kind of each table and view of the file, by name: ``table``, ``view``, ``virtual`` or ``shadow``.
 
-    By what SQLite parsed, not by the ``type`` column, in which a file may have any text. Before SQLite 3.37 by the
-    statement that it parses.
+    The kind is the one that SQLite parsed, not the ``type`` column, which may hold any text. Before SQLite 3.37 it is
+    derived from the SQL statement.
     """
     if sqlite3.sqlite_version_info >= (3, 37):
         rows = connection.execute("PRAGMA main.table_list").fetchall()
@@ -67,10 +67,10 @@ def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def check_no_code(connection: sqlite3.Connection) -> None:
-    """Refuse triggers and virtual tables, which run code when a copy of the file is changed; of any schema version.
+    """Refuse triggers and virtual tables, which run code when a copy of the file is changed; for any schema version.
 
     Raises:
-        RecordingError: there are some. The text names no file.
+        RecordingError: the file has some. The text does not name the file.
     """
     (triggers,) = connection.execute("SELECT count(*) FROM sqlite_schema WHERE type = 'trigger'").fetchone()
     if triggers:
@@ -81,14 +81,15 @@ def check_no_code(connection: sqlite3.Connection) -> None:
 
 
 def check_shape(connection: sqlite3.Connection, *, views: bool = True) -> None:
-    """Check the tables of a file of this version's schema; one that is missing is no fault, it may be damaged.
+    """Check the tables of a file of this version's schema; missing tables are accepted, the file may be damaged.
 
     Args:
         connection: to the file.
-        views: check the recording's own views too. Nothing here reads them; an older schema's are other ones.
+        views: check the recording's own views too. Nothing here reads them; those of an older schema differ.
 
     Raises:
-        RecordingError: one is not a table, has not the schema's columns, or computes some. The text names no file.
+        RecordingError: one is not a table, lacks columns of the schema, or has a generated one. The text does not name
+            the file.
     """
     check_no_code(connection)
     kinds = kinds_of(connection)
@@ -109,7 +110,7 @@ def check_shape(connection: sqlite3.Connection, *, views: bool = True) -> None:
 
 
 def mismatch(expected: tuple[Column, ...], found: tuple[Column, ...]) -> str:
-    """Return why columns are not the expected ones; empty where they are. Later versions may append columns."""
+    """Return how columns differ from the expected ones; empty if they match. Later versions may append columns."""
     if any(column.hidden for column in found):
         return "it has a generated column"
     for wanted, there in zip(expected, found, strict=False):

@@ -1,7 +1,7 @@
-"""A Step as one row of ``steps`` and back, exactly.
+"""Converts a ``Step`` to one row of ``steps`` and back, without loss.
 
-Columns hold what people query and what graphs draw; the rest is ``detail``, a msgpack array of mostly small integers:
-each figure is stored as its difference from the one it is usually equal or close to.
+Columns hold the figures that are queried and drawn; the rest is ``detail``, a msgpack array of mostly small integers:
+each figure is stored as its difference from a figure that it is usually equal or close to.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ INSERT_EXTRA = f"INSERT OR REPLACE INTO extra_phases VALUES ({', '.join('?' * 14
 _NO_PHASE = (None,) * PHASE_WIDTH
 _POSITIONS = {name: position for position, name in enumerate(STEP_PHASES)}
 _BLOCK = 512
-"""PyTorch's CUDA allocator hands out multiples of 512 bytes (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+"""PyTorch's CUDA allocator allocates multiples of 512 bytes (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 
 # Bits of detail[0].
 _OVERFLOW = 1
@@ -33,7 +33,7 @@ _ACTIVE = 16
 _REQUESTED = 32
 _RESIDENT = 64
 _HEAD = 11
-"""Entries of ``detail`` before those of the phases. After those comes a map of what most steps do not have, if any."""
+"""Entries of ``detail`` before those of the phases, which a map of the rarer figures follows, if there are any."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -42,10 +42,10 @@ Row = tuple[Any, ...]
 
 
 def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
-    """Flatten a step into a row of ``steps``, and rows of ``extra_phases`` for phases that have no columns there.
+    """Return a row of ``steps``, and rows of ``extra_phases`` for the phases that have no columns there.
 
     Raises:
-        OverflowError: a figure that no rank can have measured does not fit its column.
+        OverflowError: an invalid figure does not fit its column.
     """
     phases = step.phases
     allocated_top = reserved_top = resident_top = 0
@@ -163,7 +163,7 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         if active is not None:
             detail += (active.start - start, active.end - end, active.peak - peak)
         if requested is not None:
-            # What rounding adds (allocated - requested) hardly moves from one point to the next.
+            # The rounding overhead (allocated - requested) changes little from one point to the next.
             rounding = start - requested.start
             detail += (rounding - slack, end - requested.end - rounding, peak - requested.peak - rounding)
             slack = end - requested.end
@@ -197,10 +197,10 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
 
 
 def _split(phases: list[PhaseRecord]) -> tuple[list[int | PhaseRecord], list[PhaseRecord], int | None]:
-    """Part the phases that fit the columns from those that do not, whatever order they ran in.
+    """Separate the phases that fit the columns from the others, whatever order they ran in.
 
-    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another whole), the column phases
-    in the order of their columns, and the bits of what was measured in these (None: there is none).
+    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another as a whole), the column phases
+    in the order of their columns, and the bits of what was measured in these (None: there are none).
     """
     order: list[int | PhaseRecord] = []
     in_columns: dict[int, PhaseRecord] = {}
@@ -240,12 +240,12 @@ def _extra_row(seq: int, position: int, t: float, of: Step | Closing, phase: Pha
 
 
 def closing_rows(seq: int, t: float, closing: Closing) -> list[Row]:
-    """Return the rows of ``extra_phases`` of what a rank did after its last step."""
+    """Return the rows of ``extra_phases`` for the phases of a rank after its last step."""
     return [_extra_row(seq, position, t, closing, phase) for position, phase in enumerate(closing.phases)]
 
 
 def update_rows(seq: int, t: float, step: Step) -> list[Row]:
-    """Return the rows of ``updates``: one for each of several engines or optimizers; mostly none."""
+    """Return the rows of ``updates``: one for each of several engines or optimizers; usually none."""
     return [
         (
             *(seq, position, t, step.rank, step.step, update.name, update.count, update.micro_steps),
@@ -256,7 +256,7 @@ def update_rows(seq: int, t: float, step: Step) -> list[Row]:
 
 
 def step_from_row(row: Sequence[Any]) -> Step:
-    """Rebuild the step that ``step_rows`` flattened."""
+    """Return the step of a row made by ``step_rows``."""
     detail: list[Any] = _decode(row[DETAIL_COLUMN])
     bits, micro_steps, samples, padding, retries, ooms, probe_us, dropped, loss_scale, shape, order = detail[:_HEAD]
     nan = float("nan")

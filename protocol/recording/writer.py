@@ -1,8 +1,8 @@
-"""Writes the recording: appends are collected in memory and go to SQLite in one transaction a commit.
+"""Writes the recording: appends are collected in memory and written to SQLite in one transaction per commit.
 
-The hub never waits for a broken disk and never fails by it: an error is kept in words in ``error``, the rows are held
-back up to a limit and counted beyond it, and writing is tried again until it works. What was lost is written into the
-recording itself, as a row of ``gaps``.
+A failing disk neither blocks the hub nor makes it fail: the error is kept as text in ``error``, the rows are kept up to
+a limit and counted beyond it, and writing is retried until it succeeds. Losses are recorded in the file itself, as rows
+of ``gaps``.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ from .schema import APPLICATION_ID, JOBS_TABLE, MARK_TABLES, SCHEMA_VERSION, STA
 from .steprow import closing_rows, step_rows, update_rows
 
 RETRY_S = 2.0
-"""How long a refusing disk is left alone before the next try."""
+"""Seconds between a failed write and the next attempt."""
 
 _RECEIVED = "heard"
-"""The key of ``meta`` that holds the numbers of ``note_received``, as a JSON object."""
+"""Key of ``meta`` with the numbers of ``note_received``, as a JSON object."""
 
 _AGENT = "taken:"
-"""So begin the keys of ``meta`` that hold the numbers of ``note_agent_numbers``."""
+"""Prefix of the keys of ``meta`` with the numbers of ``note_agent_numbers``."""
 
 _BATCH = 64
-"""Maximum steps in a batch; more do not stay in the processor's cache."""
+"""Maximum number of steps in a batch; more exceed the processor's cache."""
 
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 _WHY_UNFIT = "figures that fit no column"
@@ -64,53 +64,53 @@ def _describe(run: RunFile | None) -> dict[str, Any]:
 
 
 class Writer:
-    """Appends the hub's stream to one recording file; a new one is made, an ftmon recording is continued.
+    """Appends the hub's stream to a recording file, which is created, or continued if it exists.
 
     Args:
         path: the file.
-        run: what was started; kept in ``meta`` so that the file explains itself.
+        run: the run; kept in ``meta`` so that the file is self-contained.
 
     Raises:
-        RecordingError: the file is there and is damaged, or not a recording this version can continue.
+        RecordingError: the file exists and is damaged, or is not a recording this version can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str], run: RunFile | None = None) -> None:
         self.path = Path(path)
         self.error = ""
-        """Why nothing can be written at the moment, in one line; empty while all is well."""
+        """Why nothing can be written at the moment, in one line; empty: no error."""
         self.notice = ""
-        """What a person should know of the file; set once it has happened."""
+        """Text to show about the file, such as its replacement after a removal; empty: none."""
         self.recorded = 0
         """Messages written by this writer."""
         self.last_seq = 0
-        """The highest number in the recording, or seen since."""
+        """Highest stream number recorded or appended."""
         self.next_seq = 1
         """Sequence number with which a hub that opens this recording continues."""
         self.agent_numbers: dict[str, int] = {}
-        """The numbers that an earlier writer of this file was given by ``note_agent_numbers``, of what is in it."""
+        """The numbers that an earlier writer of this file recorded by ``note_agent_numbers``."""
         self.received: dict[str, int] | None = None
-        """The numbers that an earlier writer of this file was given by ``note_received``; None: there was none."""
+        """The numbers that an earlier writer of this file recorded by ``note_received``; None: no earlier writer."""
         self._run = run
         self._connection: sqlite3.Connection | None = None
         self._watch: RemovalWatch | None = None
         self._checkpointer: Checkpointer | None = None
         self._carried: CarriedOver | None = None
-        """What a removed file leaves to the new one, until that is made."""
+        """Rows of a removed file for the new one, until that is made."""
         self._pending = Batch()
         self._writing = Batch()
         """The batch that is being written."""
         self._lost = 0
-        """Lost messages that are recorded already."""
+        """Number of lost messages that are already recorded."""
         self._steps: list[tuple[int, float, Step]] = []
         """Steps collected for ``_add_steps``."""
         self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
         self._curves = Curves(lambda row: self._put_row("curves", row))
         self._peaks: dict[int, float | None] = {}
-        """Data-sheet peak of each rank's device, FLOP/s; None: not known."""
+        """Data-sheet peak of each rank's device, FLOP/s; None: unknown."""
         self._marks = Marks(self._put_row)
         self._received: dict[str, int] = {}
-        """What ``note_received`` was given last."""
+        """The last argument of ``note_received``."""
         self._second = 0
         self._retry_at = 0.0
         self._resumed = False
@@ -124,7 +124,7 @@ class Writer:
                 raise RecordingError(f"{self.path}: is damaged and cannot be continued: {error}") from None
             self._fail(error)
             if there:
-                # Unknown what is in the file: number from where no earlier hub can have come.
+                # The file's content is unknown: start above any number of an earlier hub.
                 self.next_seq = int(time.time()) << 20
                 self._names = NameNumbers(first=int(time.time()))
 
@@ -132,7 +132,7 @@ class Writer:
         """Add one message of the stream; it is on disk after the next ``commit``.
 
         Args:
-            seq: the hub's number of it, higher than all before.
+            seq: its number in the hub's stream, higher than all before.
             t: when the hub received it, seconds since the epoch.
             message: heartbeats, queries and answers are numbered but not recorded.
         """
@@ -156,39 +156,39 @@ class Writer:
             self._pending.held += 1
 
     def note_agent_numbers(self, numbers: dict[str, int]) -> None:
-        """Keep with what was appended, in one transaction, the numbers that its senders gave it (``taken``)."""
+        """Record the agents' sequence numbers of the appended messages, in the same transaction as those."""
         self._pending.agent_numbers |= numbers
 
     def note_received(self, numbers: dict[str, int]) -> None:
-        """Keep with what was appended, in one transaction, the highest sequence number received from each sender.
+        """Record the highest sequence number received from each sender, in the same transaction as the messages.
 
-        A later hub counts from these: what its predecessor had received and not recorded is a loss, exactly counted.
+        A later hub counts from these: messages that its predecessor received and did not record are counted as lost.
         """
         if numbers != self._received:
             self._received = self._pending.received = dict(numbers)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Record that messages were lost before they came here; the arguments are those of ``Batch.lose``."""
+        """Record that messages were lost before they were appended; the arguments are those of ``Batch.lose``."""
         self._pending.lose(count, first_t, last_t, reason)
 
     @property
     def lost(self) -> int:
-        """Messages let go since this writer began, because they could not be written."""
+        """Messages lost since this writer began."""
         return self._lost + self._writing.lost + self._pending.lost
 
     def commit(self) -> None:
-        """Write what was appended, as ``write`` does; see ``error`` and ``lost``."""
+        """Write the appended messages, as ``write`` does; see ``error`` and ``lost``."""
         self.write(self.drain())
 
     def drain(self) -> Batch:
-        """Return what was appended, for ``write``, which may run in another thread while more is appended."""
+        """Return the appended messages, for ``write``, which may run in another thread while more are appended."""
         self._add_steps()
         batch, self._pending = self._pending, Batch()
         batch.last_seq = self.last_seq
         return batch
 
     def write(self, batch: Batch) -> None:
-        """Write the taken batch and earlier unwritten ones in one transaction; disk errors only set ``error``."""
+        """Write a batch of ``drain`` and earlier unwritten ones in one transaction; disk errors only set ``error``."""
         waiting = self._writing
         waiting.add(batch)
         if not waiting:
@@ -211,7 +211,7 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Write the rest and leave one self-contained file behind, where the disk allows it."""
+        """Write the rest and leave one self-contained file, if the disk allows it."""
         self._retry_at = 0.0
         self.commit()
         connection, self._connection = self._connection, None
@@ -222,8 +222,8 @@ class Writer:
             if not self.error:
                 self._put(connection, closed=time.time())
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            # Without a write-ahead log the file can be copied alone and read from a read-only disk. Refused while
-            # somebody reads; the next one to close it loses nothing by that.
+            # Without a write-ahead log the file can be copied alone and read from a read-only disk. SQLite refuses this
+            # while the file is being read; nothing is lost by that.
             connection.execute("PRAGMA journal_mode=DELETE")
         except sqlite3.Error as error:
             self.error = self.error or str(error)
@@ -242,7 +242,7 @@ class Writer:
         return total
 
     def _try_open(self) -> bool:
-        """Open, or make, the recording unless it is open; return whether it is."""
+        """Open or create the recording unless it is open; return whether it is open."""
         if self._connection is not None:
             return True
         try:
@@ -268,9 +268,9 @@ class Writer:
         connection.execute("PRAGMA page_size=8192")
         known = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] > 0
         if not known:
-            # Nothing to lose yet, and a busy disk would keep the hub from its start: the first checkpoint is soon.
+            # Nothing can be lost yet, and a busy disk would delay the hub's start: the first checkpoint follows soon.
             connection.execute("PRAGMA synchronous=OFF")
-            # Before there is a write-ahead log: the file alone must identify itself, even if the log is lost.
+            # Set before there is a write-ahead log: the file must identify itself even if the log is lost.
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("BEGIN IMMEDIATE")
@@ -291,16 +291,16 @@ class Writer:
             self._carried = None
         process = this_process()
         self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
-        # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
+        # In WAL mode NORMAL keeps the file consistent through a machine crash; the checkpointer makes it durable.
         connection.execute("PRAGMA synchronous=NORMAL")
 
     def _begin_anew(self, connection: sqlite3.Connection) -> None:
-        """Leave a file that was removed, and begin another in its place."""
+        """Close a removed file, and begin a new one in its place."""
         if self._carried is None:
             self._carried = carry_over(connection)
         self._end_checkpointer()
         self._connection = None
-        # Before the new file is made: the last connection to the old one removes a log by its name.
+        # Closed before the new file is made: the last connection to the old one removes a log by its name.
         connection.close()
         remove_logs(self.path)
         self._try_open()
@@ -308,7 +308,7 @@ class Writer:
     def _resume(self, connection: sqlite3.Connection) -> None:
         """Continue where an earlier writer of this file ended."""
         if self.last_seq:
-            # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
+            # The file could not be opened at first: rows of this writer are waiting, numbered far above the file's.
             earlier = Rollups(self._writing.rows["rollups"].append)
             earlier.load(connection)
             earlier.flush()
@@ -317,7 +317,7 @@ class Writer:
         meta = dict(connection.execute("SELECT key, value FROM meta"))
         highest = [connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in STREAM_TABLES]
         self.last_seq = max(*highest, int(meta.get("last_seq") or 0))
-        # Heartbeats are numbered and not recorded: the last number that was given is unknown, so leave it far behind.
+        # Heartbeats are numbered and not recorded: the last number assigned is unknown, so continue far above it.
         self.next_seq = self.last_seq + RESTART_LEAP
         self.agent_numbers = {
             key.removeprefix(_AGENT): int(value) for key, value in meta.items() if key.startswith(_AGENT)
@@ -334,7 +334,7 @@ class Writer:
         self._pending.rows[table].append(row)
 
     def _add_steps(self) -> None:
-        """Make the rows of the collected steps, table by table.
+        """Add the rows of the collected steps, table by table.
 
         Each stage processes the whole batch before the next stage does, so that its code and state stay in the
         processor's cache.
