@@ -1,7 +1,7 @@
-"""``join.json``: what another host of a run needs to join it: where the hub is, its key, and the agents' own.
+"""``join.json``: the hub's addresses and key and the agents' key pair, with which another host joins a run.
 
-It holds a secret, so it is 0600 in the 0700 run directory and goes to another host as a file: over a shared file
-system, or over ssh's or srun's standard input. A command line or the environment only ever name its path.
+It holds a secret, so it is 0600 in the 0700 run directory and is sent to another host as a file: over a shared file
+system, or over ssh's or srun's standard input. Command lines and the environment have only its path.
 """
 
 from pathlib import Path
@@ -22,26 +22,26 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``join.json``."""
 
     run: str
-    """The run directory on the hub's host, which is also the mark of the run's processes on every host."""
+    """The run directory on the hub's host, which also marks the run's processes on every host."""
     id: str
     host: str
     """The hub's host."""
     boot_id: str
-    """Identifies that host among several of the same name."""
+    """Boot identifier, which distinguishes that host from others of the same name."""
     addresses: list[str]
-    """Where the hub may be reached, to be tried in this order."""
+    """The hub's possible addresses, to be tried in this order."""
     port: int
     """The first of the hub's ports."""
     server_key: str
     """The hub's public CURVE key."""
     public: str
     secret: str
-    """The pair that the run's agents use."""
+    """The key pair of the run's agents, with ``public``."""
     version: str
     options: RunOptions = RunOptions()
     """The run's options."""
     pushed: bool = False
-    """This copy was put here for this run, by ssh or srun: the last process of the run here removes it."""
+    """This copy was made for this run, by ssh or srun; the last process of the run on this host removes it."""
 
     @property
     def pair(self) -> KeyPair:
@@ -53,7 +53,7 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def join_path(run: RunDir) -> Path:
-    """Name the file in a run directory."""
+    """Return the path of the file in a run directory."""
     return run.path / JOIN_NAME
 
 
@@ -72,7 +72,7 @@ def read_join(path: Path) -> JoinFile:
     """Read the file.
 
     Raises:
-        UsageError: there is none, or it is not one.
+        UsageError: it is missing or invalid.
         RunDirError: others can read it.
     """
     try:
@@ -86,7 +86,7 @@ def read_join(path: Path) -> JoinFile:
 
 
 def boot_id() -> str:
-    """Return the identifier of this boot; empty where the kernel has none."""
+    """Return the identifier of this boot; empty if the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

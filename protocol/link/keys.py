@@ -1,10 +1,10 @@
-"""CURVE keys for a hub that listens on TCP: who it is, who we are, and whom it lets in.
+"""CURVE keys of a hub that listens on TCP, of its clients and of agents, and the list of allowed clients.
 
-A hub has one pair a run (``curve.key`` in the run directory); its public half stands in the connection file. A user has
-one pair for all (``$FTMON_HOME/keys/client.key``). A hub lets in its own user, and the public keys that
-``$FTMON_HOME/keys/allowed`` lists, one a line with a remark behind it. The agents of a run on other hosts share one
-pair made for that run (``agent.key``), which opens the agents' channels and no others. Every file is 0600 in a 0700
-directory: not made with ``zmq.auth.create_certificates``, which leaves secrets readable by all.
+A hub has one key pair per run (``curve.key`` in the run directory); its public key is in the connection file. A user
+has one pair for all runs (``$FTMON_HOME/keys/client.key``). A hub accepts its own user, and the public keys in
+``$FTMON_HOME/keys/allowed``, one per line, followed by a remark. The agents of a run on other hosts share one pair made
+for that run (``agent.key``), which is accepted on the agents' channels only. Every file is 0600 in a 0700 directory;
+``zmq.auth.create_certificates`` is not used because it leaves secrets readable by all.
 """
 
 import logging
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "ftmon"
-"""The domain under which the allow-list is asked (https://rfc.zeromq.org/spec/27/)."""
-
+"""ZAP domain of the channels that accept the allow-list (https://rfc.zeromq.org/spec/27/)."""
 AGENT_DOMAIN = "ftmon-agents"
-"""The domain of the agents' channels: the run's own agent key alone is let in there."""
+"""ZAP domain of the agents' channels, which accept only the run's agent key."""
 
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -43,16 +42,16 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 def make_pair() -> KeyPair:
-    """Make a new pair."""
+    """Return a new key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
 def keys_dir() -> Path:
-    """Return the directory of this user's own keys and allow-list, made 0700 if it is not there.
+    """Return the directory of this user's keys and allow-list, created with mode 0700 if it is missing.
 
     Raises:
-        RunDirError: it cannot be made, or is open to others.
+        RunDirError: it cannot be created, or is open to others.
     """
     path = checked_home() / "keys"
     try:
@@ -65,7 +64,7 @@ def keys_dir() -> Path:
 
 
 def server_pair(run: RunDir) -> KeyPair:
-    """Return the key pair of a run's hub, made the first time; a restarted hub keeps it.
+    """Return the key pair of a run's hub, created on first use; a restarted hub keeps it.
 
     Raises:
         RunDirError: the file is damaged or open to others.
@@ -74,7 +73,7 @@ def server_pair(run: RunDir) -> KeyPair:
 
 
 def agent_pair(run: RunDir) -> KeyPair:
-    """Return the key pair that a run's agents on other hosts use, made the first time.
+    """Return the key pair of a run's agents on other hosts, created on first use.
 
     Raises:
         RunDirError: the file is damaged or open to others.
@@ -83,7 +82,7 @@ def agent_pair(run: RunDir) -> KeyPair:
 
 
 def client_pair() -> KeyPair:
-    """Return this user's key pair, made the first time.
+    """Return this user's key pair, created on first use.
 
     Raises:
         RunDirError: the file is damaged or open to others.
@@ -92,7 +91,7 @@ def client_pair() -> KeyPair:
 
 
 def allowed() -> dict[str, str]:
-    """Return the public keys that a hub of this user lets in, with a remark each; the user's own is among them.
+    """Return the public keys that a hub of this user accepts, the user's own included, with their remarks.
 
     Raises:
         RunDirError: the list is damaged or open to others.
@@ -114,7 +113,7 @@ def allowed() -> dict[str, str]:
 
 
 def allow(public: str, remark: str = "") -> None:
-    """Let a public key in, from now on.
+    """Add a public key to the allow-list.
 
     Raises:
         UsageError: it is not a public key.
@@ -126,10 +125,10 @@ def allow(public: str, remark: str = "") -> None:
 
 
 def disallow(public: str) -> None:
-    """Let a public key in no more; open connections are not cut.
+    """Remove a public key from the allow-list; open connections are not closed.
 
     Raises:
-        UsageError: it is not on the list, or is this user's own, which is always let in.
+        UsageError: it is not on the list, or is this user's own, which is always accepted.
     """
     listed = allowed()
     if public == client_pair().public:
@@ -147,7 +146,7 @@ def _write_allowed(listed: dict[str, str]) -> None:
 
 
 class AllowList:
-    """Answers, for each new connection, whether its public key may come in. Reads the list anew every time."""
+    """Decides for each new connection whether its public key is accepted. Rereads the list every time."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the Z85 public key ``key`` is allowed; a list that cannot be read allows none."""
@@ -160,7 +159,7 @@ class AllowList:
 
 
 class _Agents:
-    """Allows one key: the one made for the agents of this run."""
+    """Accepts one key: that of the run's agents."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -171,13 +170,13 @@ class _Agents:
 
 
 def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "ThreadAuthenticator":
-    """Start asking the allow-list about every CURVE connection to sockets of ``context``; ``stop()`` ends it.
+    """Start checking every CURVE connection to sockets of ``context`` against the allow-list; ``stop()`` ends it.
 
     Args:
-        context: where the sockets are.
+        context: the context of the sockets.
         agent: the public key of the run's agents, allowed under ``AGENT_DOMAIN``; empty: none.
     """
-    from zmq.auth.thread import ThreadAuthenticator  # brings asyncio with it; only a listening hub needs it
+    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio; only a listening hub needs it
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -194,5 +193,5 @@ def _load_or_make(path: Path) -> KeyPair:
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunDirError(f"{path}: is not a key file: {error}; remove it and a new one is made") from None
     write_private(path, msgspec.json.encode(make_pair()) + b"\n")
-    # Two processes may have made one at the same time: the file decides.
+    # Two processes may create one at the same time: the file is authoritative.
     return msgspec.json.decode(read_private(path), type=KeyPair)

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets with the options that ZeroMQ's defaults get wrong: bounded queues, no linger, a size limit."""
+"""ZeroMQ sockets with safer options than the defaults: bounded queues, no linger, a size limit."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .keys import ZAP_DOMAIN, KeyPair
 SEND_HIGH_WATER = 10_000
 RECEIVE_HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A frame above this is dropped with its connection; the largest honest one is a history answer."""
+"""Limit of a frame; a larger one is dropped with its connection. The largest regular one is a history answer."""
 
 REQUEST_HIGH_WATER = 200
 MAX_REQUEST_BYTES = 1024 * 1024
@@ -21,13 +21,13 @@ REQUEST_CHANNELS = ("control", "query")
 CHANNELS = ("telemetry", "ranks", "stream", "control", "query", "agents")
 """The hub's sockets. telemetry: PULL from probes. ranks: ROUTER to the probes' DEALERs (commands to a rank).
 stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps. agents: ROUTER to the agents
-of other hosts, which pass on what their ranks send."""
+of other hosts, which forward the messages of their ranks."""
 
 LOCAL_CHANNEL = "telemetry"
 """Not bound over TCP, where nothing uses it: what arrives on it counts as sent by a process of the hub's host."""
 
 AGENT_CHANNELS = ("ranks", "agents")
-"""The channels that an agent uses, and over TCP an agent alone."""
+"""The channels that an agent uses; over TCP only agents use them."""
 
 _HUB_KINDS = {
     "telemetry": zmq.PULL,
@@ -48,7 +48,7 @@ _PEER_KINDS = {
 
 
 class _Socket(zmq.Socket[bytes]):
-    """Uses IPv6 for IPv6 addresses only: with the option always set, a name of both kinds is never tried over IPv4."""
+    """Sets ``IPV6`` for IPv6 addresses only: if it is always set, names with both kinds are not tried over IPv4."""
 
     def bind(self, addr: str) -> Any:
         self.setsockopt(zmq.IPV6, int("[" in addr))
@@ -67,33 +67,33 @@ def _set_common(socket: "zmq.Socket[Any]") -> None:
 
 
 def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
-    """Make the hub's side of ``channel``, not yet bound."""
+    """Return the hub's socket of ``channel``, not yet bound."""
     socket = context.socket(_HUB_KINDS[channel], _Socket)
     _set_common(socket)
     if _HUB_KINDS[channel] == zmq.ROUTER:
-        # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
+        # A send to a peer that is gone fails with EHOSTUNREACH, one to a full queue with EAGAIN: no silent drops.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if channel == "telemetry":
-        # Of each sender, in 18 KiB pieces of which a message may hold one alone.
+        # Per sender. A message may occupy a piece of 18 KiB by itself.
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
     if channel in REQUEST_CHANNELS:
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER)
         socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     if channel in AGENT_CHANNELS:
-        # A rank or an agent that comes back takes its name over from its own dead connection. Nowhere else: an app's
-        # name is given by ZeroMQ, and no second app may take the answers to another's command.
+        # A rank or an agent that reconnects takes over the identity of its dead connection. Only here: ZeroMQ assigns
+        # the identities of apps, and no app may receive the answers to another's command.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    # 1,024 ranks may come at the same moment; what the queue of a listening socket refuses comes back a second later.
+    # 1,024 ranks may connect at once; connections that the listen queue refuses are retried a second later.
     socket.setsockopt(zmq.BACKLOG, 4096)
     return socket
 
 
 def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | None = None) -> "zmq.Socket[Any]":
-    """Make a probe's or an app's side of ``channel``, not yet connected.
+    """Return a probe's or an app's socket of ``channel``, not yet connected.
 
-    While the hub is away a probe's telemetry queues up to ``SEND_HIGH_WATER`` messages and is delivered when a hub is
-    back, within 1 s of its return; beyond that a non-blocking send fails and the probe counts the drop.
+    Without a hub, a probe's socket queues up to ``SEND_HIGH_WATER`` messages and delivers them within 1 s of the hub's
+    return; beyond that a non-blocking send fails and the probe counts the drop.
     """
     socket = context.socket(_PEER_KINDS[channel], _Socket)
     _set_common(socket)
@@ -108,25 +108,25 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
 
 
 def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DOMAIN) -> None:
-    """Require CURVE on addresses that are bound from now on; bound ones stay as they are.
+    """Require CURVE on addresses that are bound from now on; bound ones are unchanged.
 
-    Needs ``keys.start_authenticator`` on the same context before the first bind: without it no client is allowed.
-    ``domain`` selects whose keys are allowed: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
+    Requires ``keys.start_authenticator`` on the same context before the first bind; without it no client is accepted.
+    ``domain`` selects the keys that are accepted: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-    # Without this a CURVE server without an authenticator admits every client that knows its public key.
+    # Without this a CURVE server without an authenticator accepts every client that has its public key.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     _keep_alive(socket)
 
 
 def secure_client(socket: "zmq.Socket[Any]", pair: KeyPair, server_key: str) -> None:
-    """Speak CURVE, as ``pair``, to a server whose public key is ``server_key``, on what is connected from now on.
+    """Use CURVE on addresses that are connected from now on, with ``pair`` and the server's public key.
 
     Raises:
-        UsageError: the server's key is not one.
+        UsageError: ``server_key`` is not a public key.
     """
     try:
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
@@ -140,7 +140,7 @@ def secure_client(socket: "zmq.Socket[Any]", pair: KeyPair, server_key: str) -> 
 
 
 def _keep_alive(socket: "zmq.Socket[Any]") -> None:
-    """Notice within a minute that the other host vanished without a word."""
+    """Detect within a minute that the other host is gone without closing the connection."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
@@ -148,10 +148,10 @@ def _keep_alive(socket: "zmq.Socket[Any]") -> None:
 
 
 def bind(socket: "zmq.Socket[Any]", address: str) -> None:
-    """Bind, or raise an error with the reason.
+    """Bind a socket to an address.
 
     Raises:
-        UsageError: the address is taken, not this host's, or not an address.
+        UsageError: the address is in use, not this host's, or invalid.
     """
     try:
         socket.bind(address)

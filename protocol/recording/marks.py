@@ -36,7 +36,7 @@ class Marks:
         self._emit = emit
         self._peaks: dict[int, PhasePeaks] = {}
         self._composed: dict[int, int] = {}
-        """Highest analyzed peak of each rank, bytes."""
+        """Highest analysed peak of each rank, bytes."""
         self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:

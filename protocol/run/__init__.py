@@ -1,1 +1,1 @@
-"""A run: its directory and options, the request that starts it, its end."""
+"""A run: its directory and options, the request that starts it, and its end."""

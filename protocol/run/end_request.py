@@ -1,7 +1,7 @@
 """A request to end a run, kept in ``intent.json``: a job that ended on request has not failed.
 
-Written by the hub before it signals (or by the launcher, when it is signalled itself), so that the process that records
-the job's end knows why, whatever died in between.
+The hub writes it before it signals the job, and the launcher when it receives a signal itself. The process that records
+the job's end reads the reason from it, even if the others died in between.
 """
 
 import time
@@ -13,7 +13,7 @@ from ..text import all_ranks
 from .rundir import RunDir
 
 _RANK_KILL_REACH_SECONDS = 180.0
-"""A job that ends this soon after one of its ranks was killed ended because of it."""
+"""A job that fails within this time after one of its ranks was killed on request ended because of it."""
 LAUNCHER = "launcher"
 """``EndRequest.by`` where the launcher received a signal."""
 
@@ -22,25 +22,25 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request to end the run, or some ranks of it."""
 
     verb: str
-    """``kill``, ``stop``, the name of a signal the launcher received, or the option by which ftmon itself ended it:
-    ``--on-hang`` or ``--exit-timeout``."""
+    """``kill``, ``stop``, the name of a signal the launcher received, or the option by which ftmon itself ended the
+    run: ``--on-hang`` or ``--exit-timeout``."""
     time: float
     by: str = ""
     ranks: list[int] = []
     """The ranks to end; empty for the whole run."""
     why: str = ""
-    """Why ftmon ended it, in words."""
+    """The reason, as text, if ftmon ended the run."""
     cause: str = ""
-    """``hang`` or ``hang-at-exit`` where ftmon ended it."""
+    """``hang`` or ``hang-at-exit`` if ftmon ended the run."""
 
     @property
     def exit_cause(self) -> str:
-        """The ``ExitFile.cause`` of a run that ended for this; empty where it was a signal, which the job answered."""
+        """The ``ExitFile.cause`` of a run that ended for this; empty for a signal, which the job itself handled."""
         return self.cause or ("request" if self.verb in ("kill", "stop") else "")
 
     @property
     def by_signal(self) -> bool:
-        """The launcher got a signal that ends a job, and passed it on."""
+        """Whether the launcher received a signal that ends a job, and forwarded it."""
         return self.by == LAUNCHER and self.verb in ("SIGINT", "SIGTERM")
 
     @property
@@ -49,7 +49,7 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return "failed" if self.cause == "hang" else "stopped"
 
     def explains(self, exit_code: int, ended: float) -> bool:
-        """Return whether the job's end is the requested one."""
+        """Return whether the request explains the job's end."""
         if self.verb == "SIGHUP" and exit_code == 0:
             return False  # some scripts reload their configuration on it
         if not self.ranks:
@@ -57,7 +57,7 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return exit_code != 0 and ended - self.time < _RANK_KILL_REACH_SECONDS
 
     def text(self) -> str:
-        """Return the request as text, ``killed on request``."""
+        """Return the request as text, such as ``killed on request``."""
         if self.cause:
             return f"ended by {self.verb}: {self.why}"
         if self.verb == "kill":
@@ -72,7 +72,7 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 def write_end_request(
     run: RunDir, verb: str, by: str = "", ranks: list[int] | None = None, why: str = "", cause: str = ""
 ) -> EndRequest:
-    """Write the request down; one for the whole run is never replaced by one for some ranks."""
+    """Write a request to ``intent.json``; one for the whole run is never replaced by one for some ranks."""
     end_request = EndRequest(verb, time.time(), by, ranks or [], why, cause)
     before = read_end_request(run)
     if before is not None and not before.ranks and end_request.ranks:
@@ -82,7 +82,7 @@ def write_end_request(
 
 
 def read_end_request(run: RunDir) -> EndRequest | None:
-    """Read the last request; None: there is none."""
+    """Return the last request; None if there is none, or it cannot be read."""
     try:
         return msgspec.json.decode((run.path / "intent.json").read_bytes(), type=EndRequest)
     except (OSError, msgspec.MsgspecError):

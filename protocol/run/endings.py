@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Texts for how a process ended."""
 
 import signal as signals
 
@@ -6,7 +6,7 @@ from ..messages.hosts import KernelKill
 
 
 def signal_name(number: int) -> str:
-    """Name a signal: ``SIGKILL`` for 9; ``signal 77`` for one without a name."""
+    """Return the name of a signal: ``SIGKILL`` for 9; ``signal 77`` for one without a name."""
     try:
         return signals.Signals(number).name
     except ValueError:
@@ -16,7 +16,7 @@ def signal_name(number: int) -> str:
 def ending_in_words(exit_code: int | None, signal: int | None) -> str:
     """Return how a process ended: ``killed by SIGKILL``, ``exit code 1``, ``exit status unknown``.
 
-    A negative exit code is a signal, as in ``subprocess``; 129 to 159 is a shell's way to name one.
+    A negative exit code is a signal, as in ``subprocess``; 129 to 159 is 128 plus a signal, as in a shell.
     """
     if signal is None and exit_code is not None and exit_code < 0:
         signal = -exit_code

@@ -1,21 +1,21 @@
-"""Exit statuses of the commands that start a run: the training's own status, and a code for each outcome of ftmon's.
+"""Exit statuses of the commands that start a run: the training's status, or one of ftmon's own codes, 193 to 199.
 
-The own codes are 193 to 199. Shells use 1, 2, 126, 127 and 128 + signal (at most 192), sysexits.h 64 to 78, timeout,
-env and docker 124 to 127, Python 120, systemd 200 to 243, ssh 255; small numbers are the scripts' own. LSB leaves 150
-to 199 to applications.
+Other codes are in use: shells use 1, 2, 126, 127 and 128 + signal (at most 192), sysexits.h 64 to 78, timeout, env and
+docker 124 to 127, Python 120, systemd 200 to 243, ssh 255, and scripts use small numbers. LSB reserves 150 to 199 for
+applications.
 """
 
 from typing import TYPE_CHECKING
 
 from ..errors import FtmonError, HubError, StartError, UsageError
 
-if TYPE_CHECKING:  # the command line's grammar reads this module, and is to cost nothing
+if TYPE_CHECKING:  # the command line's parser imports this module, which must be cheap
     from .rundir import ExitFile
 
 WRONG_USAGE = 2
-"""Wrong usage or configuration of a command whose own status cannot be mistaken for a training's."""
+"""Wrong usage or configuration, of commands whose status cannot be mistaken for a training's."""
 INTERRUPTED = 130
-"""ctrl-c ended a command of ftmon's own: all but ``run``, where ctrl-c is the training's."""
+"""ctrl-c ended a command; not of ``run``, where ctrl-c goes to the training."""
 
 HANG = 193
 HANG_AT_EXIT = 194
@@ -34,7 +34,7 @@ OWN: dict[int, str] = {
     STOPPED: "ended on request before it was done: 'ftmon stop', 'ftmon kill', or S or k in the app",
     LEFT: "ctrl-c left a run that did not end; it keeps running",
 }
-"""What each code means; ``ftmon run --help`` and docs/guide.md print these."""
+"""Meaning of each code; ``ftmon run --help`` and docs/guide.md print these texts."""
 
 CAUSES = {
     "hang": HANG,
@@ -47,12 +47,12 @@ CAUSES = {
 
 
 def of_training(code: int) -> int:
-    """Return a job's status as a shell gives it: 128 + N for one that signal N killed (``code`` is -N then)."""
+    """Return a job's status as a shell reports it: 128 + N for a job killed by signal N (``code`` is -N then)."""
     return 128 - code if code < 0 else code & 0xFF
 
 
 def of_run(end: "ExitFile") -> int:
-    """Return the exit status of a command whose run ended so: the training's own, or one of ``OWN``."""
+    """Return the exit status of the command for the end of its run: the training's status, or one of ``OWN``."""
     return CAUSES.get(end.cause) or of_training(end.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""Cause of a failed run, by its alerts."""
+"""The cause of a failed run, derived from its alerts."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,14 @@ FATAL: tuple[AlertKind, ...] = ("failure", "died", "oom")
 
 
 def standing(alerts: Iterable[Alert], *kinds: AlertKind) -> list[Alert]:
-    """Return the errors of these kinds that were not resolved."""
+    """Return the unresolved errors of these kinds."""
     return [each for each in alerts if each.kind in kinds and each.severity == "error" and each.resolved is None]
 
 
 def first_failure(alerts: Iterable[Alert]) -> Alert | None:
-    """Return the alert that explains why a run failed: a port that was taken, or else the first; None: there is none.
+    """Return the alert that explains why a run failed: a port in use, else the first alert; None if there is none.
 
-    An alert that ended an earlier job, and was resolved when a later one trained, does not count.
+    Resolved alerts do not count, such as those of an earlier job, which are resolved when a later job trains.
     """
     return min(
         standing(alerts, *FATAL, "exit"),

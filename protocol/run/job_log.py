@@ -1,4 +1,4 @@
-"""The end of a job's log file, and the lines that ftmon itself writes into ``launcher.log``."""
+"""The last lines of a job's log file, and the lines that ftmon itself writes to ``launcher.log``."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ _TAIL_BYTES = 32_768
 
 
 def print_own(text: str) -> None:
-    """Print a line of ftmon's own into the output of the job."""
+    """Print a line of ftmon's own to the output of the job."""
     print(f"{_OWN}{text}", flush=True)
 
 
 def last_lines(log: Path, limit: int, *, own: bool = False) -> list[str]:
-    """Return at most ``limit`` of the last lines that are not blank; none if the file cannot be read.
+    """Return the last lines that are not blank, at most ``limit``; none if the file cannot be read.
 
     Args:
-        log: read from 32 KiB before its end.
-        limit: number of lines.
-        own: with ftmon's own lines.
+        log: the file, of which the last 32 KiB are read.
+        limit: maximum number of lines.
+        own: include ftmon's own lines.
     """
     try:
         with log.open("rb") as file:

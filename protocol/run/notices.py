@@ -1,7 +1,6 @@
-"""Notifications to a person who is away: five events of a run, and the file of targets.
+"""Notifications of a run's events, and the file with their targets.
 
-The targets are kept beside the run and not in ``run.json``, which is copied into the recording: a webhook's address is
-a secret.
+The targets are not kept in ``run.json``, which is copied into the recording: a webhook's address is a secret.
 """
 
 import shutil
@@ -23,15 +22,15 @@ Event = Literal["finish", "failure", "hang", "oom", "nan"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 TERMINAL = "terminal"
-"""The target served by the app or command that shows the run: a terminal escape sequence (OSC 9) and the bell."""
+"""Target: a terminal escape sequence (OSC 9) and the bell, from the app or command that shows the run."""
 
 DESKTOP = "desktop"
-"""The target that shows a notification on this host's desktop."""
+"""Target: a notification on this host's desktop."""
 
 _FILE = "notify.json"
 _OF_ALERTS: Mapping[AlertKind, Event] = {"hang": "hang", "oom": "oom"}
 _OF_FINDINGS: Mapping[str, Event] = {"nan_loss": "nan", "nan_gradient": "nan"}
-"""By the finding that an alert of kind ``health`` carries in its evidence."""
+"""Events by the finding in the evidence of an alert of kind ``health``."""
 _OF_STATES: Mapping[str, Event] = {"finished": "finish", "stopped": "finish", "failed": "failure"}
 
 
@@ -44,13 +43,13 @@ class Notify(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """One event, as a command gets it on its standard input and a webhook as its body, in JSON."""
+    """One event; sent as JSON to a command's standard input, or as the body of a webhook's request."""
 
     event: Event
     run: str
     """The run's identifier."""
     host: str
-    """Where its hub runs."""
+    """The hub's host."""
     time: float
     """Seconds since the epoch."""
     title: str
@@ -66,7 +65,7 @@ def make_notify(targets: Sequence[str], events: str) -> Notify | None:
         events: some of ``EVENTS``, separated by commas; empty: all.
 
     Raises:
-        UsageError: an event is none, or there are events and no target.
+        UsageError: an event is unknown, or there are events and no target.
     """
     names = [name.strip() for name in events.split(",") if name.strip()]
     if not targets:
@@ -118,7 +117,7 @@ def is_webhook(target: str) -> bool:
 
 
 def read_notify(run: RunDir) -> Notify | None:
-    """Read the targets of notifications; None: there are none, or the file cannot be read."""
+    """Return the targets and events of notifications; None if there are none, or the file cannot be read."""
     try:
         return msgspec.json.decode((run.path / _FILE).read_bytes(), type=Notify)
     except (OSError, msgspec.MsgspecError):
@@ -126,28 +125,28 @@ def read_notify(run: RunDir) -> Notify | None:
 
 
 def write_notify(run: RunDir, notify: Notify) -> None:
-    """Keep who is to be notified, for the run's hubs and for what shows it; mode 0600."""
+    """Write the targets and events, for the run's hubs and for the apps that show it; mode 0600."""
     write_private(run.path / _FILE, msgspec.json.encode(notify))
 
 
 class Notices:
-    """Makes notices of a run's messages, each once.
+    """Derives notices from a run's messages, each once.
 
     Args:
         run: the run's identifier.
-        host: where its hub runs.
-        events: the events that are wanted.
-        since: alerts raised before this are not notified again (seconds since the epoch).
+        host: the hub's host.
+        events: the events to notify of.
+        since: alerts raised before this time are not notified again (seconds since the epoch).
     """
 
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since
         self._notified: set[int | str] = set()
         self._alerts: dict[int, Alert] = {}
-        """The run's errors, by which a failure is explained."""
+        """The run's errors, one of which explains its failure."""
 
     def of(self, message: Message) -> Notice | None:
-        """Return the notice that a message asks for, or None."""
+        """Return the notice for a message; None if there is none."""
         if isinstance(message, Alert):
             if message.severity == "error":
                 self._alerts[message.id] = message
@@ -171,8 +170,8 @@ class Notices:
 
 
 def terminal_sequence(notice: Notice) -> str:
-    """Write a notice as a terminal's notification: OSC 9 (iTerm2, kitty, WezTerm, Windows Terminal, ghostty) and BEL.
+    """Return a notice as a terminal's notification: OSC 9 (iTerm2, kitty, WezTerm, Windows Terminal, ghostty) and BEL.
 
-    BEL is what tmux and screen pass on from a window that is not in view.
+    tmux and screen forward BEL from a window that is not visible.
     """
     return f"\x1b]9;{notice.run}: {sanitize(notice.title, 120)}\x1b\\\a"

@@ -1,7 +1,7 @@
-"""The options of a run: chosen once, where it is started, and then the same for its launcher, hub and probes.
+"""The options of a run: set once, when it is started, and then the same for its launcher, hub and probes.
 
-They travel in a ``StartRequest`` to the process that makes the run, and are kept in ``run.json`` (and in ``join.json``
-for other hosts), which every other process of the run reads.
+A ``StartRequest`` passes them to the process that creates the run, which writes them to ``run.json`` (and ``join.json``
+for other hosts). Every other process of the run reads them there.
 """
 
 import math
@@ -16,53 +16,52 @@ OnOom = Literal["raise", "hold"]
 
 
 class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run on several hosts, as found from its command."""
-
+    """A run on several hosts, as detected from its command."""
     hosts: list[str] = []
-    """Their names, where the launcher reaches them over ssh; empty where something else starts the ranks there."""
+    """Their names, if the launcher reaches them over ssh; empty: something else starts the ranks there."""
     ssh_port: int | None = None
     by_hand: bool = False
     """Each host's command is started separately."""
     slurm_nodes: int = 0
-    """Nodes of the SLURM job that the run is in, to which ``srun`` reaches; 0 outside of one."""
+    """Nodes of the run's SLURM job, which ``srun`` reaches; 0: no SLURM job."""
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a run is watched, and what ftmon may do to it."""
+    """How a run is monitored, and what ftmon may do to it."""
 
     listen: str = ""
-    """``HOST:PORT``: the hub also serves other hosts, encrypted; empty: this host alone."""
+    """``HOST:PORT``: the hub also serves other hosts, encrypted; empty: only this host."""
     read_only: bool = False
     """The hub refuses every command that acts on the run."""
     logs: bool = True
-    """The ranks' output goes to the run's log files."""
+    """The ranks' output is written to the run's log files."""
     allocator_events: bool = True
-    """Single steps of a rank are captured with the allocator's own trace."""
+    """Single steps of a rank are captured with the allocator's trace."""
     predict: bool = True
-    """Of ftmon's own trainer on GPUs: its configuration is predicted beside the run."""
+    """With ftmon's own trainer on GPUs: the memory of its configuration is predicted during the run."""
     on_oom: OnOom = "raise"
     """``hold``: a rank waits in the frame in which an allocation failed."""
     allow_console: bool = False
-    """A console may run code in a rank that is held."""
+    """A console may run code in a held rank."""
     hold_timeout: float = 0.0
-    """Seconds after which a held rank continues without a release; 0: never."""
+    """Seconds after which a held rank continues without being released; 0: never."""
     on_hang: OnHang = "warn"
-    """What is done about a hang that has stood for ``hang_grace``."""
+    """Action on a hang that has lasted ``hang_grace``."""
     hang_grace: float = 30.0
-    """Seconds that a hang must have stood before something is done about it."""
+    """Seconds that a hang must last before the action of ``on_hang``."""
     exit_timeout: float = 0.0
     """Seconds without progress after which the rest of a run is killed once a rank has finished; 0: never."""
     stop_grace: float = 30.0
-    """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL: what SLURM and
-    Kubernetes give."""
+    """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL; the default is that of
+    SLURM and Kubernetes."""
     multihost: MultiHost | None = None
-    """The run's hosts where it has several; found when the run is made."""
+    """The run's hosts, if it has several; detected when the run is created."""
 
     def check(self) -> None:
-        """Refuse values that make no sense, alone or together.
+        """Check the values and their combinations.
 
         Raises:
-            UsageError: one does; the text names the option of the command line.
+            UsageError: one is invalid; the text names the option of the command line.
         """
         if self.on_oom != "hold" and (self.allow_console or self.hold_timeout):
             raise UsageError("--allow-console and --hold-timeout need --on-oom hold")

@@ -1,6 +1,6 @@
-"""All runs of a user: where they lie, how one is made, and how one is found by name.
+"""All runs of a user: their location, creation, and lookup by name.
 
-They are in ``$FTMON_HOME`` (default: the user's state directory, ``~/.local/state/ftmon``), in ``runs/RUN-ID/`` each.
+Each run is in ``runs/RUN-ID/`` in ``$FTMON_HOME`` (default: the user's state directory, ``~/.local/state/ftmon``).
 """
 
 import os
@@ -19,7 +19,7 @@ from .run_options import RunOptions
 from .rundir import RunDir, RunFile
 
 _STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{4})?$")
-"""What ``create`` puts behind a run's name to make its identifier."""
+"""The suffix that ``create`` appends to a run's name to form its identifier."""
 
 
 def home() -> Path:
@@ -29,10 +29,10 @@ def home() -> Path:
 
 
 def checked_home() -> Path:
-    """Return ``home()``, refused where another user could plant or exchange what lies in it; it need not exist.
+    """Return ``home()`` after checking that no other user can write to it; it need not exist.
 
     Raises:
-        RunDirError: it, or where it leads as a symbolic link, is another user's, no directory, or open to others.
+        RunDirError: it, or the target of the symbolic link, is another user's, not a directory, or open to others.
     """
     path = home()
     if not hasattr(os, "getuid"):
@@ -58,7 +58,7 @@ def checked_home() -> Path:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether a group is the user's own, without other members: with such groups a umask of 002 is usual."""
+    """Return whether a group is the user's own, without other members; a umask of 002 is common with such groups."""
     import grp  # absent on Windows
     import pwd
 
@@ -70,10 +70,10 @@ def _is_private_group(group: int) -> bool:
 
 
 def create(name: str, command: list[str], kind: str, options: RunOptions | None = None) -> RunDir:
-    """Make a new run directory with its ``run.json``.
+    """Create a run directory with its ``run.json``.
 
     Raises:
-        RunDirError: it cannot be made, or the working directory is gone or its path is not UTF-8.
+        RunDirError: it cannot be created, or the working directory no longer exists or its path is not UTF-8.
     """
     cwd = _working_directory()
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
@@ -115,7 +115,7 @@ def _working_directory() -> str:
 
 
 def _check_ours(runs: Path) -> None:
-    """Refuse a directory of runs in which others could plant or exchange one.
+    """Refuse a directory of runs that other users can write to.
 
     Raises:
         RunDirError: it belongs to another user, or others may write into it.
@@ -128,10 +128,10 @@ def _check_ours(runs: Path) -> None:
 
 
 def all_runs() -> list[RunDir]:
-    """List the run directories of this user on this host, newest first; what is not one is passed over.
+    """Return the run directories of this user on this host, newest first; everything else is skipped.
 
     Raises:
-        RunDirError: the directory that holds them is not this user's alone.
+        RunDirError: other users can write to the directory that holds them.
     """
     found: list[tuple[float, str, RunDir]] = []
     runs = checked_home() / "runs"
@@ -143,21 +143,21 @@ def all_runs() -> list[RunDir]:
         try:
             found.append(((path / "run.json").stat().st_mtime, path.name, RunDir(path)))
         except OSError:
-            # Not a run, not yet one, or removed this moment.
+            # Not a run, not yet complete, or just removed.
             continue
     return [run for _, _, run in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
 def find(name: str | None) -> RunDir:
-    """Find a run by identifier, by name, or by the beginning of an identifier; None means the newest living one.
+    """Return a run by identifier, name, or prefix of an identifier; None: the newest with a living hub, or the newest.
 
-    A whole name goes before a beginning: ``demo`` does not mean ``demo-large``. A beginning of several runs means the
-    living one, when there is exactly one.
+    A whole name takes precedence over a prefix: ``demo`` does not mean ``demo-large``. If several runs match, the one
+    with a living hub is returned, if there is exactly one.
 
     Raises:
-        RunNotFoundError: none matches.
-        SeveralRunsError: several do.
-        RunDirError: the directory that holds them is not this user's alone.
+        RunNotFoundError: no run matches.
+        SeveralRunsError: several runs match.
+        RunDirError: other users can write to the directory that holds them.
     """
     runs = all_runs()
     if not runs:
@@ -184,7 +184,7 @@ def find(name: str | None) -> RunDir:
 
 
 def _has_living_hub(run: RunDir) -> bool:
-    """Return whether a run's hub lives; a damaged connection file of one run is no reason not to find another."""
+    """Return whether a run's hub is alive; False for a damaged connection file, which must not hide other runs."""
     try:
         return run.living_hub() is not None
     except RunDirError:

@@ -7,18 +7,18 @@
     hub.lock        held by the hub while it lives
     exit.json       the job's exit status: written once, by the launcher, or by the hub if no launcher lives
     intent.json     a request to end the run: why the job ended
-    left.json       processes still alive when the job's command had ended: written before the launcher ends them
+    left.json       processes still alive after the job's command ended: written before the launcher ends them
     recording.sqlite
-    config.yaml     the trainer's configuration, where the trainer is ftmon's own
-    prediction.json predicted time of its steps, by a dry run beside it
+    config.yaml     the configuration of ftmon's own trainer
+    prediction.json predicted memory of that configuration, by a dry run beside it
     notify.json     targets of notifications
-    join.json       what other hosts need to join the run; with the key of their agents
+    join.json       address and keys with which other hosts join the run
     curve.key, agent.key   key pairs of the hub and of the agents
     logs/           rank-0.out, rank-0.err ... one pair a rank, launcher.log, hub.log
     snapshots/      memory snapshots
     oom/            reports of out-of-memory errors
     stacks/         stacks saved when the run hangs
-    hosts/          a directory of each other host's
+    hosts/          a directory for each other host
 """
 
 import contextlib
@@ -40,15 +40,15 @@ from ..host.process import ProcessId, is_alive
 from .run_options import RunOptions
 
 HOSTS = "hosts"
-"""The directory within a run directory that holds a directory of each other host's, in that host's own use."""
+"""Name of the directory with a directory for each other host, which that host uses."""
 
 _ROOM_BYTES = 4096
 _ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
-"""Files with disk space reserved, so that the run's command, its hub's address and its exit status can be written
-even if the disk has filled up meanwhile."""
+"""Files with reserved disk space, so that the run's command, its hub's address and its exit status can be written on a
+full disk."""
 
 _IPC_PATH_LIMIT = 100
-"""sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
+"""Limit on the length of a socket's path: sockaddr_un holds 108 bytes."""
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``hub.json``, the connection file. ``addresses`` has every channel of ``sockets.CHANNELS``."""
+    """``hub.json``, the connection file. ``addresses`` includes every channel of ``sockets.CHANNELS``."""
 
     process: ProcessId
     addresses: dict[str, str]
@@ -84,7 +84,7 @@ class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``exit.json``: the job's end. ``exit_code`` is the job's, negative for a signal as in subprocess."""
+    """``exit.json``: the job's end. ``exit_code`` is the job's, negative for a signal, as in ``subprocess``."""
 
     exit_code: int
     time: float
@@ -92,26 +92,26 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``finished``, ``failed`` or ``stopped``."""
     text: str = ""
     cause: str = ""
-    """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request``
-    where a person did, ``not-started``, ``lost`` where that is unknown; empty: the job ended by itself, or of a signal.
+    """``hang`` or ``hang-at-exit`` if ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request`` if a
+    user did, ``not-started``, or ``lost`` if the end is unknown; empty: the job ended by itself, or by a signal.
     """
     left: list[int] = []
     """Processes that could not be ended."""
 
 
 class LeftoversFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``left.json``: processes still alive when the job's command had ended; the launcher ends them."""
+    """``left.json``: processes still alive after the job's command ended; the launcher ends them."""
 
     time: float
     exit_code: int | None
-    """The command's, negative for a signal; None: it never began."""
+    """The command's exit code, negative for a signal; None: it was not started."""
     count: int
     processes: list[str]
     """The first of them: pid and name."""
 
 
 class RunDir:
-    """One run directory. Making the object touches nothing on disk."""
+    """One run directory. The constructor does not access the disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -147,14 +147,14 @@ class RunDir:
         return self.path / "prediction.json"
 
     def rank_log(self, rank: int, stream: str) -> Path:
-        """Name the file that a rank's ``out`` or ``err`` goes to."""
+        """Return the path of a rank's log file; ``stream`` is ``out`` or ``err``."""
         return self.logs / f"rank-{rank}.{stream}"
 
     def check(self) -> None:
-        """Refuse a directory that others could have planted or can read.
+        """Refuse a directory that other users could have made or can read.
 
         Raises:
-            RunDirError: it is a symbolic link, not ours, or open to others.
+            RunDirError: it is missing, a symbolic link, another user's, or open to others.
         """
         try:
             info = self.path.lstat()
@@ -179,7 +179,7 @@ class RunDir:
         return found
 
     def read_hub(self) -> HubFile | None:
-        """Read the connection file; None when no hub has ever bound."""
+        """Read the connection file; None if no hub has bound its sockets yet."""
         return self._read("hub.json", HubFile)
 
     def read_exit(self) -> ExitFile | None:
@@ -215,9 +215,9 @@ class RunDir:
                 self._room(name).unlink()
 
     def write_certain(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, mode 0600; on a full disk into the room that was kept for it.
+        """Write a file atomically, mode 0600; on a full disk, into the space reserved for it.
 
-        Where that was used up by an earlier version of the file, that version is overwritten in its place.
+        If an earlier version of the file has used the reserved space, that version is overwritten in place.
         """
         path = self.path / name
         try:
@@ -236,7 +236,7 @@ class RunDir:
         return self.path / f".{name}.room"
 
     def keep_rooms(self) -> None:
-        """Reserve disk space for the run's small files, while there is some."""
+        """Reserve disk space for the run's small files."""
         for name in _ROOMS:
             write_private(self._room(name), b" " * _ROOM_BYTES)
 
@@ -246,20 +246,20 @@ class RunDir:
 
     @property
     def socket_dir(self) -> Path:
-        """Folder of the sockets: this one, or a short 0700 twin where the path is too long.
+        """Directory of the sockets: this one, or one with a short path, mode 0700, if this path is too long.
 
-        Also for another host's directory: the file system it lies on may be shared, and a socket must not be.
+        Another host's directory also uses the short one: its file system may be shared, which sockets must not be.
         """
         path = self.path.absolute()
         longest = len(os.fsencode(path)) + len("/telemetry.sock")
         return self._short_socket_dir() if longest > _IPC_PATH_LIMIT or path.parent.name == HOSTS else path
 
     def of_host(self, host: str) -> "RunDir":
-        """Name another host's own directory within this one: it has ``logs/`` and ``snapshots/`` of its own."""
+        """Return another host's directory within this one; it has its own ``logs/`` and ``snapshots/``."""
         return RunDir(self.path / HOSTS / (re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-.") or "host"))
 
     def remove_sockets(self, channels: Iterable[str]) -> None:
-        """Remove the channels' socket files, the short twin directory included, after the hub ended."""
+        """Remove the channels' socket files, and the directory with the short path, after the hub has ended."""
         for channel in channels:
             path = Path(self.ipc_address(channel).removeprefix("ipc://"))
             path.unlink(missing_ok=True)
@@ -268,10 +268,10 @@ class RunDir:
                     path.parent.rmdir()
 
     def lock_hub(self) -> int:
-        """Acquire the hub's lock; the returned descriptor holds it until it is closed or the process ends.
+        """Acquire the hub's lock; return the descriptor that holds it until it is closed or the process ends.
 
         Raises:
-            HubError: another hub of this run lives.
+            HubError: another hub of this run is alive.
         """
         import fcntl  # absent on Windows, where no hub runs
 
@@ -286,7 +286,7 @@ class RunDir:
         return descriptor
 
     def _short_socket_dir(self) -> Path:
-        # Not $TMPDIR: the hub and the ranks must come to the same path, and a job may set its own.
+        # Not $TMPDIR: the hub and the ranks must use the same path, and a job may set its own.
         base = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
         digest = hashlib.sha256(os.fsencode(os.path.realpath(self.path))).hexdigest()[:12]
         path = base / f"ftmon-{getattr(os, 'getuid', int)()}-{digest}"
@@ -309,7 +309,7 @@ def _encode(content: msgspec.Struct) -> bytes:
 
 
 def _overwrite(path: Path, data: bytes, error: OSError) -> None:
-    """Write into the blocks that a file has; blanks end a JSON text. Raises ``error`` where they are too few."""
+    """Overwrite a file in place, padded with blanks, which JSON allows. Raises ``error`` if the data is longer."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         if len(data) > size:

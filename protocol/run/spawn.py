@@ -1,4 +1,4 @@
-"""Starting ftmon's own processes, with one rule for their environment: none carries the mark of any run."""
+"""Starts ftmon's own processes, without the environment variables of any run."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ _HUB = "ftmon.trainer.hub"
 
 def module_command(module: str, words: Sequence[str] = ()) -> list[str]:
     """Return the command that runs one of ftmon's modules with this Python."""
-    # -P: modules in the person's working directory must not shadow the standard library's.
+    # -P: modules in the user's working directory must not shadow the standard library's.
     return [sys.executable, "-P", "-m", module, *words]
 
 
@@ -28,19 +28,19 @@ def spawn_module(
     pass_fds: Sequence[int] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> "subprocess.Popen[bytes]":
-    """Start one of ftmon's modules in a session of its own, out of reach of the terminal's signals.
+    """Start one of ftmon's modules in a session of its own, which does not receive the terminal's signals.
 
     Args:
         module: its full name.
         words: its arguments.
-        stdin: as for ``subprocess.Popen``, and so are ``stdout``, ``stderr`` and ``pass_fds``.
+        stdin: as for ``subprocess.Popen``, as are ``stdout``, ``stderr`` and ``pass_fds``.
         stdout: its output.
         stderr: its errors.
         pass_fds: descriptors that it inherits.
-        environ: its environment, but for the marks of a run.
+        environ: its environment; variables of a run are removed.
 
     Raises:
-        OSError: no memory or no process for it.
+        OSError: the process cannot be created.
     """
     return subprocess.Popen(
         module_command(module, words),
@@ -54,16 +54,16 @@ def spawn_module(
 
 
 def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start a hub; should another start too, the hub's lock lets only one of them live.
+    """Start a hub; if several are started, the hub's lock lets only one run.
 
-    It is given the run directory alone, and reads the run's options there: launcher, rank and command line may each
-    have to start it again.
+    Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
+    have to restart it.
 
     Args:
         run: the run directory.
-        log: takes its output.
+        log: file for its output.
 
     Raises:
-        OSError: no memory or no process for it.
+        OSError: the process cannot be created.
     """
     return spawn_module(_HUB, [str(run.path)], stdout=log, stderr=log)

@@ -1,8 +1,8 @@
-"""Request to start a run: one JSON object on the standard input of the process that makes the run and its launcher.
+"""Request to start a run: one JSON object on the standard input of the process that creates the run and its launcher.
 
 That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
-a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and ends with status 0; a refusal is text on
-standard error and another status.
+a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and exits with status 0; for a refusal it
+prints text to standard error and exits with another status.
 """
 
 import os
@@ -29,26 +29,26 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: Literal["run", "train", "demo"]
     name: str = ""
-    """What a person calls it; empty: after the script or the configuration."""
+    """Name of the run; empty: that of the script or the configuration."""
     options: RunOptions = RunOptions()
     notify: Notify | None = None
-    """Who is notified of the run's events."""
+    """Targets of notifications of the run's events."""
     command: list[str] = []
-    """Of ``run``: the script's command."""
+    """For ``run``: the script's command."""
     config: str = ""
-    """Of ``train``: the configuration file, or its first ``key.sub=value``."""
+    """For ``train``: the configuration file, or its first ``key.sub=value``."""
     overrides: list[str] = []
-    """Of ``train`` and ``demo``: ``key.sub=value`` that win over the configuration."""
+    """For ``train`` and ``demo``: ``key.sub=value`` pairs that override the configuration."""
     fault: str | None = None
-    """Of ``demo``, as are ``steps`` and ``ranks``: a fault to make happen."""
+    """For ``demo``, like ``steps`` and ``ranks``: a fault to inject."""
     steps: int | None = None
     ranks: int | None = None
     line: int | None = None
-    """Inherited descriptor: the launcher's end of the line to the requesting process; None: no process waits for the
-    run.
+    """Inherited descriptor: the launcher's end of the socket pair to the requesting process; None: no process waits for
+    the run.
     """
     stdin: int | None = None
-    """Inherited descriptor that becomes the job's standard input; None: it has none."""
+    """Inherited descriptor that becomes the job's standard input; None: no standard input."""
 
 
 class _Started(msgspec.Struct):
@@ -58,19 +58,19 @@ class _Started(msgspec.Struct):
 def spawn_start(
     request: StartRequest, line: CommandEnd | None = None, *, stdin: int | None = None, environ: Mapping[str, str]
 ) -> tuple["subprocess.Popen[bytes]", bytes]:
-    """Start the process that starts a run; return it, and what ``communicate`` is to write to it.
+    """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
 
     Args:
         request: what to start.
-        line: the requesting process's end of the line to the run's launcher; None: no process waits for the run.
+        line: the requesting process's end of the socket pair to the run's launcher; None: no process waits for the run.
         stdin: descriptor that becomes the job's standard input.
-        environ: the environment of the job, but for the marks of any run.
+        environ: the environment of the job; variables of a run are removed.
 
     Raises:
-        UsageError: the request cannot be written down: a word of it is not UTF-8.
-        OSError: no memory or no process for it.
+        UsageError: the request cannot be encoded: an argument is not UTF-8.
+        OSError: the process cannot be created.
     """
-    # A copy: the process's own descriptor 0 is the pipe that the request comes through.
+    # A copy: the process's own descriptor 0 is the pipe with the request.
     input_copy = os.dup(stdin) if stdin is not None else None
     try:
         inherited = [each for each in (line and line.launchers_end, input_copy) if each is not None]
@@ -97,7 +97,7 @@ def spawn_start(
 
 
 def started_run(output: bytes) -> RunDir | None:
-    """Return the run that a process which starts runs has printed; None where it printed none."""
+    """Return the run in the output of the process that starts runs; None if it printed none."""
     for line in reversed(output.splitlines()):
         try:
             return RunDir(Path(msgspec.json.decode(line, type=_Started).run))
@@ -107,15 +107,15 @@ def started_run(output: bytes) -> RunDir | None:
 
 
 def print_started(run: RunDir) -> None:
-    """Print what ``started_run`` reads."""
+    """Print the line that ``started_run`` reads."""
     print(msgspec.json.encode(_Started(str(run.path))).decode(), flush=True)
 
 
 def read_request(file: IO[bytes]) -> StartRequest:
-    """Read a request to its end.
+    """Read a request from a file, up to its end.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a valid request.
     """
     try:
         request = msgspec.json.decode(file.read(), type=StartRequest)

@@ -1,11 +1,11 @@
-"""The line between the command that started a run and the run's launcher: a socket pair, held by these two alone.
+"""The line between the command that started a run and the run's launcher: a socket pair that only these two hold.
 
-It needs no disk, so the command learns how the job ended although the run directory is full, read-only or gone; and
-either end sees at once that the other process is gone, SIGKILL included.
+It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
+either end detects at once that the other process is gone, also after SIGKILL.
 
 - launcher to command: JSON lines, one ``LauncherMessage`` each.
-- command to launcher: ``UNTIE``, once, when the run may outlive the command. While tied, the loss of the line counts as
-  a request to end the run.
+- command to launcher: ``UNTIE``, once, when the run may outlive the command. Until then, the loss of the connection
+  counts as a request to end the run.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CommandEnd:
-    """The command's end of the line. Nothing here raises, and nothing waits."""
+    """The command's end of the line. No method raises or blocks."""
 
     def __init__(self) -> None:
         self._socket, self._other = socket.socketpair()
         self._socket.setblocking(False)
         self._text = b""
         self.launcher: ProcessId | None = None
-        """The launcher's process, once it has reported it."""
+        """The launcher's process; None: not reported yet."""
         self.end: ExitFile | None = None
-        """How the job ended, once it has."""
+        """How the job ended; None: not reported yet."""
         self.closed = False
         """The launcher is gone."""
 
     @property
     def launchers_end(self) -> int:
-        """The descriptor that the launcher is to inherit."""
+        """The descriptor for the launcher to inherit."""
         return self._other.fileno()
 
     def fileno(self) -> int:
@@ -92,12 +92,12 @@ class LauncherEnd:
         return self._socket.fileno()
 
     def send(self, word: LauncherMessage) -> None:
-        """Send a message; dropped where the command is gone."""
+        """Send a message; it is dropped if the command is gone."""
         with contextlib.suppress(OSError):
             self._socket.send(msgspec.json.encode(word) + b"\n", socket.MSG_NOSIGNAL)
 
     def lost(self) -> bool:
-        """Read the line; True when the command is gone that the run was tied to."""
+        """Read the line; return whether the command that the run was tied to is gone."""
         try:
             data = self._socket.recv(4096)
         except (BlockingIOError, InterruptedError):
