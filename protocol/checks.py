@@ -1,4 +1,4 @@
-"""One result of ``ftmon doctor``: the command line makes some, the training side sends others as JSON."""
+"""One result of ``ftmon doctor``, from the command line's checks, or as JSON from those of the training side."""
 
 from typing import Literal
 

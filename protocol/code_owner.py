@@ -1,8 +1,8 @@
-"""Finds whose code a file is: an installed package's, Python's, native, or the user's own.
+"""Finds the owner of a source file: an installed package, Python, native code, or the user.
 
-Where a file is installed decides, never one directory's name: people keep scripts in ``~/datasets`` and in checkouts of
-libraries. Snapshots from other machines also hold modules of a ``pip install --target`` or of a checkout; these are
-recognised by the path of a module inside its package (``deepspeed/runtime/``).
+The owner is derived from the place of installation, never from one directory's name: users keep scripts in
+``~/datasets`` and in checkouts of libraries. Snapshots from other machines also contain modules of a ``pip install
+--target`` or of a checkout, which are recognised by the path of a module inside its package (``deepspeed/runtime/``).
 """
 
 import json
@@ -29,9 +29,9 @@ _MODULES = re.compile(
     r"|(?:(lightning)/(?:fabric|pytorch)|(pytorch_lightning)/(?:callbacks|core|loops|strategies|trainer))/"
     r")"
 )
-"""Modules that are known by their place in a package, wherever that lies."""
+"""Modules that are recognised by their path in a package, wherever that is installed."""
 _TYPED = ("<stdin>", "<ipython-input")
-"""Code without a file that a person typed; other names in angle brackets are generated code."""
+"""Code without a file that the user typed; other names in angle brackets are generated code."""
 _HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))).replace("\\", "/")
 _FTMON = re.compile(rf"(?:{re.escape(_HERE)}|/ftmon)/(?:protocol|trainer|tui)/")
 _PROBE = "/trainer/probe/"
@@ -41,16 +41,16 @@ class EditablePackage(NamedTuple):
     """A package that is installed from a checkout (``pip install -e``)."""
 
     directory: str
-    """Where its modules lie, ending in a slash."""
+    """Directory of its modules, ending in a slash."""
     name: str
 
 
 def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
-    """Name the package a file belongs to; empty for the person's own code.
+    """Return the name of the package a file belongs to; empty for the user's own code.
 
     Args:
         filename: as in a traceback or a PyTorch memory snapshot.
-        editable: packages installed from a checkout, those of the person's own project left out.
+        editable: packages installed from a checkout, without the user's own project.
     """
     filename = filename.replace("\\", "/")
     if found := _INSTALLED.search(filename):
@@ -70,20 +70,20 @@ def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
 
 @cache
 def library_of(filename: str) -> str:
-    """Name the package a file belongs to in this environment; empty for the person's own code."""
+    """Return the name of the package a file belongs to in this environment; empty for the user's own code."""
     if os.path.dirname(filename) == sysconfig.get_path("scripts"):
         return "python"  # a console script that pip generated, such as torchrun
     return owner_of(filename, _editable_here())
 
 
 def is_probe(filename: str) -> bool:
-    """Return whether a file is part of ftmon's probe, whose wrappers stand in every stack of a watched rank."""
+    """Return whether a file is part of ftmon's probe, whose wrappers are in every stack of a monitored rank."""
     return _PROBE in filename.replace("\\", "/") and owner_of(filename) == "ftmon"
 
 
 @cache
 def _editable_here() -> tuple[EditablePackage, ...]:
-    """List this environment's editable packages, without the project that this process was started in."""
+    """Return this environment's editable packages, without the project of this process's working directory."""
     try:
         here = os.getcwd()
     except OSError:
@@ -92,7 +92,7 @@ def _editable_here() -> tuple[EditablePackage, ...]:
 
 
 def editable_packages(installed: Iterable[Distribution], project: str) -> Iterator[EditablePackage]:
-    """List the packages that are installed from a checkout other than the one ``project`` lies in.
+    """Yield the packages that are installed from a checkout other than that of ``project``.
 
     Source: PEP 610 (``direct_url.json``).
     """
@@ -118,4 +118,4 @@ def _checkout(distribution: Distribution) -> str:
             return ""
         return unquote(urlsplit(told["url"]).path).rstrip("/")
     except (OSError, ValueError, KeyError, AttributeError):
-        return ""  # a damaged installation: its files count as one's own
+        return ""  # a damaged installation: its files count as the user's own

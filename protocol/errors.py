@@ -1,15 +1,15 @@
-"""The one tree of errors: each message says what is wrong, where, and the fix."""
+"""The hierarchy of ftmon's errors. Each text states the error, its place and the fix."""
 
 from .text import sanitize
 
 MOST_CHARACTERS = 2000
-"""Characters of an error's text, at the most."""
+"""Maximum length of an error's text."""
 
 
 class FtmonError(Exception):
-    """Root of every error ftmon raises on purpose; its text is one line for the user.
+    """Base class of all errors that ftmon raises deliberately; the text is one line for the user.
 
-    Paths, keys and values in it are untrusted: the text is sanitised for a terminal, and cut, here.
+    Paths, keys and values in it are untrusted, so ``__str__`` sanitises the text for a terminal and truncates it.
     """
 
     exit_status: int = 1
@@ -34,19 +34,19 @@ class ConfigError(UsageError):
 
 
 class RunNotFoundError(UsageError):
-    """No run, or more than one, matches the name a person gave."""
+    """No run, or more than one, matches the given name."""
 
 
 class SeveralRunsError(RunNotFoundError):
-    """More than one run matches the name a person gave."""
+    """More than one run matches the given name."""
 
 
 class ProtocolError(FtmonError):
-    """A peer speaks something this side does not understand."""
+    """A peer sent something this side cannot decode."""
 
 
 class VersionError(ProtocolError):
-    """A peer, ``sender``, speaks another major version of the protocol."""
+    """The peer ``sender`` uses another major version of the protocol."""
 
     def __init__(self, sender: str, text: str) -> None:
         super().__init__(text)
@@ -58,8 +58,8 @@ class RunDirError(FtmonError):
 
 
 class HubError(FtmonError):
-    """The hub of a run cannot be started, reached or asked."""
+    """The hub of a run cannot be started, reached or queried."""
 
 
 class RecordingError(FtmonError):
-    """A recording cannot be opened: not one at all, of a newer schema, or damaged beyond reading."""
+    """A recording cannot be read: it is not a recording, of a newer schema, refused, or too damaged."""

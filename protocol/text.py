@@ -1,4 +1,4 @@
-"""Text and figures for people: safe to print, and always in the same units."""
+"""Formats text and figures for display: safe to print, and always in the same units."""
 
 import json
 import math
@@ -13,19 +13,19 @@ _UNSAFE = (
     0x2028, 0x2029,  # line and paragraph separator
     0x00AD, 0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x180F), 0x3164, 0xFFA0,  # invisible letters
     0x200B, *range(0x2060, 0x2065), 0xFEFF, *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080),  # zero width, tags
-    # Halves of surrogate pairs come from bytes that were not UTF-8; no terminal and no file takes them.
+    # Halves of surrogate pairs result from bytes that were not UTF-8; no terminal or file accepts them.
     *range(0xD800, 0xE000),
 )  # fmt: skip
 _CONTROL: dict[int, str] = dict.fromkeys(_UNSAFE, "�")
 _CONTROL[0x09] = "    "
-# Joiners belong to the spelling of some languages and to emoji; nothing visible is lost without them.
+# Joiners are part of the spelling of some languages and of emoji; removing them loses nothing visible.
 _CONTROL.update(dict.fromkeys((0x200C, 0x200D), ""))
 
 _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*_UNSAFE, 0x200C, 0x200D) if code >= 128} | {127: "\\u007f"}
 
 
 def sanitize(text: str, limit: int = 4096) -> str:
-    """Make one untrusted line safe for a terminal: no escapes, control, bidirectional or invisible characters."""
+    """Return an untrusted line without escapes and control, bidirectional or invisible characters, for a terminal."""
     return _ANSI.sub("", text[: limit * 4]).translate(_CONTROL)[:limit]
 
 
@@ -37,18 +37,18 @@ def cells_of(text: str) -> int:
 
 
 def first_line(text: str, limit: int = 200) -> str:
-    """Return the first line of an untrusted text that is not blank, fit for a title."""
+    """Return the first line of an untrusted text that is not blank, sanitised for a title."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return sanitize(line.strip(), limit)
 
 
 def counted(count: int, noun: str) -> str:
-    """Count things: ``1 rank``, ``2,000 steps``; the plural ends in s."""
+    """Return a count with its noun: ``1 rank``, ``2,000 steps``; the plural ends in s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Name a few ranks within a sentence: ``rank 3``, ``ranks 0, 1 and 4``; only count more: ``512 ranks``."""
+    """Return ranks as text for a sentence: ``rank 3``, ``ranks 0, 1 and 4``; above 4 their number: ``512 ranks``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= 4:
@@ -57,7 +57,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def all_ranks(ranks: Iterable[int]) -> str:
-    """Name every rank: ``rank 3``, ``ranks 0-2, 5``; ``no ranks`` for none."""
+    """Return all ranks as text: ``rank 3``, ``ranks 0-2, 5``; ``no ranks`` for none."""
     ordered = sorted(set(ranks))
     if not ordered:
         return "no ranks"
@@ -67,7 +67,7 @@ def all_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_counted(ranks: Iterable[int]) -> str:
-    """Count and name every rank: ``rank 3``, ``7 ranks (0-2, 4-7)``."""
+    """Return the count and all ranks as text: ``rank 3``, ``7 ranks (0-2, 4-7)``."""
     ordered = sorted(set(ranks))
     return f"rank {ordered[0]}" if len(ordered) == 1 else f"{len(ordered)} ranks ({_ranges(ordered)})"
 
@@ -85,20 +85,20 @@ def _ranges(ordered: Sequence[int]) -> str:
 
 
 def kernel_sleep(function: str = "") -> str:
-    """Describe process state D: ``in uninterruptible sleep``; with the kernel function in which it waits, if known."""
+    """Return process state D as text: ``in uninterruptible sleep``, with the kernel function it waits in, if known."""
     return f"in uninterruptible sleep{f' in {function}' if function else ''}"
 
 
 def escape_json(text: str) -> str:
-    """Escape in JSON the characters that ``sanitize`` takes out; the value that is read back is the same.
+    """Escape in JSON text the characters that ``sanitize`` removes; the decoded value is the same.
 
-    JSON itself has only C0 escaped; everything else here stands within strings.
+    JSON itself escapes only C0 characters; all others occur only within strings.
     """
     return text.translate(_ESCAPED)
 
 
 def gib(count: float, digits: int = 2) -> str:
-    """Format bytes in GiB, ``37.40 GiB``; below 0.1 GiB in MiB, below 0.1 MiB in KiB."""
+    """Return bytes in GiB, ``37.40 GiB``; below 0.1 GiB in MiB, below 0.1 MiB in KiB."""
     size = abs(count)
     if size >= 0.1 * 2**30:
         return f"{count / 2**30:.{digits}f} GiB"
@@ -108,7 +108,7 @@ def gib(count: float, digits: int = 2) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in its two largest units: ``4 ms``, ``34 s``, ``2 m 14 s``, ``2 h 14 m``, ``3 d 4 h``."""
+    """Return a duration in its two largest units: ``4 ms``, ``34 s``, ``2 m 14 s``, ``2 h 14 m``, ``3 d 4 h``."""
     if not math.isfinite(seconds):
         return "? s"
     if seconds < 0:

@@ -1,1 +1,1 @@
-"""Processes, memory, devices and private files of this host, as both sides see them."""
+"""Processes, memory, devices and private files of this host, for both sides."""

@@ -1,6 +1,6 @@
 """The control groups that a process is in, of cgroup version 2 and 1.
 
-A limit holds for a group and all groups below it, so a process's own group and its ancestors all count: under SLURM
+A limit applies to a group and all groups below it, so a process's own group and its ancestors all count: under SLURM
 without a cgroup namespace, only the job's group has a limit, and not the mounted root. Only Linux has these files.
 """
 
@@ -11,7 +11,7 @@ ROOT = Path("/")
 
 
 def hierarchies(controller: str, pid: int | str, root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
-    """Yield (directory of a process's cgroup, its mount point) where a controller may limit it.
+    """Yield (directory, mount point) of each cgroup of a process in which a controller may limit it.
 
     In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
 
@@ -46,7 +46,7 @@ def own_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs' worth of time that this process's cgroups allow it; None: no limit, or unknown."""
+    """Return the CPU time per wall-clock time that this process's cgroups allow; None: no limit, or unknown."""
     found = (_quota_of(group) for group in own_groups("cpu", root))
     return min((quota for quota in found if quota is not None), default=None)
 

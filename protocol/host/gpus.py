@@ -1,13 +1,12 @@
-"""GPUs: memory, data-sheet rates and bandwidths, by the name that PyTorch or NVML gives. One table for all of ftmon.
+"""GPUs: memory, data-sheet rates and bandwidths, by their names in PyTorch or NVML. One table for all of ftmon.
 
 Sources. Rates (dense, sums in fp32; ``fp32`` is that of the CUDA cores) and bandwidths: NVIDIA's data sheets of the
 A100, A30, A40, A10, L4, L40, L40S, H100, H200, H20, GH200, V100 and T4; the HGX B200/B300 and GB200 NVL72
 specifications per GPU; those of the RTX A6000, A5000, 6000 Ada and PRO 6000; the white papers of the GA102, Ada and RTX
-Blackwell architectures (GeForce: half the rate where sums are in fp32). Memory: the "total capacity" of PyTorch's
-out-of-memory messages (``cudaMemGetInfo``), which is what ``set_per_process_memory_fraction`` takes a share of. It is
-less than the name states, by ECC and what the driver keeps, and moves by up to 0.3 % with the driver's version.
-
-NVIDIA publishes no rates of the A10G: its memory alone is known.
+Blackwell architectures (GeForce: half the rate if sums are in fp32). Memory: the "total capacity" of PyTorch's
+out-of-memory messages (``cudaMemGetInfo``), which is the base of ``set_per_process_memory_fraction``. It is less than
+the name states, by ECC and the driver's own memory, and varies by up to 0.3 % with the driver's version. NVIDIA
+publishes no rates of the A10G: only its memory is known.
 """
 
 import re
@@ -20,11 +19,11 @@ class Gpu(NamedTuple):
     """One kind of GPU. Rates in TFLOP/s (0: it does not compute in that type), bandwidths in GB/s (10^9 bytes)."""
 
     pattern: str
-    """Regular expression for the whole name, without the maker's."""
+    """Regular expression for the whole name, without the maker's name."""
     title: str
-    """What to call it in a table; empty of kinds that fit tables leave out."""
+    """Name in tables; empty: the kind is not in fit tables."""
     memory_gib: float
-    """What PyTorch calls the device's total capacity."""
+    """The device's total capacity as PyTorch reports it."""
     bf16: float
     fp16: float
     tf32: float
@@ -32,7 +31,7 @@ class Gpu(NamedTuple):
     memory_gbs: float
     """Bandwidth of the device's memory."""
     link_gbs: float
-    """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe where there is none."""
+    """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe without NVLink."""
     host_gbs: float
     """Bandwidth to the host's memory, in one direction."""
     capability: tuple[int, int]
@@ -40,7 +39,7 @@ class Gpu(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its title, or what the pattern's first form means."""
+        """The title, or the name that the first alternative of the pattern matches."""
         first = re.sub(r"\[(.)[^]]*\]", r"\1", self.pattern.split("|")[0])
         return self.title or first.replace(".*", "").rstrip(" -")
 
@@ -50,7 +49,7 @@ class Gpu(NamedTuple):
         return round(self.memory_gib * GIB)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the data-sheet peak in FLOP/s for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None where it has none."""
+        """Return the data-sheet peak in FLOP/s for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if there is none."""
         if precision not in ("bf16", "fp16", "tf32", "fp32"):
             return None
         return getattr(self, precision) * 1e12 or None
@@ -93,19 +92,19 @@ GPUS = (
     Gpu(r"B300( SXM6.*)?", "B300 288 GB", 267.69, 2250.0, 2250.0, 1125.0, 75.0, 8000, 900, 128, (10, 3)),
     Gpu(r"GB200", "", 184.00, 2500.0, 2500.0, 1250.0, 80.0, 8000, 900, 450, (10, 0)),
 )  # fmt: skip
-"""The first that matches a name counts."""
+"""All kinds; the first that matches a name is used."""
 
 FIT_TABLE = tuple(sorted((gpu for gpu in GPUS if gpu.title), key=lambda gpu: gpu.memory_gib))
-"""The kinds that "does it fit" is answered for, 8 to 288 GB, by memory."""
+"""The kinds in "does it fit" tables, 8 to 288 GB, by memory."""
 
 _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """Return the kind of GPU that a name of PyTorch or NVML, or a title of the table, means.
+    """Return the kind of GPU for a name in PyTorch or NVML, or a title of the table.
 
     Returns:
-        None for a CPU or a GPU that is not in the table; a MIG slice is none.
+        None for a CPU, a MIG slice, or a GPU that is not in the table.
     """
     name = _MAKER.sub("", device.strip())
     if "MIG" in name:

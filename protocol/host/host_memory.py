@@ -1,4 +1,4 @@
-"""Memory that a process may use on this host: the host's own, and the limits of the control groups that it is in.
+"""Memory that a process may use on this host: the host's memory, and the limits of the process's control groups.
 
 Only Linux has the files that are read here; elsewhere everything is unknown.
 """
@@ -11,11 +11,11 @@ from ..text import sanitize
 from .control_groups import ROOT, own_groups
 
 _UNLIMITED = 1 << 60
-"""Cgroup version 1 writes a number near 2^63 for "no limit"."""
+"""Cgroup version 1 reports "no limit" as a number near 2^63."""
 
 
 def memory_group(root: Path = ROOT) -> Path | None:
-    """Return the directory of our cgroup, or its ancestor, with the lowest memory limit; None without a limit."""
+    """Return the directory of the own cgroup or ancestor with the lowest memory limit; None without a limit."""
     return min(_limited_groups(root), default=(0, None), key=lambda found: found[0])[1]
 
 
@@ -28,7 +28,7 @@ def group_limit(group: Path) -> int | None:
 
 
 def group_memory(group: Path) -> tuple[int, int] | None:
-    """Return (used, limit) bytes of a cgroup; file cache that can be dropped at once does not count as used."""
+    """Return (used, limit) bytes of a cgroup; reclaimable file cache does not count as used."""
     limit = group_limit(group)
     if limit is None:
         return None
@@ -59,7 +59,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """Return the name of the host's processor; that of its architecture where /proc has none."""
+    """Return the name of the host's processor, or of its architecture if /proc has none."""
     try:
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

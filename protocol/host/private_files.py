@@ -1,4 +1,4 @@
-"""Files and directories that only their user may read."""
+"""Files and directories that only their owner may read."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ from ..errors import RunDirError
 
 
 def read_private(path: Path) -> bytes:
-    """Read a secret.
+    """Return the content of a secret file.
 
     Raises:
         OSError: it cannot be read, or is a symbolic link.
@@ -24,7 +24,7 @@ def read_private(path: Path) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, mode 0600."""
+    """Write a file atomically, mode 0600."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -38,6 +38,6 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Make a directory and, if missing, its parent, both 0700; missing ones above them get the umask's mode."""
+    """Create a directory and its parent if missing, both with mode 0700; ancestors get the umask's mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)

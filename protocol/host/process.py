@@ -1,4 +1,4 @@
-"""Naming a process for certain: its pid together with when it started. A pid alone is reused."""
+"""Identifies a process by its pid and start time; a pid alone may be reused."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """A process, for certain: ``start_ticks`` is when it started, in a unit of the platform's."""
+    """A process; ``start_ticks`` is its start time in a unit of the platform."""
 
     pid: int
     start_ticks: int
@@ -17,13 +17,13 @@ class ProcessId(msgspec.Struct, frozen=True):
 def start_ticks(pid: int) -> int | None:
     """Return when ``pid`` started, in clock ticks since boot (field 22 of /proc/PID/stat, proc(5)).
 
-    None: there is no such process, or it is a zombie. Where there is no /proc, the hundredths of a second since the
-    epoch at which it started.
+    Without /proc, the unit is hundredths of a second since the epoch. None: there is no such process, or it is a
+    zombie.
     """
     if sys.platform != "linux":
         return _start_elsewhere(pid)
     try:
-        # Bytes: a process may call itself what is no UTF-8, or hold a parenthesis in its name.
+        # Bytes: the name of a process may not be UTF-8, and may contain parentheses.
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
@@ -32,8 +32,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _start_elsewhere(pid: int) -> int | None:
-    """Ask psutil. Never ``os.kill(pid, 0)``, which on Windows is no question: it interrupts the process."""
-    import psutil  # only where there is no /proc: a rank on Linux does without it
+    """Return the start time from psutil. Not ``os.kill(pid, 0)``, which on Windows interrupts the process."""
+    import psutil  # only without /proc: a rank on Linux does not need it
 
     try:
         process = psutil.Process(pid)
@@ -43,10 +43,10 @@ def _start_elsewhere(pid: int) -> int | None:
 
 
 def this_process() -> ProcessId:
-    """Name the calling process."""
+    """Return the identity of the calling process."""
     return ProcessId(os.getpid(), start_ticks(os.getpid()) or 0)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether that very process, not a later one with its pid, is alive (zombies are not)."""
+    """Return whether this process, and not a later one with its pid, is alive (zombies are not)."""
     return process.pid > 0 and start_ticks(process.pid) == process.start_ticks

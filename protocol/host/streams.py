@@ -1,4 +1,4 @@
-"""Standard output and error of the monitor's own processes: a full disk or a reader that left must not end them."""
+"""Standard output and error of ftmon's own processes, which a full disk or a closed pipe must not end."""
 
 import contextlib
 import io
@@ -7,7 +7,7 @@ import sys
 
 
 class Unfailing(io.TextIOBase):
-    """Text output that writes whole lines to a descriptor, and drops those that cannot be written."""
+    """Text output that writes whole lines to a descriptor, and drops lines that cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -22,14 +22,14 @@ class Unfailing(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        """Write the lines that are whole now; return the text's length."""
+        """Write the lines that are complete; return the text's length."""
         whole, newline, rest = (self._partial + text).rpartition("\n")
         self._partial = rest
         self._out(whole + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Write the line that has not ended yet too."""
+        """Write the incomplete line as well."""
         text, self._partial = self._partial, ""
         self._out(text)
 
@@ -41,6 +41,6 @@ class Unfailing(io.TextIOBase):
 
 
 def never_fail() -> None:
-    """Put such streams in the place of this process's standard output and error."""
+    """Replace this process's standard output and error by ``Unfailing`` streams."""
     sys.stdout = Unfailing(1)
     sys.stderr = Unfailing(2)

@@ -17,6 +17,7 @@ OnOom = Literal["raise", "hold"]
 
 class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run on several hosts, as detected from its command."""
+
     hosts: list[str] = []
     """Their names, if the launcher reaches them over ssh; empty: something else starts the ranks there."""
     ssh_port: int | None = None

@@ -1,1 +1,1 @@
-"""Files of memory snapshots: a restricted reader, and their content as columns."""
+"""Memory snapshot files: a restricted reader, and their content as columns."""

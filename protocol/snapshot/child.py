@@ -1,8 +1,8 @@
 """The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes a snapshot's columns to stdout.
 
-Restricting what a pickle may name does not bound what it may cost: one opcode can ask for gigabytes, and a tuple nested
-a million times overflows the C stack when it is hashed. Here either ends this process alone. It also gives the memory
-of the million dictionaries back to the system.
+Restricting the names in a pickle does not bound its cost: one opcode can allocate gigabytes, and a tuple nested a
+million times overflows the C stack when it is hashed. Here either ends only this process, whose end also returns the
+memory of a million dictionaries to the system.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ _MOST_MEMORY = 64 * 2**30
 
 
 def main() -> int:
-    """Read, compact, write; a refusal is one line on stderr and status ``REFUSED``."""
+    """Read a snapshot and write its columns; a refusal is one line on stderr and status ``REFUSED``."""
     path = Path(sys.argv[1])
-    # Nothing here is in a cycle, and walking a million dictionaries takes as long as reading them.
+    # Nothing here is cyclic, and a collection over a million dictionaries takes as long as reading them.
     gc.disable()
     try:
         _limit_memory(path)
         made = Compactor(str(path))
         _write(made.snapshot(read_pickle(path)))
-        # The reader works on the first part meanwhile.
+        # The reader processes the first part meanwhile.
         _write(made.stack_columns())
     except (SnapshotError, OSError) as error:
         print(error, file=sys.stderr)
@@ -39,7 +39,7 @@ def main() -> int:
     except (MemoryError, RecursionError):
         print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
         return REFUSED
-    # The interpreter would first take a million dictionaries apart.
+    # A normal exit would first free a million dictionaries.
     os._exit(0)
 
 
@@ -52,12 +52,12 @@ def _write(part: msgspec.Struct) -> None:
 
 
 def _limit_memory(path: Path) -> None:
-    """Let a small file use little; where the system has no such limit, the size of the file is the only one."""
+    """Limit this process's memory by the file's size; without ``resource`` only the check of the cost applies."""
     try:
         import resource
     except ImportError:
         return
-    # The estimate of the cost is from above and this from below: the columns and the interpreter come on top.
+    # The estimate of the objects is an upper bound, but the columns and the interpreter add to it.
     most = min(_MOST_MEMORY, granted_memory(path) * 3 // 2 + _SPARE)
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]

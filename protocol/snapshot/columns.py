@@ -1,7 +1,7 @@
-"""Converts the plain data of a snapshot's pickle to columns, and checks its structure on the way.
+"""Converts the plain data of a snapshot's pickle to columns, and checks its structure.
 
-Formats differ by PyTorch's version: before 2.2 entries have no time, without ``stacks`` no frames, before 2.1 blocks
-keep a ``history`` in place of ``requested_size`` and ``frames``. A missing key is no error; a wrong type is.
+Formats differ by PyTorch version: before 2.2 entries have no time, without ``stacks`` no frames, and before 2.1 blocks
+have a ``history`` instead of ``requested_size`` and ``frames``. A missing key is not an error; a wrong type is.
 """
 
 from array import array
@@ -17,17 +17,17 @@ from .model import Annotation, Segment, Snapshot, StackColumns, Trace
 from .stack_column import Stacks
 
 _LARGEST = 2**47
-"""No size beyond 128 TiB is believed."""
+"""Sizes of 128 TiB and more are invalid."""
 _DIVISIONS = 16
 _STATES = {"inactive": model.FREE, "active_allocated": model.ALLOCATED}
 _ACTIONS = {name: index for index, name in enumerate(model.ACTIONS)}
 
 
 def compact(raw: Any, path: str) -> Snapshot:
-    """Turn what ``torch.cuda.memory._snapshot()`` returned into columns; the data is used up on the way.
+    """Return the result of ``torch.cuda.memory._snapshot()`` as columns; the data is consumed.
 
     Raises:
-        SnapshotError: it has not the shape of a snapshot.
+        SnapshotError: it does not have the structure of a snapshot.
     """
     made = Compactor(path)
     return made.snapshot(raw).with_stacks(made.stack_columns())
@@ -42,7 +42,7 @@ def _checked(path: str) -> Generator[None, None, None]:
 
 
 class Compactor:
-    """Makes the columns in two parts, so that a reader can begin before the stacks are there."""
+    """Makes the columns in two parts, so that a reader can begin before the stacks are ready."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,19 +53,19 @@ class Compactor:
         self._note_of: dict[str, int] = {"": 0}
 
     def snapshot(self, raw: Any) -> Snapshot:
-        """Return everything but the stacks.
+        """Return the snapshot without the stacks.
 
         Raises:
-            SnapshotError: it has not the shape of a snapshot.
+            SnapshotError: the data does not have the structure of a snapshot.
         """
         with _checked(self.path):
             return self._snapshot(raw)
 
     def stack_columns(self) -> StackColumns:
-        """Return the stacks of the snapshot that was made.
+        """Return the stacks of the snapshot that ``snapshot`` returned.
 
         Raises:
-            SnapshotError: what stands for a stack is none.
+            SnapshotError: a stack is invalid.
         """
         with _checked(self.path):
             stacks = Stacks()
@@ -111,7 +111,7 @@ class Compactor:
             array("q", [entry.get("time_us") or 0 for entry in entries]).tobytes(),
             b"",
             self._note_column([entry.get("user_metadata") for entry in entries]).tobytes(),
-            # Some versions keep what was free in the entry's address.
+            # Some versions store the free bytes in the entry's address.
             {i: _size(entries[i].get("device_free", entries[i].get("addr")) or 0) for i in oom},
         )
 
@@ -132,7 +132,7 @@ class Compactor:
         return segments, self._blocks(segments, list(chain.from_iterable(of_segment)))
 
     def _blocks(self, segments: list[Segment], raw: list[dict[str, Any]]) -> "_Blocks":
-        # Column by column: hundreds of thousands of blocks are no rarity.
+        # Column by column, because hundreds of thousands of blocks are common.
         sizes = _sizes([block["size"] for block in raw])
         states = bytes([_STATES.get(str(block.get("state")), model.PENDING) for block in raw])
         addresses: list[Any] = [block.get("address") for block in raw]
@@ -144,7 +144,7 @@ class Compactor:
                     sizes[segment.first_block : segment.first_block + segment.blocks], initial=segment.address
                 )
             ]
-            # Each segment's end is in it too.
+            # ``accumulate`` also yields each segment's end, which is not an address of a block.
             for number, segment in reversed(list(enumerate(segments))):
                 del addresses[segment.first_block + segment.blocks + number]
         asked = [block.get("requested_size") for block in raw]
@@ -186,7 +186,7 @@ def _size(value: Any) -> int:
 
 
 def _sizes(values: list[Any], failed: Sequence[int] = ()) -> "array[int]":
-    """Return sizes as a column; those at the indexes ``failed`` were asked for in vain, and may be of any size."""
+    """Return sizes as a column; those at the indexes ``failed`` are of failed requests, and may be of any size."""
     column: array[int] = array("q", values)
     if not column:
         return column

@@ -1,4 +1,4 @@
-"""Errors of snapshot files, each one line with what, where and the fix."""
+"""Errors of snapshot files: one line with the error, the place and the fix."""
 
 from ..errors import FtmonError
 

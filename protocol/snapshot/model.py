@@ -1,7 +1,7 @@
-"""A snapshot as compact columns: a million trace entries in some 40 MB, without an object for each.
+"""A snapshot as compact columns: about 40 MB for a million trace entries, without an object for each.
 
-Columns are bytes in this machine's order, read through ``memoryview.cast``; they cross from the reading process as
-they are. Addresses are unsigned 64-bit, sizes bytes, times microseconds since 1970, stacks indices into ``stacks``.
+Columns are bytes in this machine's order, read through ``memoryview.cast``, and sent unchanged by the reading process.
+Addresses are unsigned 64-bit, sizes in bytes, times in microseconds since 1970, stacks are indices into ``stacks``.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ ACTIONS = (
     "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
     "segment_unmap", "oom", "snapshot", "user_defined",
 )  # fmt: skip
-"""Actions of trace entries; a column holds the index. Anything newer than this list is ``other``."""
+"""Actions of trace entries; a column holds the index. Unknown actions are ``other``."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = 1, 2, 3
 SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
 
 STATES = ("inactive", "active_allocated", "active_pending_free")
-"""A block is free, allocated, or freed by the program and waiting for a stream that still uses it."""
+"""States of a block: free, allocated, or freed by the program while a stream still uses it."""
 FREE, ALLOCATED, PENDING = 0, 1, 2
 
 
 OWN_SPAN = "ftmon "
-"""How the names of the steps and phases begin that ftmon's probe writes beside the trace."""
+"""Prefix of the names of steps and phases that ftmon's probe records as annotations."""
 
 
 class Frame(NamedTuple):
@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """What one device's allocator did, oldest first; as many values in every column."""
+    """Actions of one device's allocator, oldest first; all columns have the same length."""
 
     device: int
     actions: bytes
@@ -42,24 +42,24 @@ class Trace(msgspec.Struct, frozen=True):
     addresses: bytes
     """``Q``; 0 for ``oom``."""
     sizes: bytes
-    """``q``: the bytes *requested* for allocations and frees, the segment's for segments, for ``oom`` those sought."""
+    """``q``: bytes *requested* for allocations, frees and ``oom``; the segment's size for segments."""
     streams: bytes
     """``q``"""
     times: bytes
-    """``q``; 0 where the version of PyTorch recorded none."""
+    """``q``; 0 if the version of PyTorch records none."""
     stacks: bytes
     """``I``"""
     notes: bytes
-    """``I``: index into ``Snapshot.notes`` of the entry's user metadata; 0 is none."""
+    """``I``: index into ``Snapshot.notes`` of the entry's user metadata; 0: none."""
     device_free: dict[int, int] = {}
-    """Free bytes on the device by the driver, for each ``oom`` entry by its index."""
+    """Free bytes on the device as the driver reports them, by index of the ``oom`` entry."""
 
     def __len__(self) -> int:
         return len(self.actions)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Memory got from the driver in one piece; of an expandable segment, one mapped range."""
+    """Memory that the driver allocated in one piece; of an expandable segment, one mapped range."""
 
     device: int
     address: int
@@ -69,14 +69,14 @@ class Segment(msgspec.Struct, frozen=True):
     """It serves requests of up to 1 MiB."""
     expandable: bool
     pool: str
-    """``""`` for the pool that all share, else a private pool's identifier (CUDA graphs, ``MemPool``)."""
+    """``""`` for the shared pool, else a private pool's identifier (CUDA graphs, ``MemPool``)."""
     stack: int
     first_block: int
     blocks: int
 
 
 class Annotation(msgspec.Struct, frozen=True):
-    """A named span that was recorded beside the trace."""
+    """A named span that was recorded with the trace."""
 
     device: int
     name: str
@@ -85,11 +85,11 @@ class Annotation(msgspec.Struct, frozen=True):
 
 
 class StackColumns(msgspec.Struct, frozen=True):
-    """The stacks of a snapshot: its slowest part to read."""
+    """The stacks of a snapshot, the slowest part to read."""
 
     frames: list[Frame]
     stacks: list[list[int]]
-    """Each the indices of its frames, innermost first; 0 is the empty stack."""
+    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
     traces: list[bytes]
     """``I``, for each trace."""
     blocks: bytes
@@ -98,19 +98,19 @@ class StackColumns(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One snapshot: the allocator as it stood at the end, and what led there as far as it was recorded.
+    """One snapshot: the allocator's final state, and the recorded actions before it.
 
-    While it is being read it may be without its stacks: ``stacks`` is empty then, as are the columns of indices to it.
+    While it is being read it may lack its stacks: ``stacks`` and the columns of indices into it are empty then.
     """
 
     path: str
     segments: list[Segment]
     block_addresses: bytes
-    """``Q``, of all segments one after the other."""
+    """``Q``, the blocks of all segments in order."""
     block_sizes: bytes
     """``q``: size of the block, rounding included."""
     block_requested: bytes
-    """``q``: what the program asked for; 0 of a free block."""
+    """``q``: size that the program requested; 0 for a free block."""
     block_states: bytes
     """``B``: indices into ``STATES``."""
     block_stacks: bytes
@@ -118,16 +118,16 @@ class Snapshot(msgspec.Struct, frozen=True):
     traces: list[Trace]
     frames: list[Frame]
     stacks: list[list[int]]
-    """Each the indices of its frames, innermost first; 0 is the empty stack."""
+    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
     notes: list[str]
     annotations: list[Annotation] = []
     divisions: list[int] = []
     """``roundup_power2_divisions`` for requests of 1, 2, 4 ... MiB; empty or below 2: none."""
     max_split_size: int = -1
-    """Blocks of this size and more were not split, bytes; -1: no limit."""
+    """Blocks of at least this size were not split, bytes; -1: no limit."""
 
     def with_stacks(self, found: StackColumns) -> "Snapshot":
-        """Return the whole snapshot."""
+        """Return the snapshot with its stacks."""
         replace = msgspec.structs.replace
         return replace(
             self,
@@ -139,12 +139,12 @@ class Snapshot(msgspec.Struct, frozen=True):
         )
 
     def devices(self) -> list[int]:
-        """List the devices that have segments or trace entries; device 0 where there is nothing at all."""
+        """Return the devices with segments or trace entries; device 0 if there are none."""
         found = {segment.device for segment in self.segments} | {trace.device for trace in self.traces if len(trace)}
         return sorted(found) or [0]
 
     def trace(self, device: int) -> Trace | None:
-        """Return a device's trace, if it has one."""
+        """Return a device's trace, or None."""
         return next((trace for trace in self.traces if trace.device == device), None)
 
     def frames_of(self, stack: int) -> list[Frame]:

@@ -1,4 +1,4 @@
-"""Opens a snapshot file: unpickled in a process of its own, received as columns."""
+"""Opens a snapshot file: a separate process unpickles it and returns columns."""
 
 import subprocess
 import sys
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Read a PyTorch memory snapshot, gzip-compressed or not, of PyTorch 2.1 up to today.
+    """Return a PyTorch memory snapshot, gzip-compressed or not, of PyTorch 2.1 and later.
 
     Raises:
-        SnapshotError: one line about what is wrong with the file.
+        SnapshotError: the file cannot be read; the text is one line.
     """
     with SnapshotReading(Path(path)) as reading:
         return reading.snapshot().with_stacks(reading.stacks())
 
 
 class SnapshotReading:
-    """A snapshot file being read by a process of its own: its columns first, its stacks last.
+    """A snapshot file that a separate process reads: its columns first, then its stacks.
 
     Raises:
-        SnapshotError: one line about what is wrong with the file.
+        SnapshotError: the file cannot be read; the text is one line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +59,11 @@ class SnapshotReading:
         self._errors.close()
 
     def snapshot(self) -> Snapshot:
-        """Wait for everything but the stacks."""
+        """Wait for the snapshot without its stacks, and return it."""
         return msgspec.structs.replace(self._part(Snapshot), path=str(self._path))
 
     def stacks(self) -> StackColumns:
-        """Wait for the stacks."""
+        """Wait for the stacks, and return them."""
         return self._part(StackColumns)
 
     @property
@@ -86,7 +86,7 @@ class SnapshotReading:
             raise SnapshotError(f"{self._path}: refused: {error}; the file is damaged or malicious") from None
 
     def _refusal(self) -> SnapshotError:
-        """Return why there is nothing more to read."""
+        """Return the error for the end of the reading process."""
         path, status = self._path, self._process.wait()
         if self._late:
             return SnapshotError(f"{path}: not read within {_PATIENCE_SECONDS // 60} minutes: record fewer entries")

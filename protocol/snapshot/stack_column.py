@@ -1,4 +1,4 @@
-"""Numbering stacks: a million lists of frames become a column of small numbers, each different stack kept once."""
+"""Numbers stacks: a million lists of frames become a column of numbers, and each distinct stack is kept once."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from ..text import sanitize
 from .model import Frame
 
 _PIECE = 8192
-"""Entries processed at once: the identities of a million stacks together would need hundreds of megabytes."""
+"""Entries processed at once: the identities of a million stacks would need hundreds of megabytes."""
 _HEAD = 6
-"""Innermost frames that distinguish most stacks; longer stacks are looked up by these first, and then compared."""
+"""Innermost frames that distinguish most stacks; longer stacks are looked up by these, and then compared."""
 _LARGEST_LINE = 2**47
 
 
@@ -28,18 +28,18 @@ class Stacks:
         self._by_ids: dict[tuple[int, ...], int] = {(): 0}
         self._by_head: dict[tuple[int, ...], int] = {}
         self._raw: list[Any] = [[]]
-        # Identities are keys here, so what they belong to must stay.
+        # Identities are keys here, so their objects must stay alive.
         self._kept: list[Any] = []
         self._head = itemgetter(*range(_HEAD))
 
     def column(self, stacks: Sequence[Any]) -> "array[int]":
-        """Number the stacks of a column, each a list of dictionaries, innermost first.
+        """Return the numbers of a column of stacks, each a list of dictionaries, innermost first.
 
-        Entries share their frames' dictionaries, so a stack is identified by the frames' identities. Of a long one only
-        the innermost are looked up, and the candidate is compared with it in one go: that compares identities too.
+        Entries share their frames' dictionaries, so a stack is identified by the frames' identities. A long stack is
+        looked up by its innermost frames, and the candidate compared with it: list comparison checks identities first.
 
         Raises:
-            TypeError, ValueError, AttributeError, KeyError: one of them is no stack.
+            TypeError, ValueError, AttributeError, KeyError: a stack is invalid.
         """
         column: array[int] = array("I")
         for begin in range(0, len(stacks), _PIECE):
@@ -47,7 +47,7 @@ class Stacks:
         return column
 
     def number(self, frames: Any) -> int:
-        """Number one stack."""
+        """Return the number of one stack."""
         key = tuple(map(id, frames))
         found = self._by_ids.get(key)
         return self._new(key, frames) if found is None else found

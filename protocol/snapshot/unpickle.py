@@ -1,7 +1,7 @@
-"""Unpickling that admits plain containers, strings and numbers only, within bounds of size.
+"""Unpickles plain containers, strings and numbers only, within size limits.
 
-PyTorch's snapshots are pickles, and a pickle is a program. Nothing but the literal opcodes gets through here: every
-opcode that names a class or function ends in ``find_class``, which refuses.
+PyTorch's snapshots are pickles, and a pickle is a program. Only the literal opcodes are accepted: every opcode that
+names a class or function calls ``find_class``, which raises.
 """
 
 import gc
@@ -16,9 +16,9 @@ from ..host.host_memory import available_memory
 from .errors import SnapshotError
 
 MOST_BYTES = 4 * 2**30
-"""The largest pickle that is read, unpacked: forty times that of a million trace entries."""
+"""Limit of a decompressed pickle: forty times the size of a million trace entries."""
 _BASE_COST = 8
-"""Bytes for any byte: a reference in a list or on the stack, or four bytes a character beside one that is no ASCII."""
+"""Memory per byte: a reference in a list or on the stack, or 4 bytes per character of a non-ASCII string."""
 _COSTS = {
     24: b"\x94qrhjNK)2\x88\x89",  # places on the stack and in a list, in the memo, or half an entry of a dictionary
     40: b"MJ\x8aILGF",  # a number
@@ -27,15 +27,15 @@ _COSTS = {
     240: b"}(",  # a dictionary with its first entries; what follows a mark may become one
     1024: b"\x8f\x91",  # a set with its first elements
 }
-"""Bytes that the object of an opcode takes in CPython at the most, beyond ``_BASE_COST``. Found within a string, such a
-byte counts too: the estimate is from above, for real snapshots three to four times what they take."""
+"""Maximum memory of an opcode's object in CPython, beyond ``_BASE_COST``. Such bytes within strings count as well, so
+the estimate is an upper bound: for real snapshots, three to four times their memory."""
 _ABOVE = 3
 
 _MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
-"""Real snapshots take 6 to 11 bytes of objects for a byte, and gzip makes them 10 to 40 times smaller."""
+"""Real snapshots take 6 to 11 bytes of objects per byte, and gzip compresses them by a factor of 10 to 40."""
 
 _MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
-"""Bytes that gzip may make of one, and in all on top of that."""
+"""Limit on a decompressed gzip file: bytes per byte, plus a constant."""
 
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
@@ -56,13 +56,13 @@ class _WantsCodeError(Exception):
 
 
 def granted_memory(path: Path) -> int:
-    """Return the bytes of memory that a file's objects may take, by its size and by what this host has available."""
+    """Return the bytes of memory that a file's objects may take, by its size and the host's available memory."""
     by_size = _SPARE_MEMORY + path.stat().st_size * (_MEMORY_PER_PACKED_BYTE if _is_packed(path) else _MEMORY_PER_BYTE)
     return min(by_size, available_memory() // 2 or by_size)
 
 
 def granted_bytes(path: Path) -> int:
-    """Return how large a file may be unpacked."""
+    """Return the limit on a file's decompressed size, bytes."""
     return min(MOST_BYTES, path.stat().st_size * _MOST_EXPANSION + _SPARE_BYTES) if _is_packed(path) else MOST_BYTES
 
 
@@ -72,21 +72,21 @@ def _is_packed(path: Path) -> bool:
 
 
 def estimate(part: bytes) -> int:
-    """Return the bytes that the objects of a pickle, or of a part of one, may take (``_COSTS``), without making any."""
+    """Return an upper bound on the memory of the objects of a pickle or a part of one (``_COSTS``), in bytes."""
     length = len(part)
     return _BASE_COST * length + sum(cost * (length - len(part.translate(None, of))) for cost, of in _COSTS.items())
 
 
 def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
-    """Read a pickle through, unpacked as it goes, and estimate what its objects take before any is made.
+    """Read a whole pickle and estimate the memory of its objects before any is made.
 
     Args:
         path: the file, gzip-compressed or not.
-        most_bytes: the largest that it may be unpacked; 0: what ``granted_bytes`` gives.
-        most_memory: bytes that its objects may take; 0: what ``granted_memory`` gives.
+        most_bytes: limit on its decompressed size; 0: that of ``granted_bytes``.
+        most_memory: limit on the memory of its objects, bytes; 0: that of ``granted_memory``.
 
     Raises:
-        SnapshotError: it unpacks to more, or its objects would take more.
+        SnapshotError: it exceeds a limit.
         EOFError, gzip.BadGzipFile, zlib.error: its gzip data is damaged.
     """
     most_memory = most_memory or granted_memory(path)
@@ -102,21 +102,21 @@ def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
 
 
 def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
-    """Read a pickle, gzip-compressed or not, of plain data; the caller checks what it holds.
+    """Return the content of a pickle of plain data, gzip-compressed or not; the caller checks its structure.
 
-    A hostile file may still ask for much memory or exhaust the C stack, so this belongs in a process of its own.
+    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process.
 
     Raises:
-        SnapshotError: cannot be read, would run code, is cut short, is too large, or is no pickle.
+        SnapshotError: it cannot be read, would run code, is truncated, too large, or not a pickle.
     """
     collecting = gc.isenabled()
-    # A million dictionaries without a cycle among them: the collector would walk them again and again.
+    # A million dictionaries without a cycle: the collector would traverse them again and again.
     gc.disable()
     try:
         check_cost(path, most_bytes, most_memory)
         with _opened(path, most_bytes) as file:
             found = _PlainUnpickler(file).load()
-            # What is packed is checked at its very end only.
+            # gzip's checksum is checked only at the end of the file.
             while file.read(_CHUNK):
                 pass
         return found
@@ -133,7 +133,7 @@ def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     except SnapshotError:
         raise
     except Exception as error:
-        # The unpickler raises almost any exception on bytes that are no pickle.
+        # The unpickler raises almost any exception on bytes that are not a pickle.
         if "truncated" in str(error) or "ran out" in str(error).lower():
             raise SnapshotError(f"{path}: cut short: copy the file again") from None
         raise SnapshotError(f"{path}: not a memory snapshot (no pickle of plain data): {_DUMP}") from None
@@ -143,7 +143,7 @@ def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
 
 
 def _opened(path: Path, most_bytes: int) -> io.BufferedReader:
-    """Open a file to be unpickled as it is read: a copy of it in memory would cost as much again."""
+    """Open a file for reading in pieces: a copy of it in memory would double the cost."""
     with path.open("rb") as file:
         magic = file.read(2)
     if not magic:
@@ -155,7 +155,7 @@ def _opened(path: Path, most_bytes: int) -> io.BufferedReader:
 
 
 class _Bounded(io.RawIOBase):
-    """Gives a file's bytes, up to a limit."""
+    """Reads a file's bytes up to a limit, beyond which it raises."""
 
     def __init__(self, file: io.FileIO | gzip.GzipFile, path: Path, most_bytes: int) -> None:
         self._file, self._path, self._most, self._read = file, path, most_bytes, 0

@@ -1,1 +1,1 @@
-"""Results of a sweep: what was asked for, one row for each run, and how it ended, in one append-only file."""
+"""Results of a sweep: the request, one row per run, and the sweep's end, in one append-only file."""

@@ -1,4 +1,4 @@
-"""Entries of a results file. Sizes are bytes, ``*_ms`` milliseconds, ``seconds`` seconds, ``time`` of the epoch."""
+"""Entries of a results file. Sizes are in bytes, ``*_ms`` in milliseconds, ``time`` in seconds since the epoch."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from ..host.process import ProcessId
 from ..messages.bounds import Whole
 
 FORMAT = 1
-"""Version of the file. Another one is refused."""
+"""Version of the file; other versions are refused."""
 
 Value = str | Whole | float | bool | None
 """Of one axis."""
@@ -28,11 +28,11 @@ class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float | None = None
     """None: no limit."""
     price_per_hour: float | None = None
-    """Of all the GPUs together, in any currency."""
+    """Price of all GPUs together, in any currency."""
 
 
 class Search(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is searched for along one axis, for each combination of the others."""
+    """The goal of a search along one axis, for each combination of the others."""
 
     goal: Goal
     axis: str = ""
@@ -42,7 +42,7 @@ class Search(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
-    """The file's first entry: what is measured."""
+    """The file's first entry: the sweep that is measured."""
 
     format: int
     name: str
@@ -58,7 +58,7 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
     created: float
     host: str = ""
     version: str = ""
-    """Of ftmon."""
+    """Version of ftmon."""
 
 
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,14 +76,14 @@ class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One configuration that is to be run."""
+    """One configuration to run."""
 
     settings: Settings
     predicted: Predicted | None = None
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
-    """A session begins: its process, and what it means to run, in order."""
+    """Beginning of a session: its process, and the planned runs in order."""
 
     time: float
     process: ProcessId
@@ -96,13 +96,13 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """Seconds after which a run is ended."""
     capacity_bytes: Whole | None = None
     notes: list[str] = []
-    """Why predictions are missing, in words."""
+    """Why predictions are missing, as text."""
     columns: list[str] = []
-    """Figures that the table shows, by name; none: the usual ones."""
+    """Names of the figures in the table; empty: the default ones."""
 
 
 class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
-    """A run begins."""
+    """Beginning of a run."""
 
     time: float
     settings: Settings
@@ -121,11 +121,11 @@ class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     host_ms: float = 0.0
     device_ms: float | None = None
     ms_error: float = 0.0
-    """Standard error of the device time, or where there is none of the host time."""
+    """Standard error of the device time, or of the host time if there is no device time."""
 
     @property
     def peak_bytes(self) -> int:
-        """The figure that is a true high-water mark."""
+        """The figure that is a true high-water mark: resident memory if measured, else allocated."""
         return self.resident_peak_bytes or self.allocated_peak_bytes
 
 
@@ -147,9 +147,9 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """Highest that NVML showed for its process; 0: not known."""
     device: str = ""
     loss: float | None = None
-    """Of the last step."""
+    """Loss of the last step."""
     step_ms_error: float = 0.0
-    """Standard error of ``step_ms``; 0: not known."""
+    """Standard error of ``step_ms``; 0: unknown."""
 
     @property
     def peak_bytes(self) -> int:
@@ -158,7 +158,7 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def peak_phase(self) -> str:
-        """The phase of that peak; empty without any."""
+        """The phase of that peak; empty without phases."""
         return max(self.phases, key=lambda name: self.phases[name].peak_bytes, default="")
 
 
@@ -173,7 +173,7 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
     """From its start until its GPUs were seen to be empty."""
     repeat: Whole = 0
     run: str = ""
-    """The run's identifier; empty where it was refused."""
+    """The run's identifier; empty: it was refused."""
     text: str = ""
     """The evidence, one line."""
     phase: str = ""
@@ -186,11 +186,11 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
     ranks: list[RankRow] = []
     predicted: Predicted | None = None
     note: str = ""
-    """What else a reader should know: GPUs that were not empty afterwards."""
+    """A further remark, such as GPUs that were not empty afterwards."""
 
     @property
     def peak_bytes(self) -> int:
-        """Highest peak over ranks and phases; 0 where no step was measured."""
+        """Highest peak over ranks and phases; 0: no step was measured."""
         return max((rank.peak_bytes for rank in self.ranks), default=0)
 
     @property
@@ -209,7 +209,7 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether peaks are those of the resident set, with which a prediction for GPUs has nothing in common."""
+        """Whether peaks are of the resident set, with which a prediction for GPUs cannot be compared."""
         return any(figures.resident_peak_bytes for rank in self.ranks for figures in rank.phases.values())
 
     @property
@@ -219,22 +219,22 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
 
     @property
     def nvml_bytes(self) -> int:
-        """Highest use by NVML over the ranks; 0: not known."""
+        """Highest memory by NVML over the ranks; 0: unknown."""
         return max((rank.nvml_bytes for rank in self.ranks), default=0)
 
     @property
     def step_ms(self) -> float:
-        """Median step of the slowest rank; 0 where none was measured."""
+        """Median step time of the slowest rank; 0: no step was measured."""
         return max((rank.step_ms for rank in self.ranks), default=0.0)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return sum(rank.tokens_per_second for rank in self.ranks)
 
 
 class Ended(msgspec.Struct, tag="end", frozen=True, omit_defaults=True):
-    """A session ends in order."""
+    """Regular end of a session."""
 
     time: float
     reason: Literal["finished", "budget", "failure", "interrupted", "gpus"]
@@ -248,5 +248,5 @@ Entry = Header | Plan | Started | Row | Ended
 
 
 def key_of(settings: Settings) -> str:
-    """Return a text that names a configuration: equal for equal settings, whatever their order."""
+    """Return a key for a configuration: equal for equal settings in any order."""
     return msgspec.json.encode(settings, order="deterministic").decode()

@@ -1,4 +1,4 @@
-"""The results file: JSON lines, each on the disk before the next run begins. A torn last line is left out."""
+"""The results file: JSON lines, each on disk before the next run begins. A torn last line is ignored."""
 
 import os
 from pathlib import Path
@@ -22,18 +22,18 @@ class Results(NamedTuple):
 
     header: Header
     entries: list[Entry]
-    """All of them, the header first."""
+    """All entries, the header first."""
     complete_bytes: int
     """Length of the file without a torn last line."""
 
     @property
     def rows(self) -> list[Row]:
-        """Answers, in the order they were found; of runs that the sweep ended itself, none."""
+        """The results, in order; runs that the sweep itself ended have none."""
         return [entry for entry in self.entries if isinstance(entry, Row) and entry.verdict != "unfinished"]
 
     @property
     def plan(self) -> Plan | None:
-        """The newest session's."""
+        """The newest session's plan; None: there is no session."""
         return next((entry for entry in reversed(self.entries) if isinstance(entry, Plan)), None)
 
     @property
@@ -44,7 +44,7 @@ class Results(NamedTuple):
 
     @property
     def running(self) -> Started | None:
-        """The run without a row: under way, or lost with its session."""
+        """The run without a row, which is running or was lost with its session; None: there is none."""
         for entry in reversed(self.entries):
             if isinstance(entry, Started):
                 return entry
@@ -54,15 +54,15 @@ class Results(NamedTuple):
 
     @property
     def last_time(self) -> float:
-        """When the newest entry was written; 0 of a file without any."""
+        """Time of the newest entry; 0 without entries."""
         return max((entry.time for entry in self.entries if not isinstance(entry, Header)), default=0.0)
 
     def answered(self) -> dict[tuple[str, int], Row]:
-        """Return the rows by configuration and repeat; the newest of each."""
+        """Return the newest row of each configuration and repeat."""
         return {(key_of(row.settings), row.repeat): row for row in self.rows}
 
     def seconds_used(self) -> float:
-        """Return the wall-clock time of all sessions; of one that was killed, until its last entry."""
+        """Return the wall-clock time of all sessions; a killed one counts until its last entry."""
         used, begun, last = 0.0, 0.0, 0.0
         for entry in self.entries:
             if isinstance(entry, Plan):
@@ -74,11 +74,11 @@ class Results(NamedTuple):
 
 
 class Writer:
-    """Appends to a results file; the only one that does, by a lock on the file.
+    """Appends to a results file, with an exclusive lock on it.
 
     Args:
-        path: the file; made where it is missing.
-        header: written where the file is new, else compared with what is there.
+        path: the file; created if it is missing.
+        header: written to a new file, else compared with the existing header.
 
     Raises:
         ResultsError: the file cannot be used, has results of another sweep, or another process writes it.
@@ -87,7 +87,7 @@ class Writer:
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         try:
-            # Not truncated: until it is locked, the file may be another sweep's that has just begun.
+            # Not truncated: until it is locked, the file may belong to another sweep that has just begun.
             self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
@@ -112,7 +112,7 @@ class Writer:
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
     def append(self, entry: Entry) -> None:
-        """Write one entry; it is on the disk when this returns.
+        """Write one entry; it is on disk when this returns.
 
         Raises:
             FtmonError: it cannot be written.
@@ -130,10 +130,10 @@ class Writer:
 
 
 def read(path: Path) -> Results:
-    """Read a results file, also one that is being written.
+    """Return the contents of a results file, which may be in use by a writer.
 
     Raises:
-        ResultsError: it is missing, no results file, or one of another version.
+        ResultsError: it is missing, not a results file, or of another version.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -154,7 +154,7 @@ def read(path: Path) -> Results:
 
 
 def is_results(path: Path) -> bool:
-    """Return whether a file begins as a results file does, of whatever version."""
+    """Return whether a file begins like a results file of any version."""
     try:
         with path.open("rb") as file:
             return file.read(16).startswith(b'{"type":"sweep"')
@@ -163,7 +163,7 @@ def is_results(path: Path) -> bool:
 
 
 def verdicts(rows: list[Row]) -> dict[Verdict, int]:
-    """Count rows by verdict."""
+    """Return the number of rows by verdict."""
     found: dict[Verdict, int] = {}
     for row in rows:
         found[row.verdict] = found.get(row.verdict, 0) + 1
@@ -203,5 +203,5 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def default_output(source: str) -> str:
-    """Name the results file of a sweep file: ``lengths.yaml`` has ``lengths.results.jsonl`` beside it."""
+    """Return the results file of a sweep file: ``lengths.results.jsonl`` for ``lengths.yaml``."""
     return f"{os.path.splitext(source)[0]}.results.jsonl"
