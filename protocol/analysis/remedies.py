@@ -252,7 +252,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
 
 
 def remedies(oom: Oom, verdict: OomVerdict, around: OomContext = ALONE) -> list[Remedy]:
-    """List the remedies in the order to try them, without those that do not apply or are already in use."""
+    """Return the remedies in the order to try them, without those that do not apply or are already in use."""
     names = _ORDER[verdict.kind]
     if verdict.kind == "too_large" and oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
         names = ("request",)

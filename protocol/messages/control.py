@@ -134,7 +134,7 @@ class Query(msgspec.Struct, tag="query", frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
-    """The answer to a query: ``data`` is the method's result encoded in msgpack, or ``error`` says why it failed."""
+    """The answer to a query: ``data`` is the method's result encoded in msgpack, or ``error`` has the reason."""
 
     id: str
     ok: bool

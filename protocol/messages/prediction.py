@@ -54,4 +54,4 @@ class Prediction(msgspec.Struct, tag="prediction", frozen=True, omit_defaults=Tr
     cached: bool = False
     """It was made for an earlier run of the same configuration."""
     config: str = ""
-    """The configuration of the run, as YAML; empty: not known."""
+    """The configuration of the run, as YAML; empty: unknown."""

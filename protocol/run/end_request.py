@@ -15,7 +15,7 @@ from .rundir import RunDir
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that fails within this time after one of its ranks was killed on request ended because of it."""
 LAUNCHER = "launcher"
-"""``EndRequest.by`` where the launcher received a signal."""
+"""``EndRequest.by`` if the launcher received a signal."""
 
 
 class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -27,7 +27,7 @@ class Proxies:
         self._by_name: dict[bytes, zmq.Socket[Any]] = {}
 
     def sockets(self) -> "Iterator[zmq.Socket[Any]]":
-        """List the sockets that receive commands."""
+        """Return the sockets that receive commands."""
         return iter(self._by_name.values())
 
     def connect(self, address: str) -> None:

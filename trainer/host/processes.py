@@ -105,7 +105,7 @@ def table() -> dict[int, Process]:
 
 
 def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
-    """List all processes below ``roots`` (not the roots themselves), parents before children.
+    """Return all processes below ``roots`` (not the roots themselves), parents before children.
 
     Args:
         roots: process ids.
@@ -157,7 +157,7 @@ def marked(run: Path, processes: Iterable[Process], rank_pids: Iterable[int] | N
 
 
 def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
-    """List every living process of a run: descendants of ``roots``, or with the run in its environment.
+    """Return every living process of a run: descendants of ``roots``, or with the run in its environment.
 
     ``roots`` are included, ``spared`` pids are not. Descendants of a process found by its environment are included too,
     because they may have been started with another environment. Agents are excluded: they end by themselves.

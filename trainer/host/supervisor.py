@@ -109,7 +109,7 @@ class Supervisor(threading.Thread):
         return facts
 
     def alive(self) -> list[tuple[int, int, int]]:
-        """List (rank, pid, start_ticks) of the watched processes not known dead."""
+        """Return (rank, pid, start_ticks) of the watched processes not known dead."""
         with self._lock:
             return [(w.rank, w.pid, w.start_ticks) for w in self._watched.values() if w.fact is None or w.fact.alive]
 

@@ -161,7 +161,7 @@ def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str
 
 
 def _addresses(host: str) -> list[str]:
-    """List the addresses at which other hosts can reach a hub that listens on ``host``, the most likely first."""
+    """Return the addresses at which other hosts can reach a hub that listens on ``host``, the most likely first."""
     if host not in ("0.0.0.0", "::"):
         return [host]
     found = [_outward_address()]

@@ -254,7 +254,7 @@ class Launcher:
         self._signal_all(signal.SIGKILL)
 
     def _members(self) -> list[processes.Process]:
-        """List the run's living processes: descendants except the hub, and all with the run's environment variable."""
+        """Return the run's living processes: descendants except the hub, and all with the run in their environment."""
         me = os.getpid()
         hub = None
         with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended

@@ -71,7 +71,7 @@ def _slurm(environ: Mapping[str, str]) -> MultiHost | None:
 
 
 def _read_hostfile(path: Path) -> list[str]:
-    """List a hostfile's hosts; empty if it cannot be read, since the job's launcher reports that itself."""
+    """Return a hostfile's hosts; empty if it cannot be read, since the job's launcher reports that itself."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError):

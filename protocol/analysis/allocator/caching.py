@@ -118,7 +118,7 @@ class CachingAllocator(RestoredMemory):
         return 0 if block is None else block.address
 
     def segments(self) -> list[SegmentView]:
-        """List the segments by address, each with its blocks."""
+        """Return the segments by address, each with its blocks."""
         blocks = [*self._live.values(), *{id(block): block for one in self._waiting.values() for block in one}.values()]
         for pool in (self._small, self._large):
             blocks.extend(pool.blocks())

@@ -281,7 +281,7 @@ def _segments_before(replay: Replay) -> list[SegmentView]:
 
 
 def _blocks(one: Range, held: list[tuple[int, int, int, bool]]) -> Iterator[BlockView]:
-    """List a segment's blocks, given the active ones as (address, size, requested bytes, not yet freed)."""
+    """Return a segment's blocks, given the active ones as (address, size, requested bytes, not yet freed)."""
     place = one.address
     splits = one.small or one.expandable
     for number, (address, size, requested, allocated) in enumerate(held):

@@ -88,7 +88,7 @@ def guess_mapping(text: str) -> CsvMapping:
     """Return a mapping guessed from the header's names.
 
     Raises:
-        ValueError: no column looks like a length, or none like a figure in bytes.
+        ValueError: no column is recognised as a length, or none as a figure in bytes.
     """
     header = _header(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
     plain = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header}

@@ -1,6 +1,6 @@
-"""The alert store: one alert per matter, sent when it is raised, changed and resolved, at a limited rate.
+"""The alert store: one alert per condition, sent when it is raised, changed and resolved, at a limited rate.
 
-A matter is identified by its key: kind, rank (None for several ranks), phase and ``evidence["rule"]``. Raising it again
+The key of a condition is its kind, rank (None for several ranks), phase and ``evidence["rule"]``. Raising it again
 increments its count. An alert is sent at once if it is new, if its severity rises, or if it is resolved. Other changes
 are limited per alert by a token bucket: ``BURST`` tokens, one more every ``RESEND_S``; without a token the change waits
 for ``tick``. At most ``FRESH_LIMIT`` new alerts are raised in ``FRESH_WINDOW_S``; the rest are counted in one note.
@@ -59,7 +59,7 @@ class _Entry:
 
 
 def key_of(alert: Alert) -> Key:
-    """Return the key of an alert's matter, as in ``AlertStore.raise_alert``."""
+    """Return the key of an alert's condition, as in ``AlertStore.raise_alert``."""
     return alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", ""))
 
 

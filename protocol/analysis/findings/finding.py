@@ -104,16 +104,16 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def matter(self) -> Matter:
-        """Its matter."""
+        """Identity of its condition."""
         return Matter(self.kind, self.rank, self.phase, self.key)
 
 
 def added(matter: Matter, facts: Any) -> Finding:
-    """Return a finding that adds facts to a matter."""
+    """Return a finding that adds facts to a condition."""
     return Finding(matter.kind, facts, "added", rank=matter.rank, phase=matter.phase, key=matter.key)
 
 
 def resolved(matter: Matter, over: Resolution) -> Finding:
-    """Return a finding that resolves a matter."""
+    """Return a finding that resolves a condition."""
     ranks = () if matter.rank is None else (matter.rank,)
     return Finding(matter.kind, over, "resolved", ranks=ranks, rank=matter.rank, phase=matter.phase, key=matter.key)

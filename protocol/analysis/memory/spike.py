@@ -83,7 +83,7 @@ class SpikeDetector:
         self._asks = asks
         self._ranks = defaultdict[int, _Rank](_Rank)
         self._matters: dict[Matter, Finding] = {}
-        """The latest finding of each matter."""
+        """The latest finding of each condition."""
         self._apart: dict[str, set[int]] = {}
         self._recorded: list[Cause] = []
 

@@ -137,7 +137,7 @@ def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[
 
 
 def _open(view: RankView) -> list[Call]:
-    """List the collectives that a rank has entered and is not known to have left, one per group."""
+    """Return the collectives that a rank has entered and is not known to have left, one per group."""
     if view.inside:
         return [Call(view.group, _number(view), view.inside, view.size, False)] if view.group else []
     if view.evidence is None:

@@ -27,7 +27,7 @@ _ABSENT = {
 
 
 def collective(found: Collective | None) -> str:
-    """Name a collective: ``all_reduce #209``, ``#9 of the group of ranks 0 and 1``; empty for None."""
+    """Return the name of a collective: ``all_reduce #209``, ``#9 of the group of ranks 0 and 1``; empty for None."""
     if found is None:
         return ""
     number = f" #{found.number}" if found.number is not None else ""

@@ -243,7 +243,7 @@ def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:
 
 
 def ranks_of(views: Iterable[RankView]) -> tuple[int, ...]:
-    """List the ranks of views, ascending."""
+    """Return the ranks of views, ascending."""
     return tuple(sorted(view.rank for view in views))
 
 

@@ -66,7 +66,7 @@ class Orphan(msgspec.Struct, frozen=True):
 
 
 def find() -> list[Orphan]:
-    """List the orphans of all runs on this host, oldest first."""
+    """Return the orphans of all runs on this host, oldest first."""
     table = processes.table()
     mine = _ancestors(os.getpid(), table)
     runs: dict[str, OrphanReason] = {}

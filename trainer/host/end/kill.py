@@ -112,7 +112,7 @@ class Kill(threading.Thread):
         return self._report(left, time.monotonic() - begun)
 
     def _find(self) -> list[Process]:
-        """List the targets' living processes, also those found earlier: workers of a dead rank lose their parent."""
+        """Return the targets' living processes, also those found earlier: workers of a dead rank lose their parent."""
         table = processes.table()
         mains = {target.pid for target in self._alive(self._targets, table)}
         if self._whole_run:
@@ -130,7 +130,7 @@ class Kill(threading.Thread):
         return list(living.values())
 
     def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
-        """List the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
+        """Return the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
         others = {process.pid for process in self._alive(self._others, table)}
         others.update(process.pid for process in processes.descendants(others, table, apart=mains))
         found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
@@ -141,7 +141,7 @@ class Kill(threading.Thread):
 
     @staticmethod
     def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
-        """List the ranks' own processes that are alive."""
+        """Return the ranks' own processes that are alive."""
         found = [table.get(target.pid) for target in targets]
         return [
             process
@@ -224,7 +224,7 @@ class Kill(threading.Thread):
         return Outcome(not left and not held, "; ".join(sentences), data)
 
     def _unattributed(self) -> list[Process]:
-        """List daemons with another environment that an unknown rank of this run left behind.
+        """Return daemons with another environment that an unknown rank of this run left behind.
 
         They are children of the run's launcher, which did not start them, because it is a subreaper.
         """

@@ -69,7 +69,7 @@ def kill_count(group: Path) -> int | None:
 
 
 def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
-    """List the cgroups that account for the memory of a process, of version 2 and 1."""
+    """Return the cgroups that account for the memory of a process, of version 2 and 1."""
     found: list[Path] = []
     for own, mount in hierarchies("memory", pid, root):
         found += [group for group in (own, mount) if kill_count(group) is not None][:1]

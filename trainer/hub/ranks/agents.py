@@ -156,15 +156,15 @@ class Agents:
             }
 
     def all(self) -> list[Agent]:
-        """List the agents that have registered and not left."""
+        """Return the agents that have registered and not left."""
         return [agent for agent in self._by_identity.values() if agent.beat is not None and agent.state != "left"]
 
     def reachable(self) -> list[Agent]:
-        """List the agents that send heartbeats."""
+        """Return the agents that send heartbeats."""
         return [agent for agent in self.all() if agent.state == "reachable" and not agent.restored]
 
     def missed(self) -> list[Agent]:
-        """List the agents that may not have received the run's end."""
+        """Return the agents that may not have received the run's end."""
         return [agent for agent in self.all() if agent.missed]
 
     def of(self, rank: int) -> Agent | None:

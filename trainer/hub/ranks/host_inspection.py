@@ -68,7 +68,7 @@ class HostInspection:
         return await self._link.ask_agents(verbs.Look(asked, sorted(silent)), peers, AWAY_SECONDS)
 
     def targets(self) -> list[DumpTarget]:
-        """List the ranks of this host, with their signals for writing stacks."""
+        """Return the ranks of this host, with their signals for writing stacks."""
         return [self._target(target.rank, target.pid, target.start_ticks) for target in self._rank_hosts.targets()]
 
     def _target(self, rank: int, pid: int, start_ticks: int) -> DumpTarget:

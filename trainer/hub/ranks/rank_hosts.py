@@ -57,12 +57,12 @@ class RankHosts:
         return Target(rank, hello.pid, hello.start_ticks)
 
     def targets(self) -> list[Target]:
-        """List the processes of all ranks on this host."""
+        """Return the processes of all ranks on this host."""
         found = [self.target(rank) for rank in self.ranks]
         return [target for target in found if target is not None]
 
     def host_of(self, rank: int) -> str:
-        """Name the host of a known rank."""
+        """Return the host of a known rank."""
         return self._hellos[rank].host
 
     def _is_here(self, hello: Hello) -> bool:

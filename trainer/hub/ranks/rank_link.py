@@ -74,7 +74,7 @@ class RankLink:
         self._known_at.setdefault(identity, time.monotonic())
 
     def identify(self, sender: str) -> None:
-        """Ask an unknown sender to send its ``Hello`` (again)."""
+        """Request the ``Hello`` of an unknown sender (again)."""
         now = time.monotonic()
         if now - self._identified.get(sender, -_IDENTIFY_SECONDS) < _IDENTIFY_SECONDS:
             return

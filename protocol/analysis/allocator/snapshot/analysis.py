@@ -32,7 +32,7 @@ def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
 
 
 def largest(replay: Replay, index: int, most: int) -> list[int]:
-    """List the largest allocations that are live right after entry ``index``."""
+    """Return the largest allocations that are live right after entry ``index``."""
     of = replay.allocations
     live = replay.live_at(index)
     # For equal sizes the oldest come first. Comparing ready tuples is faster than a key function that makes them.

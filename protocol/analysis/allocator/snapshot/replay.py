@@ -127,7 +127,7 @@ class Replay:
         return self._taken[index]
 
     def active_at(self, index: int) -> list[int]:
-        """List the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
+        """Return the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
         return self.active_blocks_at(index).numbers
 
     def totals_at(self, index: int) -> Totals:
@@ -141,7 +141,7 @@ class Replay:
         return self._begun.sums(low, high)
 
     def live_at(self, index: int) -> list[int]:
-        """List the allocations that the program holds right after entry ``index``."""
+        """Return the allocations that the program holds right after entry ``index``."""
         index = max(BEFORE, min(index, self.last))
         freed, active = self.allocations.freed, self.active_at(index)
         if self.at(self.active, index) == self.at(self.allocated, index):

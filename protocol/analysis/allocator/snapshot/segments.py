@@ -53,7 +53,7 @@ class SegmentHistory:
                 self._undo(state, entries[len(entries) - 1 - undone])
 
     def at(self, index: int) -> list[Range]:
-        """List the ranges right after entry ``index``, by address."""
+        """Return the ranges right after entry ``index``, by address."""
         undone = len(self._entries) - bisect_right(self._entries, index)
         kept = undone // self._stride
         if undone % self._stride == 0:

@@ -142,7 +142,7 @@ class Node(NamedTuple):
         return [Node(weighed, child) for child in weighed.tree.children(self.number) if weighed.blocks[child]]
 
     def ordered(self) -> list["Node"]:
-        """List the children with blocks, most bytes first (for a difference: by absolute value)."""
+        """Return the children with blocks, most bytes first (for a difference: by absolute value)."""
         sizes, blocks = self.of.bytes, self.of.blocks
         of = self.of
         live = [child for child in of.tree.children(self.number) if blocks[child]]
