@@ -14,19 +14,19 @@ training: Training | None = None
 probe: Probe | None = None
 """Receiver of the script's reports; None until then too."""
 forked = False
-"""This process is a fork of a rank: it never gets a probe."""
+"""Whether this process is a fork of a rank, which never gets a probe."""
 counts = Counts()
 """Collective calls, counted from the import of torch.distributed on."""
 
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that calls this thread; -1: none does."""
+"""Returns the number of the backward that runs this thread; -1 outside of a backward."""
 
 
 def mine() -> Training | None:
     """Return the receiver of the hooks' reports if the probe is on and the caller is the training thread.
 
-    So is a thread of autograd, which runs the backward of a GPU while the training thread waits for it.
+    A thread of autograd counts as the training thread: it runs a GPU's backward while that one waits for it.
     """
     found = training
     if found is None:
@@ -44,7 +44,7 @@ def switched_on() -> Training | None:
 
 
 def leave_to_parent() -> None:
-    """In a fork of a rank: the probe stays with the parent."""
+    """Disable the probe in a fork of a rank; the parent keeps it."""
     global training, probe, forked
     if training is not None:
         training = probe = None

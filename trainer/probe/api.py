@@ -7,6 +7,6 @@ __all__ = ["Probe", "current"]
 
 
 def current() -> Probe | None:
-    """Return this process's probe, or None when nothing watches it (or the probe has switched itself off)."""
+    """Return this process's probe, or None if it is not watched (or the probe has switched itself off)."""
     probe = active.probe
     return probe if probe is not None and probe.guard.enabled else None

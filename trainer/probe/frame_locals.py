@@ -6,11 +6,11 @@ from types import FrameType
 from typing import Any
 
 _UNSHARED = 3
-"""References to the dictionary of a frame's variables that the script has not: the frame's, ours, and the count's."""
+"""References to the dictionary of a frame's variables without any by the script: the frame's, ours, the count's."""
 
 
 def receiver_name(frame: FrameType) -> str:
-    """Return what the frame's function calls its first parameter, ``self`` of a method; empty without parameters."""
+    """Return the name of the first parameter of the frame's function (``self``); empty without parameters."""
     code = frame.f_code
     return code.co_varnames[0] if code.co_argcount else ""
 

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Guard:
-    """Whether the probe is on, and which thread trains: only that thread moves phases."""
+    """The probe's switch, and the training thread: only that thread moves phases."""
 
     __slots__ = ("enabled", "thread")
 
@@ -46,7 +46,7 @@ G = TypeVar("G", bound=Guarded)
 
 
 def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R | None]:
-    """Make a method that hooks call harmless: nothing when the probe is off, and it is off once one has failed."""
+    """Wrap a method that hooks call: it does nothing while the probe is off, and an exception disables the probe."""
 
     @functools.wraps(method)
     def safe(self: G, *args: P.args, **kwargs: P.kwargs) -> R | None:

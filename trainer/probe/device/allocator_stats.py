@@ -1,12 +1,12 @@
 """Reads the statistics of PyTorch's CUDA caching allocator at their address in memory.
 
 ``torch._C._cuda_memoryStats`` builds a dictionary of some 40 others: 15 us in a tight loop on the host of an H100, 48
-at a phase boundary, where every cache is cold. To copy the kilobyte behind it and begin new peaks takes 9 us there. It
-is ``DeviceStats`` of ``c10/core/CachingDeviceAllocator.h``, and it is found once, by its contents: the exported pointer
-``c10::cuda::CUDACachingAllocator::allocator`` leads to the allocator, its vector of pointers to the device's part, and
-that must contain exactly the numbers that PyTorch has just returned. PyTorch 2.11 keeps them in one piece, 2.13 has a
-table between two of them. Where the layout or the allocator (``cudaMallocAsync``) is yet another one, there are no such
-bytes, and the caller goes on with the dictionary.
+at a phase boundary, where every cache is cold. Copying the kilobyte behind it and beginning new peaks takes 9 us there.
+That kilobyte is ``DeviceStats`` of ``c10/core/CachingDeviceAllocator.h``. It is found once, by its contents: the
+exported pointer ``c10::cuda::CUDACachingAllocator::allocator`` leads to the allocator, its vector of pointers leads to
+the device's part, and that must contain exactly the numbers that PyTorch has just returned. PyTorch 2.11 keeps them in
+one piece, 2.13 has a table between two of them. With another layout or allocator (``cudaMallocAsync``) the search finds
+nothing, and the caller keeps using the dictionary.
 
 The search reads memory through ``/proc/self/mem``, which refuses an address that is not mapped. Nothing is written.
 """
@@ -44,7 +44,7 @@ _PIECES: tuple[tuple[Place, ...], ...] = (
 )
 """Fields that are adjacent in every known version, as 64-bit integers in this order."""
 _GAP_BYTES = 128
-"""Between two pieces, at most."""
+"""Largest gap between two pieces."""
 _POINTER = struct.Struct("P")
 _WORD = _POINTER.size
 
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     places: dict[Place, int]
 
     def reader(self) -> Callable[[], bytes]:
-        """Return a function that samples: it copies the integers."""
+        """Return a function that copies the integers: a sample."""
         block = (ctypes.c_char * (self.words * 8)).from_address(self.address)
         return memoryview(block).tobytes
 
@@ -93,10 +93,10 @@ def locate(stats: Stats, device: int, devices: int) -> Layout | None:
 
 
 def search(allocator: int, stats: Stats, device: int, devices: int) -> Layout | None:
-    """Return where a device's statistics are, reached from its allocator; None where they are not found."""
+    """Return the layout of a device's statistics, reached from its allocator; None if it is not found."""
     try:
         if not stats["allocation"]["all"]["allocated"]:
-            return None  # all zeros are found anywhere
+            return None  # zeros alone match any unused memory
         pieces = [struct.pack(f"{len(piece)}q", *(value_of(stats, place) for place in piece)) for piece in _PIECES]
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except (KeyError, TypeError, struct.error, OSError):
@@ -122,7 +122,7 @@ def value_of(stats: Stats, place: Place) -> int:
 
 
 def peaks_in(stats: Stats) -> list[Place]:
-    """List where PyTorch's nested statistics have peaks."""
+    """List the places of the peaks in PyTorch's nested statistics."""
     places: list[Place] = []
     for name, group in stats.items():
         if isinstance(group, dict):
@@ -131,7 +131,7 @@ def peaks_in(stats: Stats) -> list[Place]:
 
 
 def _device_parts(memory: int, allocator: int, device: int, devices: int) -> list[int]:
-    """List the addresses that vectors of one pointer a device have for a device: begin, end, end of their memory."""
+    """List a device's address in each vector with one pointer per device (begin, end, end of its memory)."""
     words = _read(memory, allocator, _ALLOCATOR_BYTES)
     count = len(words) // _WORD
     pointers = struct.unpack(f"{count}P", words[: count * _WORD])
@@ -145,7 +145,7 @@ def _device_parts(memory: int, allocator: int, device: int, devices: int) -> lis
 
 
 def _offsets(part: bytes, pieces: list[bytes]) -> list[int]:
-    """Return where the pieces are, one after the other; empty where they are not."""
+    """Return the offsets of the pieces, in order; empty if they are not found."""
     offsets: list[int] = []
     start, end = 0, len(part)
     for piece in pieces:

@@ -7,8 +7,7 @@ from typing import Any
 def backend_of(device: str) -> str:
     """Return the default process group's backend, empty without a group.
 
-    A group that was made without naming one has a backend for each kind of device: then that of ``device`` (``cuda``,
-    ``cpu``).
+    A group made without a named backend has one for each kind of device: then that of ``device`` (``cuda``, ``cpu``).
     """
     distributed: Any = sys.modules.get("torch.distributed")
     try:

@@ -98,7 +98,7 @@ class CpuMemory:
         )
 
     def tidy(self) -> None:
-        """Nothing is left undone here."""
+        """Do nothing: no work is deferred here."""
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -2,7 +2,7 @@
 
 A phase's peak needs the allocator's peaks reset at the phase's start. The script under observation may read and reset
 the same counters, so the two entry points behind ``torch.cuda.memory_stats`` and ``reset_peak_memory_stats`` are
-wrapped: it goes on seeing the peaks since *its own* last reset.
+wrapped: the script still gets the peaks since *its own* last reset.
 """
 
 import threading
@@ -37,7 +37,7 @@ _FIGURES: list[Place] = [
     ("num_alloc_retries", "", ""),
     ("num_ooms", "", ""),
 ]
-"""Statistics in a ``Reading``, in its order, without the resident set after the first eight."""
+"""Statistics of a ``Reading``, in its order; the resident set (after the first eight) is no part of them."""
 
 Pick = Callable[[bytes], tuple[int, ...]]
 

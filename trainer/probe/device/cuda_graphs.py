@@ -1,7 +1,7 @@
 """Detects the capture of a CUDA graph: work that the probe recorded into one would be replayed for ever.
 
-Asking the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes through
-``torch.cuda.CUDAGraph``, so its two methods are wrapped once and asking is reading a number.
+A query of the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes
+through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def install(torch: Any) -> None:
 
 
 def allow_queries() -> None:
-    """Let this thread ask for events while another captures a graph: by default that breaks the capture.
+    """Let this thread query events while another captures a graph: by default that breaks the capture.
 
     The mode is the thread's own (``cuThreadExchangeStreamCaptureMode`` of the CUDA driver API); PyTorch's watchdog of
     NCCL does the same.

@@ -1,4 +1,4 @@
-"""Which device this rank computes on, and the memory back end and device clock that go with it."""
+"""The device that this rank computes on, with its memory back end and device clock."""
 
 import os
 from collections.abc import Callable

@@ -14,7 +14,7 @@ _NUMBERS = (int, float)
 
 
 def fetch(value: Any) -> Any:
-    """Begin to fetch a scalar: return a float, a pinned tensor to be read later, or None if it is no scalar.
+    """Begin to fetch a scalar; return a float, a pinned tensor to be read later, or None if it is no scalar.
 
     Args:
         value: a Python number, or a tensor of one element on any device. A DTensor that is not the same on all ranks

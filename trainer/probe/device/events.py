@@ -30,7 +30,7 @@ class CudaEvents:
             event = self._free.pop()
         except IndexError:
             event = self._new(enable_timing=True)
-        # Making a Stream object costs more than recording, so the few there are, are kept.
+        # Making a Stream object costs more than recording, so the few Stream objects are kept.
         raw = self._raw_stream(self._device)
         stream = self._streams.get(raw)
         if stream is None:

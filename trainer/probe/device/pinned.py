@@ -17,14 +17,14 @@ from . import cuda_graphs
 
 SMALLEST = 64
 MOST_BYTES = 64 * 2**20
-"""Beyond these, a value is not fetched: a number less to show, but never more memory."""
+"""Limit of all buffers; beyond it a value is not fetched: a missing figure costs less than memory."""
 
 _SCALAR = torch.Size(())
 
 _free: dict[int, "deque[_Buffer]"] = {}
 """Free buffers by size, a power of two."""
 _kept: "list[_Buffer]" = []
-"""Every buffer there is."""
+"""All buffers."""
 _copy: Any = None
 
 
@@ -51,7 +51,7 @@ class Fetched(NamedTuple):
 def fetch(tensor: Any) -> Fetched | None:
     """Begin to copy a CUDA tensor to the host.
 
-    None when it cannot be had: a graph is being captured, or too much is on its way.
+    None while a graph is captured, or if too many copies are in flight.
     """
     size = tensor.nbytes
     size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
@@ -59,7 +59,7 @@ def fetch(tensor: Any) -> Fetched | None:
 
 
 def fetch_scalar(tensor: Any) -> Fetched | None:
-    """Begin to copy a CUDA tensor of one element: the same, with fewer questions asked of it."""
+    """Begin to copy a CUDA tensor of one element, as ``fetch`` does with fewer checks."""
     return _fetch(tensor, SMALLEST, tensor.dtype, _SCALAR)
 
 

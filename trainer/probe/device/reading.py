@@ -26,7 +26,7 @@ class Reading(NamedTuple):
     ooms: int = 0
 
     def without_peaks(self) -> "Reading":
-        """The same moment, with nothing higher before it."""
+        """Return the same figures with each peak set to the present value."""
         return self._replace(
             allocated_peak=self.allocated,
             reserved_peak=self.reserved,
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 class MemoryBackend(Protocol):
-    """A memory back end: ``sample`` is cheap and for the training thread, ``read`` makes sense of it elsewhere."""
+    """A memory back end: ``sample`` is cheap and for the training thread, ``read`` converts it on another one."""
 
     measure: Any
     device_index: int

@@ -13,7 +13,7 @@ highest_kib = 0
 
 
 def note(peak_kib: int) -> None:
-    """Remember a high-water mark that is about to be reset."""
+    """Record a high-water mark that is about to be reset."""
     global highest_kib
     if peak_kib > highest_kib:
         highest_kib = peak_kib
@@ -30,6 +30,6 @@ def getrusage(who: int, /) -> Any:
 
 
 def install() -> None:
-    """Put the truthful function in the module's place."""
+    """Replace ``resource.getrusage`` by the corrected function."""
     getrusage.__doc__ = real_getrusage.__doc__
     setattr(resource, "getrusage", getrusage)  # noqa: B010  (a C module: no declared attribute)

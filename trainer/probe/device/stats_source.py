@@ -8,18 +8,18 @@ from . import allocator_stats
 from .allocator_stats import Layout, Place, Stats
 
 SEARCH_EVERY = 8
-"""Samples between two attempts to find the allocator's numbers, and to prove that they are the right ones."""
+"""Samples between two attempts to find the allocator's numbers, or to verify them."""
 ATTEMPTS = 12
 PROOFS = 3
 """Number of times they must equal PyTorch's dictionary before they replace it."""
 CHECK_SECONDS = 20.0
-"""Seconds between the publisher's comparisons of the two from then on."""
+"""Seconds between the publisher's comparisons of numbers and dictionary from then on."""
 
 Sample = Stats | bytes
 
 
 class StatsSource:
-    """Samples PyTorch's nested dictionary at first, then copies the numbers behind it once they have been found.
+    """Samples PyTorch's nested dictionary at first, and copies the numbers behind it once they are found.
 
     Args:
         official: PyTorch's own function for the statistics of a device.
@@ -31,7 +31,7 @@ class StatsSource:
         self.read: Callable[[], Sample] = self._read_searching
         """Returns a sample; for the training thread."""
         self.layout: Layout | None = None
-        """Where the numbers are, once they are found; before a sample is a copy of them."""
+        """Layout of the numbers once they are found, which is before samples are copies of them."""
         self._official = official
         self._device = device
         self._devices = devices
@@ -40,7 +40,7 @@ class StatsSource:
         self._checked = monotonic()
 
     def check(self) -> None:
-        """Compare a copy with the dictionary now and then, and go back to that where they differ; for the publisher."""
+        """Compare a copy with the dictionary now and then; if they differ, use the dictionary. For the publisher."""
         now, copy, layout = monotonic(), self._copy, self.layout
         if copy is None or layout is None or self.read is not copy or now - self._checked <= CHECK_SECONDS:
             return
@@ -50,7 +50,7 @@ class StatsSource:
         # The training thread allocates meanwhile: the dictionary's totals lie between those of two copies.
         before, stats, after = pick(copy()), self._official(self._device), pick(copy())
         official = [allocator_stats.value_of(stats, place) for place in totals]
-        known = layout.places.keys() >= set(allocator_stats.peaks_in(stats))  # private pools may have come
+        known = layout.places.keys() >= set(allocator_stats.peaks_in(stats))  # private pools may have been added
         if not known or not all(low <= value <= high for low, value, high in zip(before, official, after, strict=True)):
             self.read = self._read_official
             guard.log("the allocator's numbers are not those that PyTorch returns: its dictionary is read again")

@@ -10,7 +10,7 @@ from ..replace import replace
 from ..values.batch import OnHost
 
 _UNDER_WAY = 2
-"""Batches that a loader has fetched when it returns the first of them; those before were left out."""
+"""Batches that a loader has fetched when it returns the first of them; earlier ones were left out."""
 
 
 def install(module: ModuleType) -> None:

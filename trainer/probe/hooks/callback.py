@@ -1,7 +1,7 @@
 """The ``TrainerCallback`` that reports the plan, evaluations and checkpoints, and honours ``ftmon stop``.
 
-``ftmon run`` adds it to every ``Trainer``. The class is made when it is first asked for, so that nothing imports
-transformers before.
+``ftmon run`` adds it to every ``Trainer``. The class is created on first access, so that importing ftmon does not
+import transformers.
 """
 
 import functools
@@ -31,7 +31,7 @@ def callback_class() -> Any:
             self._best: dict[str, float] = {}
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Report the plan; start watching where that has not begun."""
+            """Report the plan; start watching the process if it is not watched yet."""
             if self._begin is not None and current() is None:
                 self._begin(args)
             probe, training = current(), switched_on()
@@ -63,7 +63,7 @@ def callback_class() -> Any:
             training.outbox.send_hello()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """Save and end after this step when that was requested."""
+            """Make the Trainer save and end after this step if that was requested."""
             probe = current()
             if probe is not None and probe.stop_requested():
                 control.should_save = True

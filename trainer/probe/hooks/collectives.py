@@ -1,9 +1,9 @@
 """Counting collective calls: wrappers around the functions of ``torch.distributed``, one to two microseconds each.
 
-DeepSpeed, FSDP and scripts all come through these names. Calls that one of them makes to another count once. Each is
-noted with its process group, its number within the group and the size of its tensor: the same number is the same
-collective on every rank of a group, so two ranks that are stuck can be compared. DDP's own reducer calls NCCL and gloo
-from C++ and is not seen here (PyTorch's flight recorder sees it: ``flight``).
+DeepSpeed, FSDP and scripts all call these functions. A call that one of them makes to another is not counted again.
+Each call is recorded with its process group, its number within the group and the size of its tensor: the same number is
+the same collective on every rank of a group, so two ranks that are stuck can be compared. DDP's own reducer calls NCCL
+and gloo from C++ and is not seen here (PyTorch's flight recorder has its calls: ``link.flight_recorder``).
 """
 
 import inspect
@@ -45,17 +45,17 @@ COLLECTIVES = (
 """Every rank of a group enters these, so their count is comparable between ranks."""
 
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "init_process_group")
-"""These may block on another rank too: named while they run, not counted."""
+"""Calls that may block on another rank too: named while they run, not counted."""
 
 _SIZED = ("tensor", "input_tensor", "input", "output")
-"""Argument whose size is the collective's, by name; the first that is present."""
+"""Names of the argument whose size is the collective's; the first that is present counts."""
 
 _owner = 0
-"""The thread that is inside of a wrapped call; one at a time, as far as counting goes."""
+"""The thread inside the latest wrapped call; one is tracked at a time."""
 
 
 def install() -> None:
-    """Wrap the functions, once, wherever they are named."""
+    """Wrap the functions, once, in both modules that have them."""
     distributed: Any = sys.modules.get("torch.distributed")
     core: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or core is None or not distributed.is_available():
@@ -74,11 +74,11 @@ def install() -> None:
 
 
 def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:
-    """Time ``real`` and name it while it runs, unless this thread is inside of another wrapped call already.
+    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call.
 
     Args:
         real: the function.
-        enter: called before it with its arguments; returns the name. This is all the cost there is before the call.
+        enter: called before it with its arguments; returns the name. It is the whole cost before the call.
     """
     counts = active.counts
 
@@ -102,7 +102,7 @@ def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[
 
 
 def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Count ``real``, a collective."""
+    """Wrap a collective: count its calls."""
     counts = active.counts
     groups, recent = counts.groups, counts.recent
     parameters = list(inspect.signature(real).parameters)
@@ -129,7 +129,7 @@ def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Name ``real`` while it runs, without counting it."""
+    """Wrap a function: name it while it runs, without counting it."""
 
     def enter(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> str:
         if name == "init_process_group":
@@ -146,5 +146,5 @@ def _find_world() -> str:
 
 
 def _waiting(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Name a rank that waits for an asynchronous collective (on gloo the host waits; on NCCL only the stream does)."""
+    """Wrap the wait for an asynchronous collective: name it (on gloo the host waits, on NCCL only the stream)."""
     return _outermost(real, lambda _args, _kwargs: active.counts.last or "wait")

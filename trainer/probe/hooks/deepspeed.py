@@ -1,4 +1,4 @@
-"""Hooks into DeepSpeed's engine: every way to drive it (plain loop, accelerate, Trainer, pipeline) comes through these.
+"""Hooks into DeepSpeed's engine. Every way to drive it (plain loop, accelerate, Trainer, pipeline) calls these methods.
 
 The methods are replaced on the class, so engines of subclasses and engines made earlier are covered too.
 """
@@ -27,7 +27,7 @@ def install(become_rank: Callable[[], None]) -> None:
     """Install every hook, once. DeepSpeed has been imported.
 
     Args:
-        become_rank: makes this process a rank, where it is none and is to be one; it is about to make an engine.
+        become_rank: makes this process a rank if it is to be one and is not yet; called before an engine is made.
     """
     global _installed
     if _installed:
@@ -196,7 +196,7 @@ def _step(original: Any) -> Callable[..., Any]:
 
 
 def _take_model_step(original: Any) -> Callable[..., Any]:
-    """The update proper; a pipeline engine makes it without ``step``."""
+    """Wrap ``_take_model_step``, the update itself: a pipeline engine calls it without ``step``."""
 
     def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()

@@ -1,4 +1,4 @@
-"""Hooks into ``Module.eval`` and ``Module.train``: a script evaluates its model from the one to the other."""
+"""Hooks into ``Module.eval`` and ``Module.train``: between the two calls a script evaluates its model."""
 
 import weakref
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def evaluating(original: Any) -> Callable[..., Any]:
-    """Make a wrapper of ``eval``, also of a class that has its own."""
+    """Wrap ``eval``, that of ``Module`` or of a class that overrides it."""
 
     def call(self: Module) -> Module:
         global _evaluated
@@ -36,7 +36,7 @@ def evaluating(original: Any) -> Callable[..., Any]:
 
 
 def _training_again(original: Any) -> Callable[..., Any]:
-    """Make a hook that removes itself: ``train()`` calls itself for every module below, at each step of many loops."""
+    """Wrap ``train`` until its next call: it recurses into all modules, and many loops call it at each step."""
 
     def train(self: Module, mode: bool = True) -> Module:
         if mode and _evaluated is not None and self is _evaluated():

@@ -1,4 +1,4 @@
-"""Acting right after a module was imported, without importing it ourselves."""
+"""Runs actions right after a module was imported, without importing it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: lets the other finders find an awaited module, and taps its loader."""
+    """Meta path finder that lets the other finders find an awaited module, and wraps its loader."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         action = _actions.get(name)
@@ -55,7 +55,7 @@ def _tap(name: str, spec: ModuleSpec, action: Callable[[ModuleType], None]) -> N
         return
 
     def exec_module(module: ModuleType) -> None:
-        # The loader keeps its type, so that resources and source lookups still work; the wrapper is for one use.
+        # The loader keeps its type, so that resource and source lookups still work; the wrapper is used once.
         del loader.exec_module
         original(module)
         if _actions.pop(name, None) is not None:

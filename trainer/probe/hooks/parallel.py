@@ -37,7 +37,7 @@ def _making_parallel(original: Any) -> Callable[..., Any]:
 
 
 def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
-    """Make a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost one counts."""
+    """Return a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost counts."""
 
     def make(original: Any) -> Callable[..., Any]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _on_fsdp2(module: ModuleType) -> None:
 
 
 def _setting_divisor(original: Any) -> Callable[..., Any]:
-    """FSDP is to divide the sum of its ranks' gradients by another number than theirs."""
+    """Wrap ``set_gradient_divide_factor``: FSDP then divides gradients by this factor instead of by its ranks."""
 
     def set_gradient_divide_factor(self: Any, factor: float) -> None:
         original(self, factor)
@@ -124,7 +124,7 @@ def _note_divisor(training: Training, module: Any, factor: float) -> None:
 
 
 def _note_sharded(found: Any) -> None:
-    """A model is sharded layer by layer and as a whole at the end: the largest so far is the model."""
+    """Report the largest module sharded so far as the model: its layers are sharded before it."""
     training = switched_on()
     module: Any = found[-1] if isinstance(found, list | tuple) and found else found
     if training is None or not hasattr(module, "parameters"):
@@ -153,7 +153,7 @@ def _on_process_groups(module: ModuleType) -> None:
 
 
 def _on_pipeline(module: ModuleType) -> None:
-    """Hook the stages of PyTorch's pipelines: a rank may have several."""
+    """Hook the stages of PyTorch's pipelines; of several on a rank the lowest is reported."""
 
     def make(original: Any) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -170,7 +170,7 @@ def _on_pipeline(module: ModuleType) -> None:
 
 
 def _on_schedules(module: ModuleType) -> None:
-    """Hook the schedules of PyTorch's pipelines: unless told not to, they divide gradients by the micro-batches."""
+    """Hook the schedules of PyTorch's pipelines: by default they divide gradients by the number of micro-batches."""
 
     def make(original: Any) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Measures waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
 
 A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued, once
-the whole graph has been computed, and the reducer queues its own (the one that waits for its buckets) when its last
-bucket is ready. So the first callback runs when this rank has computed its gradients, and what passes from then to the
-end of ``backward`` is waiting: on gloo for the host, under NCCL for the stream, between two events. Neither the
-gradients nor the overlap of computation and communication change.
+the whole graph has been computed. The reducer queues its own callback, which waits for its buckets, when its last
+bucket is ready. So the first callback runs when this rank has computed its gradients. The time from then to the end of
+``backward`` is waiting: of the host on gloo, of the stream under NCCL (between two events). Neither the gradients nor
+the overlap of computation and communication change.
 
 Forward waits where DDP broadcasts buffers (``_sync_buffers``).
 """
@@ -35,7 +35,7 @@ class _Backward:
         self.event: Any = None
 
     def begun(self, _gradient: Any) -> None:
-        """Runs first in a backward: have ``computed`` called at its end, before any callback of the reducer."""
+        """Queue ``computed`` ahead of the reducer's callbacks; autograd calls this first in a backward."""
         try:
             _queue_callback(self.computed)
         except Exception as error:
@@ -51,7 +51,7 @@ class _Backward:
             self.training.guard.disable(error)
 
     def over(self) -> None:
-        """Count the time since then as waiting; collectives called meanwhile are counted by themselves."""
+        """Count the time since ``computed`` as waiting; collectives called meanwhile are not counted twice."""
         if not self.computed_ns:
             return
         counts = active.counts
@@ -60,12 +60,12 @@ class _Backward:
 
 
 _watching = False
-"""A model in this process is wrapped in DDP."""
+"""Whether a model in this process is wrapped in DDP."""
 _running: _Backward | None = None
 
 
 def install(torch: Any) -> None:
-    """Time the reducer's waiting. To be called before ``torch.autograd.backward`` is replaced by another hook."""
+    """Install the hooks; call it before another hook replaces ``torch.autograd.backward``."""
     parallel = torch.nn.parallel.DistributedDataParallel
     replace(torch.autograd, "backward", _timed_backward, below=True)
     replace(parallel, "__init__", _making, below=True)
@@ -126,7 +126,7 @@ def _timed_sync(original: Any) -> Callable[..., Any]:
 
 
 def _hook(training: Training, running: _Backward, tensors: Any) -> Any:
-    """Have ``running`` begin with the backward; None where that cannot be."""
+    """Register ``running.begun`` on the loss and return the handle; None if that is not possible."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "compiled_autograd_enabled", False):
         return None  # it would trace the hook

@@ -29,8 +29,8 @@ def install(become_rank: Callable[[], None]) -> None:
     """Install every hook, once. PyTorch has been imported.
 
     Args:
-        become_rank: makes this process a rank, where it is none and is to be one; it is about to make an optimizer, or
-            to compute gradients without one.
+        become_rank: makes this process a rank if it is to be one and is not yet; called before it makes an optimizer
+            or computes gradients without one.
     """
     global _installed
     if _installed:
@@ -66,7 +66,7 @@ def install(become_rank: Callable[[], None]) -> None:
 
 
 def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
-    """Make a wrapper that is in ``phase`` for the length of the call."""
+    """Return a wrapper that sets ``phase`` for the length of the call."""
 
     def make(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def _saving(original: Any) -> Callable[..., Any]:
-    """Pickling a tensor saves its storage in memory, as for ``broadcast_object_list``: no checkpoint."""
+    """Wrap ``torch.save``. Pickling a tensor calls it for its storage (``broadcast_object_list``): no checkpoint."""
     checkpoint = scoped("checkpoint")(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _backward(become_rank: Callable[[], None], original: Any) -> Callable[..., A
 
 
 def _taking_gradients(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
-    """The gradients of one loss by parameters, for no further derivative: a script that sets them itself."""
+    """Wrap ``autograd.grad``: gradients of one loss by parameters, without a further derivative, train the model."""
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
@@ -171,7 +171,7 @@ def _taking_gradients(become_rank: Callable[[], None], original: Any) -> Callabl
 
 
 def _started(become_rank: Callable[[], None]) -> Training | None:
-    """Make this process a rank if it trains without an optimizer of PyTorch's, which would have made it one."""
+    """Make this process a rank if it trains without an optimizer of PyTorch, which would have done that."""
     if active.probe is not None:
         return None
     become_rank()
@@ -179,7 +179,7 @@ def _started(become_rank: Callable[[], None]) -> Training | None:
 
 
 def _find_manual_updater(training: Training, losses: list[Any], frame: FrameType) -> None:
-    """Say in the rank's hello what a script without an optimizer trains, before its first backward."""
+    """Report in the rank's hello the model that a script without an optimizer trains, before its first backward."""
     updater = None if training.state.engine_steps else training.manual_updates.going_backward(losses)
     if updater is not None:
         _report_optimized(training, updater, frame)
@@ -195,7 +195,7 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
             training.updates.found_optimizer(self)
         training = mine()
         if training is not None and not training.state.making_engine:
-            training.loading.evaluated(trains=False)  # what the evaluated model did is over
+            training.loading.evaluated(trains=False)  # the evaluation of an earlier model has ended
             training.updates.made_updater(self)
             _report_optimized(training, self, sys._getframe(1))
 
@@ -203,7 +203,7 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
 
 
 def _report_optimized(training: Training, optimizer: Any, frame: FrameType) -> None:
-    """Say in the rank's hello what a bare optimizer trains, until something more telling is known."""
+    """Report in the rank's hello the model that a bare optimizer trains, until a wrapper or engine reports it."""
     if training.trained.model() is not None or training.state.engine_steps:
         return
     try:
@@ -227,7 +227,7 @@ def _zeroing(original: Any) -> Callable[..., Any]:
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Begin an update; returns the arguments, a closure wrapped so that its work is not the update's."""
+    """Begin an update; return the arguments with the closure wrapped, so that its work is not the update's."""
     training = mine()
     if training is None:
         training = _adopted()
@@ -241,7 +241,7 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_closure(args: Any, kwargs: Any) -> Any:
-    """Wrap the closure in the arguments of ``Optimizer.step`` (the first is the optimizer); None: there is none."""
+    """Return the arguments of ``Optimizer.step`` (the optimizer first) with the closure wrapped; None: no closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -267,10 +267,10 @@ def _closure(original: Any) -> Callable[..., Any]:
 
 
 def _adopted(*, updates: bool = True) -> Training | None:
-    """Make this thread the training thread, unless another one trains: before the first update, or once that one ended.
+    """Make this thread the training thread before the first update, or once the former training thread has ended.
 
     Args:
-        updates: the thread updates. Before the first update only that shows which thread trains.
+        updates: whether the thread updates; before the first update nothing else shows which thread trains.
 
     Returns:
         Receiver of the hooks' reports; None if another thread trains, or there is no probe.
@@ -294,7 +294,7 @@ def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def clipping(original: Any) -> Callable[..., Any]:
-    """Make a wrapper of a function that clips gradients and returns their norm."""
+    """Wrap a function that clips gradients and returns their norm: record the norm."""
 
     def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
@@ -317,7 +317,7 @@ def _clipping_with(original: Any) -> Callable[..., Any]:
 
 
 def scaling(original: Any) -> Callable[..., Any]:
-    """Make a wrapper of a method that scales a loss, its only argument: it records the factor."""
+    """Wrap a method that scales a loss, its only argument: record which loss was scaled."""
 
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, *args, **kwargs)
@@ -332,7 +332,7 @@ def scaling(original: Any) -> Callable[..., Any]:
 
 
 def _making_scaler(original: Any) -> Callable[..., Any]:
-    """A subclass may have a ``scale`` of its own, as FSDP's ``ShardedGradScaler`` has."""
+    """Wrap ``GradScaler.__init__``: a subclass may override ``scale``, as FSDP's ``ShardedGradScaler`` does."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
@@ -342,7 +342,7 @@ def _making_scaler(original: Any) -> Callable[..., Any]:
 
 
 def _scaled_step(original: Any) -> Callable[..., Any]:
-    """A loss scaler that finds infinite gradients leaves the optimizer alone: a step all the same, and skipped."""
+    """Wrap ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
 
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
@@ -356,6 +356,6 @@ def _scaled_step(original: Any) -> Callable[..., Any]:
 
 
 def _on_checkpoints(module: ModuleType) -> None:
-    """Hook what saves and loads distributed checkpoints and safetensors; of ``async_save``, what the call waits for."""
+    """Hook saving and loading of distributed checkpoints and safetensors; of ``async_save`` only the call itself."""
     for name in ("save", "async_save", "load", "save_file", "save_model"):
         replace_in_package(module, name, scoped("checkpoint"), (module.__name__.rpartition(".")[0],))

@@ -1,4 +1,4 @@
-"""What the rank's hello says of the trained model and of the framework that trains it."""
+"""Reports the trained model and its framework in the rank's hello."""
 
 import weakref
 from typing import Any

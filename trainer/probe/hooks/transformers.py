@@ -31,7 +31,7 @@ def install_modeling(module: ModuleType) -> None:
 
 
 def install_generation(module: ModuleType) -> None:
-    """Hook into ``GenerationMixin.generate``: outside of an evaluation it is the rollout of a step."""
+    """Hook into ``GenerationMixin.generate``: outside an evaluation it is the rollout of a step."""
     replace(module.GenerationMixin, "generate", _generate)
 
 
@@ -75,7 +75,7 @@ def add_callback(trainer: Any) -> None:
 
 
 def _training_step(original: Any) -> Callable[..., Any]:
-    """Report the begin of a micro-step, and that a ``Trainer`` has divided its loss by the accumulation."""
+    """Wrap ``training_step``: report the micro-step, whose loss a ``Trainer`` divides by the accumulation."""
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
@@ -94,8 +94,8 @@ def _training_step(original: Any) -> Callable[..., Any]:
             if training is not None:
                 training.micro_steps.failed_forward()
             raise
-        # Under DeepSpeed the update is made in here, before the last micro-step's loss is returned: what was
-        # backpropagated counts there.
+        # Under DeepSpeed the call above makes the update, before it returns the last micro-step's loss: there the
+        # backpropagated losses count.
         if training is not None and not training.state.engine_steps:
             training.micro_steps.trained_micro_step(loss)
         return loss

@@ -1,7 +1,7 @@
-"""Put on a job's PYTHONPATH by ftmon: starts the probe if this process is a rank, and else does nothing.
+"""Starts the probe if this process is a rank; ftmon puts this file on a job's PYTHONPATH.
 
-Python imports this at start-up, before the script. It hands over to any other ``sitecustomize`` further down the path,
-and errors in here are not passed on.
+Python imports it at start-up, before the script. It then runs any other ``sitecustomize`` further down the path. Its
+errors are not raised.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _hand_over() -> None:
-    """Run the sitecustomize that this one stands in front of."""
+    """Run the sitecustomize that this one hides."""
     import importlib.util
     from importlib.machinery import PathFinder
 

@@ -1,1 +1,1 @@
-"""The probe's line to the hub: telemetry out, commands in, output and stacks."""
+"""The probe's connection to the hub: telemetry, commands, output and stacks."""

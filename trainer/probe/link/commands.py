@@ -1,4 +1,4 @@
-"""Commands from the hub, carried out by the publisher thread, so that they work while the training thread is stuck."""
+"""Runs commands from the hub on the publisher thread, so that they work while the training thread is stuck."""
 
 import faulthandler
 import math
@@ -143,7 +143,7 @@ class Commands:
             guard.log("an answer found no room and was dropped")
 
     def _stacks(self, verb: verbs.Stacks) -> tuple[bool, str, dict[str, Any]]:
-        # In memory: a full disk must not keep anybody from seeing where a rank is.
+        # In memory: a rank's stacks must be available on a full disk, too.
         with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
@@ -177,10 +177,10 @@ class Commands:
 
 
 def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
-    """Agree with the run's other ranks on the step to stop after; one that stops earlier would leave them hanging.
+    """Agree with the run's other ranks on the step to stop after; a rank that stops earlier leaves the others hanging.
 
-    The first rank asked proposes, the others adopt the proposal. Ranks are a few steps apart at the most, so the
-    proposal lies a few steps and at least a second ahead.
+    The first rank proposes a step, the others adopt it. Ranks are a few steps apart at most, so the proposal is a few
+    steps and at least a second ahead.
 
     Args:
         path: the file of the run that holds the proposal.

@@ -1,7 +1,7 @@
 """Collectives that this rank has entered, for comparison with other ranks: read only when a stall is suspected.
 
-PyTorch's flight recorder has all of them, those that DDP issues from C++ too, and their completion;
-where it has none (it is off, or does not know gloo), the probe's own count of calls serves.
+PyTorch's flight recorder has all of them, including those that DDP issues from C++, and their completion. If it has
+none (it is off, or does not support gloo), the probe's own count of calls is used.
 """
 
 import json
@@ -78,7 +78,7 @@ def _in_time() -> list[list[Any]]:
             found.clear()
 
     if _reader is not None and _reader.is_alive():
-        return []  # the one before still waits for the driver
+        return []  # the previous read still waits for the driver
     _reader = threading.Thread(target=read, name="ftmon-flight", daemon=True)
     _reader.start()
     _reader.join(READ_SECONDS)

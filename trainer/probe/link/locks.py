@@ -1,4 +1,4 @@
-"""Which lock file the training thread waits for: PyTorch's lock around an extension's build, or one of ``filelock``."""
+"""Finds the lock file that the training thread waits for: of PyTorch's extension builds, or of ``filelock``."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ def waits_for(thread: int) -> dict[str, Any]:
     """Return the lock file that a thread waits for, as plain data; empty if it waits for none.
 
     Returns:
-        ``path``; ``build``: it is a build's; and of a build's lock ``compiler``: one runs in its folder on this
-        host, and ``idle_s``: seconds since anything beside the lock changed.
+        ``path``; ``build``: whether it is the lock of a build, and then ``compiler``: whether a compiler runs in its
+        folder on this host, and ``idle_s``: seconds since the last change of another file there.
     """
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):

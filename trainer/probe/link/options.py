@@ -1,4 +1,4 @@
-"""The run's options as a rank reads them. Standard library only in ``read_raw``: it is wanted before any import."""
+"""Reads the run's options in a rank. ``read_raw`` uses the standard library only: it runs before any other import."""
 
 import json
 import os
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def read_raw() -> dict[str, Any]:
     """Return the options in ``join.json`` or ``run.json``, those that differ from the defaults; empty without a run."""
     run = os.environ.get(RUN_ENV)
-    # On another host the run directory is not at hand, but join.json is; it holds the same options.
+    # On another host the run directory may be missing; join.json holds the same options.
     for path in (os.environ.get(JOIN_ENV), run and os.path.join(run, "run.json")):
         try:
             with open(path or "", "rb") as file:

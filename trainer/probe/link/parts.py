@@ -11,10 +11,10 @@ from ..values.losses import LossNote, combine, read_losses
 
 
 def read_parts(notes: Notes) -> tuple[list[Update], Update]:
-    """Return the figures of each one, in the order of their first updates, and the step's own.
+    """Return the figures of each engine or optimizer, in the order of their first updates, and those of the step.
 
-    The step's are those of the first of the run if it updated. Of a backward before both, the update that came first
-    has the loss, and the norm that the script clipped.
+    The step's figures are those of the first updater of the run if it updated in this step. With one backward before
+    two updates, the first update has the loss and the clipped norm.
 
     Call it once, as it reads values copied from the device; ``notes.parts`` is not empty.
     """
@@ -71,7 +71,7 @@ def _share_out(parts: Sequence[PartNotes], losses: Sequence[list[LossNote]]) -> 
 
 
 def _are_apart(losses: Sequence[LossNote]) -> bool:
-    """Return whether these may be the losses of several optimizers; those of one line and kind are micro-batches."""
+    """Return whether losses may be of several optimizers; losses of one line and kind are micro-batches."""
     places = [(loss.site, loss.kind) for loss in losses if loss.site is not None]
     return len(set(places)) == len(places) and not any(loss.owner for loss in losses)
 

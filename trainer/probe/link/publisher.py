@@ -1,8 +1,7 @@
-"""The publisher: one daemon thread that turns what the training thread left behind into messages.
+"""The publisher: one daemon thread that makes messages of the training thread's records.
 
-It sleeps in a poll of the command socket, 10 times a second, and does little when awake: it shares the interpreter's
-lock with the training. It never asks the allocator for its figures, because the lock it would need may be held by a
-training thread that is stuck in the driver.
+It polls the command socket 10 times a second and does little work, as it shares the interpreter's lock with the
+training. It never queries the allocator: a training thread that is stuck in the driver may hold the allocator's lock.
 """
 
 import threading
@@ -54,7 +53,7 @@ TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
-    """Sends a rank's messages to the hub of its run, which may not exist yet, or not any more.
+    """Sends a rank's messages to the hub of its run, which may not be running.
 
     Args:
         rank: this rank.
@@ -102,13 +101,13 @@ class Publisher(threading.Thread):
         self._ready = ready
         self._sequence = 0
         self._changes = 0.0
-        """Changes that the latest heartbeat reported."""
+        """Progress and hold as of the latest heartbeat, in one number."""
         self._last_beat = 0.0
         self._last_sent = 0.0
         """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._last_tended = 0.0
         self._closed = False
-        """The closing messages have begun: no heartbeat follows."""
+        """Whether the closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         captures = CaptureContext(rank, tracker, trained, pace, Recording(), self.send)
@@ -161,11 +160,11 @@ class Publisher(threading.Thread):
             finally:
                 linger = int(self._flush_seconds * 1000)
                 self._telemetry.close(linger)
-                ranks.close(linger)  # an answer, to a request to stop, may not be on its way yet
+                ranks.close(linger)  # the answer to a request to stop may be unsent
         except Exception as error:
             self._rank.guard.disable(error)
         finally:
-            # Ends at once when everything is sent, after the linger when no peer receives it.
+            # Returns once everything is sent, or after the linger if no peer receives it.
             context.term()
 
     def _work(self, ranks: Any) -> None:
@@ -203,7 +202,7 @@ class Publisher(threading.Thread):
                 self.send(message)
 
     def _tend(self) -> None:
-        """Check, once a second, what may be lost: the agent, and the handler that writes stacks."""
+        """Restart the agent and the stack handler if they were lost, and send changed facts; once a second."""
         run_files.tend()
         loader = self._slow_facts.loader()
         if loader is not None:
@@ -220,7 +219,7 @@ class Publisher(threading.Thread):
             item = outbox.popleft()
             if isinstance(item, StepRaw):
                 self._steps.append(item)
-                # At once, not when it is sent: a snapshot or the end of a stack capture may come before that.
+                # Now, not when the step is sent: a snapshot or the end of a stack capture may precede that.
                 self._pace.note((item.marks[-1].ns - item.marks[0].ns) / 1e9)
                 self._phase_marks.note(item.number, item.marks)
             elif item == "hello":
@@ -236,29 +235,29 @@ class Publisher(threading.Thread):
                     self.send(item)
 
     def send_hello(self) -> None:
-        """Introduce the rank, with the plan when there is one."""
+        """Send the rank's hello, and the plan if there is one."""
         introduction = self._introduction
         self.send(introduction.hello(self._dumper.install(self._rank.guard.thread)))
         if introduction.plan is not None:
             self.send(introduction.plan)
 
     def _send_steps(self) -> None:
-        """Send the steps that the device has come past."""
+        """Send the steps that the device has finished."""
         while self._steps:
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
                     return
                 raw = self._steps.popleft()
             except RuntimeError:
-                # The device is in an error state: figures missing by now never arrive.
+                # The device is in an error state: missing figures never arrive.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
             if self._steps:
-                # Lets the training thread have the interpreter's lock: it waits for one step's work at most.
+                # Yields the interpreter's lock: the training thread waits for one step's work at most.
                 time.sleep(YIELD_SECONDS)
 
     def _send_last_steps(self) -> None:
-        """Wait briefly for the device to pass the last events; steps it has not passed go without device figures."""
+        """Wait briefly for the device to pass the last events; send unfinished steps without device figures."""
         deadline = time.monotonic() + LAST_STEPS_SECONDS
         while self._steps and time.monotonic() < deadline:
             self._send_steps()
@@ -300,7 +299,7 @@ class Publisher(threading.Thread):
                 events.recycle(ended)
 
     def _next_beat(self, now: float) -> Heartbeat | None:
-        """Return the heartbeat that is due; None where none is."""
+        """Return the heartbeat that is due, or None."""
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + self._hold.since  # a rank that is held, or released, reports at once

@@ -1,4 +1,4 @@
-"""A rank's output under ``ftmon run``: straight into the run's log files. Standard library only."""
+"""Redirects a rank's output under ``ftmon run`` into the run's log files. Standard library only."""
 
 import os
 import sys
@@ -10,10 +10,9 @@ from .steady_output import make_steady
 
 
 def redirect_output(rank: int) -> bool:
-    """Point descriptors 1 and 2 at the rank's log files; False when there is no run, or it keeps no logs.
+    """Point descriptors 1 and 2 at the rank's log files; return False without a run, or if it keeps no logs.
 
-    Whatever writes to them, native code and child processes included, ends up in the files, which no reader can block
-    and no crash can lose.
+    Output of native code and child processes goes to the files, too. No reader blocks a file, and no crash loses it.
     """
     run = folder()
     if not run or read_raw().get("logs", True) is False:

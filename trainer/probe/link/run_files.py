@@ -1,6 +1,6 @@
-"""Folder of this host's files of a run. On another host than the hub's that is a directory of its own, with an agent.
+"""Folder of this host's files of a run. Each host other than the hub's has its own directory, with an agent.
 
-Standard library only until it turns out that this is another host: every rank asks, and most are on the hub's.
+Standard library only on the hub's host, where most ranks are: every rank calls this.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ def folder() -> str:
 
 
 def settle() -> None:
-    """Check whether the hub is on this host; if it is not, make a directory and start an agent for it.
+    """Check whether the hub is on this host; if not, make a directory and start an agent for this host.
 
     Raises:
         OSError: the directory cannot be made, or the run's file cannot be read.
@@ -44,7 +44,7 @@ def settle() -> None:
 
 
 def tend() -> None:
-    """Start another agent when this host's has died; costs nothing on the hub's host, and little elsewhere.
+    """Restart this host's agent if it has died; costs nothing on the hub's host, and little elsewhere.
 
     If it cannot be started, the rank's log says so once, until an attempt succeeds.
     """
@@ -61,10 +61,10 @@ def tend() -> None:
 
 
 def start_agent() -> None:
-    """Start this host's agent unless it lives: it holds a lock, and the first rank to acquire that starts one."""
+    """Start this host's agent unless it lives: the agent holds a lock, and the rank that acquires it starts one."""
     global _agent
     if _agent is not None:
-        _agent.poll()  # it goes to the background by itself at once; here it is only buried
+        _agent.poll()  # the agent daemonizes at once; this reaps the process that did
     place = os.environ.get(PLACE_ENV)
     if not place:
         return
@@ -91,7 +91,7 @@ def _spawn(place: str, descriptor: int) -> "subprocess.Popen[bytes]":
 
 
 def _is_here(join: dict[str, Any]) -> bool:
-    """Return whether this is the hub's host: containers share a boot, and cloud images a name, but hardly both."""
+    """Return whether this is the hub's host: containers share a boot id, and cloud images a host name, but not both."""
     if join.get("host") != socket.gethostname():
         return False
     try:
@@ -102,7 +102,7 @@ def _is_here(join: dict[str, Any]) -> bool:
 
 
 def _make(run: str, identifier: str) -> Path:
-    """Make this host's directory: within the run's where that is at hand or can be made, else in this user's own."""
+    """Make this host's directory: in the run's if that exists or can be made, else in the user's own."""
     from ....protocol.run.run_store import home
     from ....protocol.run.rundir import RunDir
 

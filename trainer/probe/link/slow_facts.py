@@ -1,7 +1,7 @@
-"""Reads slowly changing facts, once a second, on the publisher thread: they cost the training thread nothing.
+"""Reads slowly changing facts once a second, on the publisher thread, at no cost to the training thread.
 
-The DataLoader's settings are read off the iterator that the training thread fetched from last; compilations off the
-metrics that Dynamo keeps (``torch._dynamo.utils``), which is never imported from here.
+The DataLoader's settings come from the iterator that the training thread fetched from last, compilations from Dynamo's
+metrics (``torch._dynamo.utils``), which this module never imports.
 """
 
 import os
@@ -48,7 +48,7 @@ class SlowFacts:
         self._trained_since = 0.0
 
     def loader(self) -> DataLoaderInfo | None:
-        """Return the settings of the training's DataLoader when they are new; None otherwise."""
+        """Return the settings of the training's DataLoader if they have changed, else None."""
         iterator = self._last_iterator()
         if iterator is None or getattr(iterator, "_ftmon_eval", False):
             return None
@@ -58,7 +58,7 @@ class SlowFacts:
         return found
 
     def note_steps(self) -> None:
-        """Note when the first step was over: compilations before it are the run's warm-up."""
+        """Record when the first step ended: earlier compilations are the run's warm-up."""
         if not self._trained_since and self._outbox.steps_done:
             self._trained_since = time.time()
 
@@ -101,7 +101,7 @@ class SlowFacts:
 
 
 def loader_info(iterator: Any) -> DataLoaderInfo | None:
-    """Read the settings off an iterator of PyTorch's DataLoader; None for another one."""
+    """Return the settings of an iterator of PyTorch's DataLoader; None for other iterators."""
     workers = getattr(iterator, "_num_workers", None)
     if workers is None:
         return None

@@ -1,9 +1,9 @@
 """Lets other processes capture this rank's stacks while native code holds Python's lock.
 
-faulthandler can write all stacks from within a signal handler, without the lock. Its handler is put on a real-time
-signal that no library uses, and that signal is sent to the publisher's thread alone, so no system call of the script is
-interrupted. A sender first checks that the process still catches it and that the file is still open
-(``SelfDump``): the default action of such a signal is to end the process.
+faulthandler can write all stacks from within a signal handler, without the lock. Its handler is registered for a
+real-time signal that no library uses. The signal is sent to the publisher's thread alone, so it interrupts no system
+call of the script. A sender first checks that the process still catches the signal and that the file is still open
+(``SelfDump``): by default such a signal ends the process.
 """
 
 import faulthandler
@@ -34,10 +34,10 @@ class Dumper:
         self._signal = 0
         self._given_up = False
         self.prepared: SelfDump | None = None
-        """Signal and file for capturing the stacks from outside; None: not yet, or not at all."""
+        """Signal and file for capturing the stacks from outside; None before registration, or if that failed."""
 
     def install(self, training: int) -> SelfDump | None:
-        """Register the handler as ``_install`` does; the result is kept."""
+        """Register the handler (see ``_install``) and keep the result."""
         self.prepared = self._install(training)
         return self.prepared
 
@@ -52,7 +52,7 @@ class Dumper:
             return None
         try:
             if self._descriptor < 0:
-                # Append: the hub reads the added bytes, and a rank that was restarted does not overwrite it.
+                # Append: the hub reads the added bytes, and a restarted rank does not overwrite the file.
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             if not self._signal:
                 number = _free_signal()
@@ -73,12 +73,12 @@ class Dumper:
         )
 
     def lost(self, training: int) -> bool:
-        """Return whether the result of ``install`` is out of date: call it, and send its result, again.
+        """Return whether the result of ``install`` is out of date, so that it must be called and sent again.
 
-        The script may have put a handler of its own on the signal, or train in another thread.
+        The script may have registered its own handler for the signal, or train in another thread.
         """
         if self._signal and signal.getsignal(self._signal) is not signal.SIG_DFL:
-            # Not unregistered: that would put back what was there before faulthandler, over the script's own handler.
+            # Not unregistered: that would restore the handler before faulthandler's, over the script's own.
             self._signal = 0
             return not self._given_up
         return training != self._training
@@ -93,7 +93,7 @@ def _free_signal() -> int:
 
 
 def _is_caught(number: int) -> bool:
-    """Return whether native code has put a handler on a signal, unknown to Python."""
+    """Return whether native code has registered a handler for a signal, unknown to Python."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, mask = line.partition(":")
         if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:

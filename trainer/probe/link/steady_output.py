@@ -1,7 +1,7 @@
-"""Standard output of the job's processes, where it is a file of the run: a full disk must not raise in the script.
+"""Makes output to the run's log files safe: a full disk must not raise in the script.
 
-Without ftmon the output would go to a terminal, a pipe or a file of the person's own choosing; that the run's disk is
-full is the monitor's trouble. Standard library only.
+Without ftmon the output would go to a terminal, a pipe or another file, so a full disk of the run must not affect the
+script. Standard library only.
 """
 
 import io
@@ -24,7 +24,7 @@ class SteadyFile(io.FileIO):
 
 
 def steady_output() -> None:
-    """Make ``sys.stdout`` and ``sys.stderr`` such files in place, where they lead to the launcher's log."""
+    """Put a ``SteadyFile`` below ``sys.stdout`` and ``sys.stderr`` if they write to the launcher's log."""
     try:
         log = os.stat(os.path.join(folder(), "logs", "launcher.log"))
     except OSError:
@@ -34,7 +34,7 @@ def steady_output() -> None:
             there = os.fstat(descriptor)
             if (there.st_dev, there.st_ino) == (log.st_dev, log.st_ino):
                 make_steady(stream, descriptor)
-        except (OSError, ValueError, AttributeError):  # closed, or not there at all
+        except (OSError, ValueError, AttributeError):  # closed, or None
             continue
 
 

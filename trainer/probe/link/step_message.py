@@ -1,4 +1,4 @@
-"""Makes ``Step`` messages from raw marks; occurrences of a phase in all micro-steps are one record. Pure functions."""
+"""Makes ``Step`` messages from raw marks. All occurrences of a phase in a step are one record. Pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -83,7 +83,7 @@ class _Phase:
                 figure[2] = max(figure[2], between[place + 1])
 
     def record(self, origin_ns: int) -> PhaseRecord:
-        """Make the message."""
+        """Return the phase as part of a message."""
         allocated, reserved, active, requested, resident = self.figures
         return PhaseRecord(
             self.name,
@@ -113,10 +113,10 @@ def step_message(
     flops: ModelFlops | None = None,
     share: BatchShare = WHOLE,
 ) -> Step:
-    """Make a step's message. Its device events must have passed.
+    """Return a step's message. Its device events must have passed.
 
-    A step runs from the end of the one before; the first one from the end of the ``init`` phase, whose record it
-    carries with a negative ``start_us``.
+    A step begins at the end of the previous one. The first step begins at the end of the ``init`` phase, and has its
+    record with a negative ``start_us``.
 
     Args:
         raw: the step from the training thread.
@@ -166,7 +166,7 @@ def step_message(
 
 
 def _samples(notes: Notes) -> int:
-    """Return the rows of a step: those that the loop has counted, or those of the forwards' batches."""
+    """Return the rows of a step: as counted by the loop, or of the forwards' batches."""
     counted = [count.samples for count in notes.counts if count.samples is not None]
     return sum(counted) if counted and len(counted) == len(notes.counts) else notes.samples
 
@@ -184,7 +184,7 @@ def _flops(notes: Notes, tokens: int, flops: ModelFlops | None, share: BatchShar
 
 
 def closing_message(raw: StepRaw, rank: int, read: Callable[[Any], Reading]) -> Closing | None:
-    """Make the message of a rank's phases after its last step, whose number ``raw`` has; None: nothing notable.
+    """Return the message of a rank's phases after its last step, whose number ``raw`` has; None: nothing notable.
 
     Its device events must have passed.
     """
@@ -229,7 +229,7 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
 
 
 def without_device(raw: StepRaw) -> StepRaw:
-    """Remove from a step the values that the device has not delivered: times, and numbers copied from it."""
+    """Return a step without the values that the device has not delivered: times, and numbers copied from it."""
     notes = _notes_without_device(raw.notes)
     return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks], notes=notes)
 

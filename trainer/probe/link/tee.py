@@ -1,4 +1,4 @@
-"""Log lines of a rank that keeps its terminal (a bare ``ftmon.watch()``): printed as ever, and sent as well."""
+"""Sends the log lines of a rank that keeps its terminal (a bare ``ftmon.watch()``), which still prints them."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ _LINE_LIMIT = 8192
 
 
 class Tee:
-    """Stands in for ``sys.stdout`` or ``sys.stderr``: everything goes to the stream itself, whole lines also go out."""
+    """Replaces ``sys.stdout`` or ``sys.stderr``: writes everything to the stream, and also sends whole lines."""
 
     def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: Callable[[LogLine], None]) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class Tee:
         return getattr(self._stream, name)
 
     def _add(self, text: str) -> None:
-        # A progress bar goes back with \\r; only its last state on a line is sent.
+        # A progress bar returns with \\r; only its last state on a line is sent.
         *whole, rest = (self._partial + text).split("\n")
         self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]
         for line in whole:

@@ -1,4 +1,4 @@
-"""Whether a thread waits in ``threading`` or ``queue`` for a set time, as in ``Event.wait(75)`` between attempts."""
+"""Detects waits with a time limit in ``threading`` or ``queue``, as in ``Event.wait(75)`` between attempts."""
 
 import queue
 import sys
@@ -10,7 +10,7 @@ _FILES = frozenset((threading.__file__, queue.__file__))
 
 
 def waits_for_a_time(thread: int) -> bool:
-    """Return whether the innermost frames of a thread are a wait of the standard library with a time limit."""
+    """Return whether a thread is in a wait of the standard library with a time limit, by its innermost frames."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename in _FILES:
         # Condition.wait, Event.wait, Thread.join, Barrier.wait, Queue.get; a Semaphore's is in Condition.wait.

@@ -1,4 +1,4 @@
-"""An evaluation from ``model.eval()`` to ``model.train()``, in loops of the script itself."""
+"""Detects an evaluation from ``model.eval()`` to ``model.train()`` in the script's own loops."""
 
 from typing import Any
 
@@ -34,18 +34,18 @@ class EvalMode:
         self._back_to = "idle"
         self._notes: Notes | None = None
         self._before = BatchesNoted()
-        """Notes of the step in which it began, and what they had of batches."""
+        """Notes of the step in which the evaluation began, and the batches in them at that time."""
         self._first: list[int] = []
-        """The marks at which a batch was asked for and fetched that may be the first of the training again."""
+        """Marks of the request and the delivery of a batch that may be the first of the training again."""
 
     def __bool__(self) -> bool:
         return self._is_on and self._tracker.phase == "eval"
 
     def begin(self, model: Any) -> bool:
-        """A module was put into evaluation mode; return whether an evaluation begins.
+        """Handle a module's switch to evaluation mode; return whether an evaluation begins.
 
-        That is so for a whole trained model between two steps, or between a batch and its forward. A loop may also
-        train in that mode: then the backward will tell.
+        It does for a whole trained model between two steps, or between a batch and its forward. A loop may also train
+        in that mode: a backward shows that.
         """
         tracker, state = self._tracker, self._state
         if tracker.depth or state.forward_by == "trainer":
@@ -61,34 +61,34 @@ class EvalMode:
         return True
 
     def began_before_batch(self) -> None:
-        """The batch fetched before the evaluation began is evaluated as well; it has been removed from the notes."""
+        """Count the batch fetched before the evaluation as evaluated; it has been removed from the notes."""
         if self and self._tracker.notes is self._notes:
             self._back_to, self._before = "idle", self._tracker.notes.batches()
 
     def fetching(self, may_train: bool) -> None:
-        """A batch is asked for; ``may_train``: it is the first of another pass over the data that is trained on."""
+        """Handle a request for a batch; ``may_train``: it is the first of another pass over the training data."""
         self._first = []
         if may_train:
             self._note_mark()
 
     def fetched(self) -> None:
-        """A batch was fetched."""
+        """Handle the delivery of a batch."""
         if self._first:
             self._note_mark()
 
     def note(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
-        """Note a batch, which is the step's if a backward follows, and the only one."""
+        """Note a batch in place of earlier ones: if a backward follows, it is the step's only batch."""
         notes = self._tracker.notes
         if notes is self._notes and not self._state.forward_by:
             notes.restore_batches(self._before)
             batch.note(notes, found, False, later, fetched)
 
     def end_after_fetch(self) -> tuple[int, BatchesNoted] | None:
-        """The model is put into training mode again after the batch that may be the first of the training.
+        """End the evaluation before the batch that may be the first of the training; the model trains again.
 
         Returns:
-            The mark at which that batch was asked for, and what was noted of batches before; None: there is no such
-            batch, and the evaluation goes on.
+            The mark of the request for that batch, and the batches noted before it; None: there is no such batch, and
+            the evaluation continues.
         """
         first, self._first = self._first, []
         if len(first) < 2 or not self or self._tracker.notes is not self._notes:
@@ -100,7 +100,7 @@ class EvalMode:
         return first[0], self._before
 
     def end(self, trains: bool = True) -> bool:
-        """Return whether an evaluation ends; ``trains``: what it interrupted in the training goes on."""
+        """End the evaluation; return whether there was one. ``trains``: the interrupted training continues."""
         ends = bool(self)
         self._is_on, self._first = False, []
         if ends:
@@ -112,7 +112,7 @@ class EvalMode:
         return ends
 
     def going_backward(self) -> bool:
-        """A backward begins, so the script trains in that mode; return whether it was an evaluation until now."""
+        """Handle a backward: the script trains in that mode. Return whether it was an evaluation until now."""
         was_on, self._is_on = bool(self), False
         return was_on
 

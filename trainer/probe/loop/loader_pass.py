@@ -1,19 +1,19 @@
-"""Batches that a plain loop has fetched and not trained on: a validation, which only its end tells from training.
+"""Detects batches that a plain loop fetched and did not train on; only the end of a validation shows that it was one.
 
-Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader comes to its end, or two
-batches of it are fetched and then one of another or none, without any backward in between, they were evaluated: their
-phases become ``eval``, and their samples and tokens are no step's.
+Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader is exhausted without a
+backward, or two of its batches are fetched and the next one is of another dataloader, they were evaluated: their phases
+become ``eval``, and their samples and tokens belong to no step.
 
 A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
-any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either. Some loops fetch
-batches ahead, as accelerate does: the first ones of a dataloader are left out by none of them.
+any backward: its forward failed, or its loss was not finite. That batch belongs to no step either. Some loops fetch
+batches ahead, as accelerate does: they leave out none of the first batches of a dataloader.
 
-A model that is put into evaluation mode after a batch was fetched evaluates it, too, if another of the same dataloader
-follows before any backward (ignite fetches first).
+If the model is put into evaluation mode after a batch was fetched, and another batch of the same dataloader follows
+before any backward, both are evaluated (ignite fetches first).
 
-Where each backward has one batch, a single one is left out, too: if another pass over the same data begins (the script
-has looked at a batch, or stopped at its limit), or if a pass over the data that is trained on goes on or begins (one
-batch was evaluated).
+Where each backward has one batch, a single batch may be left out, too: it was only inspected, or the loop stopped at
+its limit, if another pass over the same data begins; it was evaluated if a pass over the training data continues or
+begins.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from ..phases.tracker import Tracker
 from .one_each import OneEach
 
 _ENOUGH = 2
-"""So many batches without a backward are no batch of a step with batches of several dataloaders."""
+"""From this number of batches without a backward on, they are no part of a step with several dataloaders."""
 _PHASES = ("data", "forward", "idle")
 
 
 class LoaderPass:
-    """The batches since the last backward, on the training thread alone.
+    """Follows the batches since the last backward; for the training thread alone.
 
     Args:
         tracker: the phase machine.
-        evaluated: called when batches were evaluated, and are out of the notes.
+        evaluated: called once evaluated batches were removed from the notes.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class LoaderPass:
         self._delivered = 0
         """Batches that the latest dataloader has delivered."""
         self._ahead: int | None = None
-        """Batches of the first dataloader that were fetched before its first backward, but for one."""
+        """Batches that the first dataloader fetched ahead: those before its first backward, less one."""
         self._one_each = OneEach()
         self._data = 0
         """The ``id`` of the latest iterator's data set."""
@@ -76,12 +76,12 @@ class LoaderPass:
         """As ``_one_each``, with batches of all dataloaders."""
 
     def fetching(self, again: bool, iterator: Any, trains_on: bool = False) -> None:
-        """A batch is asked for.
+        """Handle a request for a batch.
 
         Args:
-            again: it is of the iterator that the last one was of.
+            again: whether the last batch was of the same iterator.
             iterator: the dataloader's iterator.
-            trains_on: the latest backward's batch was of the same data set.
+            trains_on: whether the latest backward's batch was of the same data set.
         """
         if again:
             return
@@ -95,13 +95,13 @@ class LoaderPass:
         self._data = data
 
     def evaluating(self) -> None:
-        """Another batch of the same dataloader is asked for while the model is in evaluation mode."""
+        """Handle a request for another batch of the same dataloader while the model is in evaluation mode."""
         if self._count:
             self._end_evaluation()
             self._count = 0
 
     def fetched(self, key: int) -> None:
-        """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
+        """Handle the delivery of a batch that is not noted yet; ``key``: of the dataloader in ``Notes.fetches``."""
         tracker, notes = self._tracker, self._tracker.notes
         self._delivered += 1
         self._since += 1
@@ -115,19 +115,19 @@ class LoaderPass:
         self._before = notes.batches()
 
     def resumed(self, key: int, first: int, before: BatchesNoted) -> None:
-        """The batch that was fetched last, in evaluation mode, is to be trained on: it is in the notes.
+        """Train on the batch that was fetched last, in evaluation mode; it is in the notes.
 
         Args:
-            key: that of the dataloader in ``Notes.fetches``.
-            first: the mark at which it was asked for.
-            before: what was noted of batches before it.
+            key: of the dataloader in ``Notes.fetches``.
+            first: index of the mark of its request.
+            before: the batches noted before it.
         """
         self._key, self._notes, self._marks = key, self._tracker.notes, self._tracker.marks
         self._count = self._delivered = self._since = 1
         self._first, self._before = first, before
 
     def trained(self) -> None:
-        """A backward begins: what was fetched is trained on."""
+        """Handle a backward: the fetched batches are trained on."""
         if self._ahead is None and self._count:
             self._ahead = self._count - 1
         self._one_each.trained(self._count)
@@ -135,16 +135,16 @@ class LoaderPass:
         self._count = self._since = 0
 
     def exhausted(self) -> None:
-        """The dataloader that was asked last has no batch left."""
+        """Handle the end of the dataloader that was used last."""
         self._left(1)
 
     def finish(self) -> None:
-        """The process ends, possibly in the middle of a step that uses several batches."""
+        """Handle the end of the process, possibly in the middle of a step that uses several batches."""
         if self._one_each:
             self._left(_ENOUGH)
 
     def _left(self, least: int) -> None:
-        """The latest dataloader is not asked again; ``least`` batches or more without a backward were evaluated."""
+        """Leave the latest dataloader; ``least`` or more of its batches without a backward were evaluated."""
         if self._count >= least:
             self._end_evaluation()
         self._count = self._delivered = 0
@@ -157,7 +157,7 @@ class LoaderPass:
         self._relabel(("forward",), "idle")
 
     def _relabel(self, phases: tuple[str, ...], name: str) -> None:
-        """The batches are no step's; ``phases`` since they were fetched become ``name``."""
+        """Remove the batches from the step's notes, and rename ``phases`` since they were fetched to ``name``."""
         tracker, notes = self._tracker, self._tracker.notes
         if notes is not self._notes or tracker.marks is not self._marks:
             return

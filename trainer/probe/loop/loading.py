@@ -1,4 +1,4 @@
-"""Dataloaders, and whether their batches are trained on, evaluated or left out."""
+"""Follows dataloaders: whether their batches are trained on, evaluated or left out."""
 
 import weakref
 from collections import deque
@@ -74,7 +74,7 @@ class Loading:
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
         self._prefetched: deque[batch.OnHost] | None = None
-        """While a loader prefetches: what is fetched is not the batch that the script gets next."""
+        """Set while a loader prefetches: a fetched batch is not the one that the script receives next."""
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -82,7 +82,7 @@ class Loading:
 
     @guarded
     def fetching(self, iterator: Any) -> None:
-        """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
+        """Handle a request for a batch; inside ``no_grad``, or of an evaluation's loader, its phase is ``eval``."""
         tracker, state = self._tracker, self._state
         if tracker.depth or (state.in_update and not state.closures):
             return
@@ -144,16 +144,16 @@ class Loading:
 
     @guarded
     def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
-        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that.
+        """Handle a request to a prefetching loader: it fetches the batch after the one that it returns.
 
         Args:
-            prefetched: receives what is counted of fetched batches, where the loader moves them to a device.
+            prefetched: receives the counts of fetched batches if the loader moves them to a device.
         """
         self._prefetched = prefetched
 
     @guarded
     def delivered(self, found: Any) -> None:
-        """A prefetching loader returns a batch that it has fetched before."""
+        """Handle a batch that a prefetching loader returns, fetched earlier."""
         prefetched, self._prefetched = self._prefetched, None
         fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
@@ -165,13 +165,13 @@ class Loading:
 
     @guarded
     def prefetched_all(self) -> None:
-        """A prefetching loader has returned its last batch, or has failed."""
+        """Handle the end of a prefetching loader: it returned its last batch, or failed."""
         self._prefetched = None
         self._pass.exhausted()
 
     @guarded
     def exhausted(self, iterator: Any) -> None:
-        """A dataloader is exhausted: what follows is no loading of data."""
+        """Handle the end of a dataloader: the ``data`` phase is over."""
         if self._last_iterator() is iterator and self._prefetched is None:
             self._pass.exhausted()
         tracker = self._tracker
@@ -179,22 +179,22 @@ class Loading:
         if tracker.phase == "data":
             self._phases.enter("idle")
         elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
-            # What follows may be the rest of the evaluation, or a forward without a loader: the backward will tell.
+            # Next is the rest of the evaluation, or a forward without a loader, which a backward will show.
             tracker.begin("eval")
             self._eval_end = tracker.marks, len(tracker.marks) - 1
 
     @guarded
     def evaluating(self, model: Any) -> bool:
-        """A module was put into evaluation mode; return whether an evaluation begins."""
+        """Handle a module's switch to evaluation mode; return whether an evaluation begins."""
         return self._eval_mode.begin(model)
 
     @guarded
     def evaluated(self, trains: bool) -> bool:
-        """An evaluation by the model's mode is over; return whether there was one.
+        """End an evaluation by the model's mode; return whether there was one.
 
         Args:
-            trains: the model was put into training mode again. Otherwise no forward of the training follows: the model
-                generates, or another training begins.
+            trains: whether the model was put into training mode again. If not, no forward of the training follows: the
+                model generates, or another training begins.
         """
         iterator: Any = self._last_iterator() if trains else None  # freed where no loop goes on with it
         resumed = None if iterator is None else self._eval_mode.end_after_fetch()
@@ -209,7 +209,7 @@ class Loading:
         return True
 
     def going_backward(self) -> bool:
-        """A backward begins: what was fetched is trained on; return whether it was, or may have been, evaluated."""
+        """Handle a backward: the fetched batches are trained on. Return whether they may have been evaluated."""
         self._pass.trained()
         trained_on = self._data_iterator()
         if trained_on is not None:
@@ -221,30 +221,30 @@ class Loading:
         return was_eval_mode or self._is_after_eval()
 
     def note_evaluated(self, is_eval: bool = True) -> None:
-        """The batches of the latest dataloader are evaluated, or are not."""
+        """Record whether the batches of the latest dataloader are evaluated."""
         iterator = self._last_iterator()
         if iterator is not None:
             iterator._ftmon_eval = is_eval
 
     def train_on_evaluated(self) -> None:
-        """The batches that were evaluated, by all appearance, are trained on."""
+        """Count batches that appeared to be evaluated as trained on."""
         iterator, fetches = self._last_iterator(), self._tracker.notes.fetches
         if iterator is not None:
             iterator._ftmon_eval = False
             fetches[id(iterator)] = fetches.get(id(iterator), 0) + self._eval_fetches
 
     def take(self) -> Any:
-        """Return what was counted of the batch whose forward begins, where it was counted as it was fetched."""
+        """Return the counts of the batch whose forward begins, if it was counted as it was fetched."""
         return self._fetched.take(self._tracker.notes)
 
     def finish(self) -> None:
-        """The process ends: batches fetched since the last step were evaluated."""
+        """Handle the end of the process: batches fetched since the last step were evaluated."""
         if self._eval_mode:
             self._pass.evaluating()  # a single one, fetched before the model's mode changed
         self._pass.finish()
 
     def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
-        """Note a batch that no forward hook will report; its forward begins."""
+        """Note a batch that no forward hook will report, and begin its forward."""
         tracker = self._tracker
         start = perf_counter_ns()
         self._pass.fetched(id(self._last_iterator()))

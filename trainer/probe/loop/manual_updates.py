@@ -1,9 +1,9 @@
-"""Updates that no optimizer of PyTorch's makes: the script, or a library like fastai, changes the parameters itself.
+"""Detects updates without an optimizer of PyTorch: the script, or a library like fastai, changes the parameters itself.
 
-No hook sees such an update. It shows in one of the parameters that the backward reached: its gradient is another tensor
-afterwards, or gradient or parameter were written to. That is asked when the loop goes on: as a batch is fetched, a
-forward or a backward begins, or an evaluation. Gradients that are set to zero have been used. Gradients that are as
-the backward left them are accumulated.
+No hook sees such an update. One of the parameters that the backward reached shows it: its gradient is another tensor
+afterwards, or the gradient or the parameter was written to. That is checked as the loop goes on: when a batch is
+fetched, or a forward, a backward or an evaluation begins. Gradients that are set to zero have been used. Unchanged
+gradients are accumulated.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from ..phases.marks import Mark, StepRaw
 from ..phases.tracker import Tracker
 
 _HELD = 2
-"""Updates that are held back: a script may check its gradients before it makes its optimizer."""
+"""Number of first updates held back: a script may check its gradients before it makes its optimizer."""
 _MOST_NODES = 200_000
 
 
@@ -52,7 +52,7 @@ class ManualUpdates:
         self._has_optimizer = False
         self._updater: ManualUpdater | None = None
         self._watched: Any = None
-        """Weak reference to the parameter that tells of updates."""
+        """Weak reference to the parameter that shows updates."""
         self._left: tuple[Any, ...] | None = None
         """Its state as the latest backward left it; None: no gradients are waiting for an update."""
         self._end: tuple[list[Mark], int] = [], 0
@@ -60,11 +60,11 @@ class ManualUpdates:
         self._held: list[StepRaw] | None = []
         """The first steps; None: they were finished."""
         self._is_unseen = False
-        """Only the gradients' being set to zero told of the latest update."""
+        """Whether only the zeroing of gradients showed the latest update."""
 
     @guarded
     def found_optimizer(self) -> None:
-        """There is an optimizer, whose updates are the steps from now on."""
+        """Handle the creation of an optimizer: its updates are the steps from now on."""
         if self._has_optimizer:
             return
         self._go_on()
@@ -78,7 +78,7 @@ class ManualUpdates:
 
     @guarded
     def going_backward(self, losses: Sequence[Any]) -> ManualUpdater | None:
-        """Gradients of losses are about to be computed; return the updater when it is found."""
+        """Handle the start of a backward; return the updater if it is found now."""
         if self._has_optimizer:
             return None
         self._go_on(late=True)
@@ -95,10 +95,10 @@ class ManualUpdates:
 
     @guarded
     def went_backward(self, taken: bool = False) -> None:
-        """The backward is over.
+        """Handle the end of a backward.
 
         Args:
-            taken: the script was given the gradients; the parameters have none.
+            taken: whether the script received the gradients, so that the parameters have none.
         """
         if self._updater is None:
             return
@@ -108,13 +108,13 @@ class ManualUpdates:
 
     @guarded
     def go_on(self) -> None:
-        """The loop goes on: if there was an update since the latest backward, the step is over."""
+        """End the step if there was an update since the latest backward; called as the loop goes on."""
         if self._left is not None:
             self._go_on()
 
     @guarded
     def zeroing(self) -> None:
-        """Gradients are about to be set to zero: they were used."""
+        """End the step: the gradients are about to be set to zero, so they were used."""
         if self._left is not None:
             self._is_unseen = self._left == self._state()
             self._left = ()
@@ -122,7 +122,7 @@ class ManualUpdates:
 
     @guarded
     def finish(self) -> None:
-        """The process ends."""
+        """End the last step and send the steps held back; the process ends."""
         if self._left is not None and self._is_unseen:
             self._left = ()
         self._go_on()

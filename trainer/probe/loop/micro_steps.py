@@ -1,4 +1,4 @@
-"""Micro-steps: a batch goes forward, and its loss goes backward."""
+"""Follows micro-steps: the forward of a batch, and the backward of its loss."""
 
 import sys
 from collections.abc import Sequence
@@ -77,22 +77,22 @@ class MicroSteps:
         self._unscaled: tuple[int, Any] | None = None
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
-        """During a backward: the step's notes, and what they had of backwards before it."""
+        """During a backward: the step's notes, and their counts of micro-steps and both kinds of losses before it."""
         self._begun: tuple[Any, Notes, BatchesNoted] | None = None
-        """From a forward to its backward: the id of its model, the step's notes, and what they had of batches."""
+        """From a forward to its backward: the id of its model, the step's notes, and their batches before it."""
         self._forwards_begun = 0
         """Forwards of that model in this step that had no backward: with a pipeline, several are under way."""
         self._counted_in: Notes | None = None
         """The notes of that step."""
         self._is_reported = False
-        """A forward was reported since the last backward."""
+        """Whether a forward was reported since the last backward."""
         self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
-        """Notes of the latest backward's step, and how much of batches they had at its end."""
+        """Notes of the latest backward's step, and their batches at its end."""
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the begin of a model's forward.
+        """Record the start of a model's forward.
 
         Args:
             module: the model, in its wrappers; None: a framework has reported that a micro-step begins.
@@ -136,7 +136,7 @@ class MicroSteps:
 
     @guarded
     def failed_forward(self) -> None:
-        """An exception left the forward: its batch is no step's, also where the script goes on with the next one."""
+        """Remove the batch of a forward that raised; the script may continue with the next one."""
         begun, self._begun = self._begun, None
         self._forwards_begun = max(0, self._forwards_begun - 1)
         if begun is not None and begun[1] is self._tracker.notes:
@@ -144,7 +144,7 @@ class MicroSteps:
 
     @guarded
     def expect_forward(self, by: str) -> None:
-        """From now on ``by`` reports where a forward begins; a batch noted as it was fetched will be noted there."""
+        """Expect ``by`` to report each forward from now on; a batch noted at its fetch will be noted there instead."""
         self._state.forward_by = by
         notes = self._tracker.notes
         notes.shape, notes.tokens, notes.samples, notes.padded_tokens = [], [], 0, 0
@@ -152,11 +152,11 @@ class MicroSteps:
 
     @guarded
     def going_backward(self, losses: Sequence[Any], scaled: bool = False, owner: Any = None) -> bool:
-        """Record the begin of a backward; return whether it is an outermost one.
+        """Record the start of a backward; return whether it is an outermost one.
 
         Args:
             losses: tensors that it starts from, all of one micro-batch.
-            scaled: the losses are known to add up to the step's; otherwise their graphs are asked.
+            scaled: whether the losses are known to add up to the step's; otherwise their graphs are read.
             owner: the engine whose backward it is.
         """
         tracker, state = self._tracker, self._state
@@ -188,7 +188,7 @@ class MicroSteps:
 
     @guarded
     def taking_gradients(self, loss: Any) -> bool:
-        """The script takes the gradients of a loss by parameters; return whether that is no part of a backward."""
+        """Record the start of ``autograd.grad`` of a loss by parameters; return whether no backward is under way."""
         state = self._state
         if state.in_backward:
             return False
@@ -199,7 +199,7 @@ class MicroSteps:
 
     @guarded
     def went_backward(self) -> None:
-        """An outermost backward is over."""
+        """Record the end of an outermost backward."""
         state, notes = self._state, self._tracker.notes
         state.in_backward, self._before = False, None
         self._trained_on = notes, notes.batches()
@@ -208,9 +208,9 @@ class MicroSteps:
 
     @guarded
     def failed_backward(self) -> None:
-        """An exception left the backward; where it came from stays the phase, for the report of the failure.
+        """Record that a backward raised; the phase stays, for the report of the failure.
 
-        Its loss is no step's, also where the script goes on with the next batch.
+        Its loss belongs to no step; the script may continue with the next batch.
         """
         self._state.in_backward = False
         notes, before = self._tracker.notes, self._before
@@ -222,12 +222,12 @@ class MicroSteps:
 
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:
-        """A loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
+        """Record that a loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
         self._unscaled = (id(scaled), original)
 
     @guarded
     def trained_micro_step(self, loss: Any) -> None:
-        """A Trainer's ``training_step`` returned the loss of a micro-step, as it normalised it."""
+        """Record the normalised loss of a micro-step that a Trainer's ``training_step`` returned."""
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
 
     def _begin_backward(self) -> None:
@@ -241,14 +241,14 @@ class MicroSteps:
         if (is_unreported or not state.forward_by) and not tracker.depth and is_forward:
             tracker.rename("forward")
         self._is_reported = False
-        # Where that forward began is not known; of the next ones it will be.
+        # The start of that forward is not known; of later ones it will be.
         state.calls_module |= is_unreported and bool(state.forward_by) and tracker.phase == "data"
         self._phases.enter("backward")
 
     def _leave_out(self, model: int) -> None:
         """Begin a forward of ``model``; discard the batch of its previous one if that batch should have had a backward.
 
-        That is known of loops in which most batches have a backward of their own.
+        It should in loops where most batches have a backward of their own.
         """
         notes = self._tracker.notes
         if self._counted_in is not notes:
@@ -261,13 +261,13 @@ class MicroSteps:
         self._begun = model, notes, notes.batches()
 
     def _forget_untrained(self) -> None:
-        """Forget the batches that were noted since the latest backward."""
+        """Remove the batches noted since the latest backward."""
         trained, batches = self._trained_on
         notes = self._tracker.notes
         notes.restore_batches(batches if trained is notes else BatchesNoted())
 
     def _is_same_batch(self) -> bool:
-        """Return whether the batch whose gradients were set to zero is used again: no loop has gone on since."""
+        """Return whether the batch whose gradients were set to zero is used again: no loop has advanced since."""
         notes = self._tracker.notes
         if notes.discarded is None:
             return False

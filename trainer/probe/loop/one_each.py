@@ -1,8 +1,8 @@
-"""Whether a loop trains on each batch by itself, or on several with one backward."""
+"""Detects whether a loop trains on each batch by itself, or on several with one backward."""
 
 
 class OneEach:
-    """Counts the backwards that followed one batch, and those that followed several. False until one is the rule."""
+    """Counts backwards after one batch and after several; true while most followed one batch."""
 
     __slots__ = ("_one", "_several")
 
@@ -18,7 +18,7 @@ class OneEach:
         return bool(self._one or self._several)
 
     def trained(self, batches: int) -> None:
-        """A backward begins, the first one after so many batches."""
+        """Count a backward, the first one after ``batches`` batches."""
         if batches == 1:
             self._one += 1
         elif batches:

@@ -1,4 +1,4 @@
-"""Moving from phase to phase, and finding out on the way which device the script computes on."""
+"""Moves from phase to phase, and detects meanwhile the device that the script computes on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +14,20 @@ def _nothing() -> None:
 
 
 class Phases:
-    """The training thread's way into the tracker.
+    """The tracker's interface for the training thread.
 
     Args:
         rank: this rank.
         tracker: the phase machine.
-        outbox: gets another hello once the device is known.
+        outbox: receives another hello once the device is known.
     """
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
         self.guard = rank.guard
         self.enter: Callable[[str], None] = self._enter_unsettled
-        """Moves to a phase. Once nothing is left to find out of the device, it is the tracker's own method."""
+        """Moves to a phase; the tracker's own method once the device is settled."""
         self.met_cuda: Callable[[], None] = _nothing
-        """Called once, when the script is seen to have CUDA running."""
+        """Called once, when the script has CUDA running."""
         self._device = rank.device
         self._tracker = tracker
         self._outbox = outbox
@@ -60,7 +60,7 @@ class Phases:
 
     @guarded
     def check_device(self) -> None:
-        """Find out now whether the script has CUDA running."""
+        """Check whether the script has CUDA running, unless the device is settled."""
         if not self._device.settled:
             self.settle()
 

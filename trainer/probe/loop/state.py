@@ -1,4 +1,4 @@
-"""State of the training loop, and how the script drives it."""
+"""State of the training loop."""
 
 
 class LoopState:
@@ -22,11 +22,11 @@ class LoopState:
 
     def __init__(self) -> None:
         self.in_forward = False
-        """A forward that a hook has seen is under way: those of the modules inside it are a part of it."""
+        """A forward that a hook has seen is under way; forwards of modules inside it are parts of it."""
         self.in_backward = False
         self.in_update = False
         self.closures = 0
-        """Closures of the update under way that have not returned: their work is no part of the update."""
+        """Running closures of the update under way; their work is no part of the update."""
         self.evaluations = 0
         """Number of calls of its closure by the update under way."""
         self.rehearsing = False
@@ -34,7 +34,7 @@ class LoopState:
         self.engine_steps = False
         """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
         self.making_engine = False
-        """A DeepSpeed engine is being made: some optimizers step on zero gradients meanwhile."""
+        """A DeepSpeed engine is being made; some optimizers step on zero gradients meanwhile."""
         self.forward_by = ""
         """Reporter of the forward's begin (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
         then; empty: none does, and the forward is the time between a batch and its backward.

@@ -29,7 +29,7 @@ def _nothing(_error: BaseException) -> None:
 
 
 class Training:
-    """Combines the parts that follow the training thread, and hands over its steps.
+    """Combines the parts that follow the training thread, and passes its steps to the publisher.
 
     Args:
         rank: this rank.
@@ -75,12 +75,12 @@ class Training:
 
     @guarded
     def saw_error(self, error: BaseException) -> None:
-        """An exception came through a hook."""
+        """Handle an exception that came through a hook."""
         self.on_error(error)
 
     @guarded
     def hand_over_closing(self) -> None:
-        """Hand over the record after the last step; the process is about to end."""
+        """Pass the record after the last step to the publisher; the process is about to end."""
         self.updaters.flush()
         self.manual_updates.finish()
         self.loading.finish()

@@ -1,4 +1,4 @@
-"""Updates: an optimizer, an engine or a loss scaler ends a step, or skips it."""
+"""Follows updates: an optimizer, an engine or a loss scaler ends or skips a step."""
 
 import sys
 import weakref
@@ -60,7 +60,7 @@ class Updates:
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
-        """An optimizer was made."""
+        """Handle the creation of an optimizer."""
         self._forwards.add_optimizer(optimizer)
 
     @guarded
@@ -76,7 +76,7 @@ class Updates:
 
     @guarded
     def zeroing(self, owner: Any) -> None:
-        """An optimizer, or a module, sets its gradients to zero."""
+        """Record where an optimizer or a module sets its gradients to zero after a backward."""
         notes = self._tracker.notes
         if not notes.micro_steps or notes.discarded or self._state.engine_steps:
             return
@@ -88,7 +88,7 @@ class Updates:
 
     @guarded
     def begin_update(self, optimizer: Any) -> bool:
-        """A bare optimizer's step begins; returns whether it is an update of its own, not a part of one under way."""
+        """Handle the start of a bare optimizer's step; return whether an update begins, rather than a part of one."""
         state = self._state
         if state.making_engine:
             return False
@@ -97,7 +97,7 @@ class Updates:
         if state.in_update and self._since == self._tracker.progress:
             self._depth += 1  # a step method that calls its base class's
             return False
-        # Where one is under way all the same, an exception has left it, and it did not end.
+        # If one is under way here, it raised and did not end.
         self._forwards.add_optimizer(optimizer)
         self._depth = state.closures = 0
         if self._trained.primary() is None:
@@ -110,7 +110,7 @@ class Updates:
 
     @guarded
     def end_update(self, optimizer: Any) -> None:
-        """A bare optimizer's step ends; with it the update, unless it was a part of one."""
+        """Handle the end of a bare optimizer's step, which ends the update unless it was a part of one."""
         if self.updater is not optimizer:
             return
         if self._depth:
@@ -128,12 +128,12 @@ class Updates:
         if state.evaluations > 1:
             self._tracker.notes.repeats += 1
         if state.closures == 1 and not state.in_backward:
-            # Where a hook reports when the forward begins, the closure's work before it is no forward.
+            # If a hook reports the start of the forward, the closure's work before it is no forward.
             self._tracker.interrupt("idle" if state.forward_by else "forward")
 
     @guarded
     def close_closure(self, failed: bool = False) -> None:
-        """A closure has returned, or an exception (``failed``) has left it and will leave the update."""
+        """Record the return of a closure; ``failed``: it raised, and so will the update."""
         state = self._state
         state.closures = max(0, state.closures - 1)
         if failed:
@@ -150,14 +150,14 @@ class Updates:
 
     @guarded
     def updating(self, lr: Any, by: Any = None) -> None:
-        """An optimizer update begins; ``by`` is the optimizer or engine that makes it."""
+        """Handle the start of an update; ``by`` is the optimizer or engine that makes it."""
         self._begin(lr, by)
 
     @guarded
     def updated(
         self, number: int | None = None, grad_norm: Any = None, loss_scale: Any = None, overflow: bool = False
     ) -> None:
-        """An optimizer update is over, and with it the step."""
+        """Handle the end of an update, which ends the step."""
         tracker = self._tracker
         notes = tracker.notes
         if self._state.rehearsing:
@@ -175,7 +175,7 @@ class Updates:
 
     @guarded
     def skipped_update(self, optimizer: Any, loss_scale: Any = None) -> None:
-        """A loss scaler, at ``loss_scale``, did not let the optimizer update."""
+        """Record a step that a loss scaler, at ``loss_scale``, skipped."""
         if self._state.rehearsing:
             return
         self._updaters.begin(optimizer)
@@ -194,7 +194,7 @@ class Updates:
 
     @guarded
     def abandon_update(self) -> None:
-        """An exception leaves the update; where it came from stays the phase, for the report of the failure."""
+        """Record that an update raised; the phase stays, for the report of the failure."""
         self._state.in_backward = False
         self._end()
 
@@ -215,7 +215,7 @@ class Updates:
             self._updaters.begin(by)
         if tracker.phase == "forward" and tracker.notes.micro_steps and not state.forward_by and not tracker.depth:
             tracker.rename("idle")  # a batch fetched ahead, after the backward
-        # Most loops update right after their backward: without an "idle" between, a step has one mark less.
+        # Most loops update right after their backward: without an "idle" in between, a step has one mark less.
         # A capture of the step receives every phase.
         at_once = tracker.phase == "idle" and not tracker.watchers
         (self._phases.interrupt if at_once else self._phases.enter)("optimizer")
@@ -230,7 +230,7 @@ class Updates:
         self._tracker.notes.use_gradient_losses()
         self._forwards.end_step()
         if not self._state.rehearsing:
-            # An optimizer may step in the backward, which goes on.
+            # An optimizer may step inside the backward, which continues.
             self._updaters.end(number, "backward" if self._state.in_backward else "idle")
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
-"""The phases of the last steps, written into memory snapshots as the annotations that PyTorch's own viewer shows too.
+"""Writes the phases of the last steps into memory snapshots, as annotations that PyTorch's own viewer shows too.
 
 PyTorch keeps named spans beside its trace (``external_annotations``: a start and an end, each with a device and a time
-in microseconds since 1970). A snapshot is a plain dictionary before it is pickled, so the steps and phases that ftmon
-knows of are added to that list: ``ftmon step 12``, ``ftmon forward``. That costs nothing but on the publisher thread.
+in microseconds since 1970). A snapshot is a plain dictionary before it is pickled, so ftmon adds its steps and phases
+to that list: ``ftmon step 12``, ``ftmon forward``. Only the publisher thread spends time on it.
 """
 
 import time
@@ -14,7 +14,7 @@ from ....protocol.snapshot.model import OWN_SPAN
 from ..phases.marks import Mark
 
 _STEPS = 256
-"""Steps that are remembered: more than any recording of the allocator reaches back."""
+"""Number of steps kept: more than any recording of the allocator covers."""
 
 _Begun = tuple[str, int]
 """A phase, and when it began (``time.perf_counter_ns``)."""
@@ -27,7 +27,7 @@ class PhaseMarks:
         self._steps: deque[tuple[int, list[_Begun]]] = deque(maxlen=_STEPS)
 
     def note(self, step: int, marks: Sequence[Mark]) -> None:
-        """Remember a finished step; its last mark is its end."""
+        """Record a finished step; its last mark is its end."""
         self._steps.append((step, _begun(marks)))
 
     def annotate(self, found: dict[str, Any], device: int, step: int, marks: Sequence[Mark]) -> None:
@@ -55,7 +55,7 @@ def _begun(marks: Iterable[Mark]) -> list[_Begun]:
 
 
 def _spans(step: int, begun: list[_Begun]) -> Iterator[tuple[str, int, int]]:
-    """Return the step, then its phases: name, begin, end. A mark without a phase goes on with the one before."""
+    """Yield the step, then its phases: name, begin, end. A mark without a phase continues the previous one."""
     if len(begun) < 2:
         return
     yield f"step {step}", begun[0][1], begun[-1][1]

@@ -1,4 +1,4 @@
-"""What the captures of a rank share: the step captures, the stacks of a phase, the memory snapshots."""
+"""Context shared by a rank's step captures, stack captures and memory snapshots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Answer = Callable[[bool, str, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """A rank, its phases and models, PyTorch's recorder, and where messages go."""
+    """A rank, its phases and models, PyTorch's recorder, and the function that sends messages."""
 
     rank: RankContext
     tracker: Tracker

@@ -1,9 +1,8 @@
 """Schedules step captures: allocator events of one step, and the composition of each phase's peak.
 
-One step in a few thousand is enough, at no cost to the others: the next capture starts only when the time of the
-last one, on the training thread and on this one, is less than ``TIME_SHARE`` of the time since, and later still where
-the hub has captures of many ranks to analyse. The first few steps are captured in any case, and so is the next one on
-request.
+One step in a few thousand is enough, at no cost to the others. The next capture starts once the time of the last one,
+on the training thread and on this one, is less than ``TIME_SHARE`` of the time since. It starts later if the hub has to
+analyse captures of many ranks. The first few steps are always captured, and the next one on request.
 """
 
 import time
@@ -22,7 +21,7 @@ from .composition.walk import Roots
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
 HUB_SECONDS = 15e-6
-"""The hub needs 3 us to analyse an entry: so the captures of all ranks use a fifth of one of its cores."""
+"""Seconds between captures per entry and rank. The hub analyses an entry in 3 us, so it uses a fifth of one core."""
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0
@@ -33,7 +32,7 @@ class CaptureScheduler:
     """Captures steps of one rank; for the publisher thread.
 
     Args:
-        context: what the captures of this rank share.
+        context: shared by the captures of this rank.
     """
 
     def __init__(self, context: CaptureContext) -> None:
@@ -48,7 +47,7 @@ class CaptureScheduler:
         self._reason: Any = ""
         self._answers: list[Answer] = []
         self._ready: list[StepTrace | Composition] = []
-        """Results that wait until their step's own message, which waits for the device, has been sent."""
+        """Results to be sent after their step's own message, which waits for the device."""
         self._sent_step = 0
         """The last step whose own message has been sent."""
         self._deadline = 0.0
@@ -107,7 +106,7 @@ class CaptureScheduler:
             self._finish(cuda)
             self._begin_when_due(cuda)
         elif capture.on_cuda != cuda:
-            self._drop()  # it was made before the script had CUDA running
+            self._drop()  # made before the script had CUDA running
         elif capture not in self._tracker.watchers:
             self._tracker.watchers = (*self._tracker.watchers, capture)
         if self._answers and time.monotonic() > self._deadline:
@@ -151,7 +150,7 @@ class CaptureScheduler:
         rank, read, entries = self._rank.rank, self._rank.device.memory.read, 0
         if cuda:
             if recording.cleared != self._cleared:
-                return  # a new history was begun meanwhile; the next step will do
+                return  # a new history was begun meanwhile: the next step is captured
             found = step_trace(
                 capture,
                 recording.snapshot,

@@ -4,7 +4,7 @@ The recorder is one per process and has one ring of entries a device. It is on a
 55 ms step, measured on an H200); with Python stacks it costs 23 %, so these are recorded for single phases or steps.
 The ring's size is never changed without clearing it: PyTorch would then write past its end or out of order. An entry
 uses 150 bytes or so, and a ring that leaves the processor's caches costs half as much again (0.45 ms instead of 0.29
-ms in steps of 4,330 entries, on an H200's host), so it is made to hold a step and a half.
+ms in steps of 4,330 entries, on an H200's host), so its capacity is a step and a half.
 """
 
 import functools
@@ -17,10 +17,10 @@ from typing import Any, Literal
 MIN_ENTRIES = 2_000
 MAX_ENTRIES = 25_000
 STEPS_KEPT = 1.5
-"""An allocation that fails in a step's last phase is explained by the step's allocations until then."""
+"""Steps that the ring holds: a failure in a step's last phase is explained by all of the step's allocations."""
 LONG_ENTRIES = 200_000
 STEP_ENTRIES = 100_000
-"""For every action of one step and some of its neighbours'; a step has some 15,000."""
+"""Capacity for every action of one step and some of its neighbours'; a step has some 15,000."""
 
 Mode = Literal["off", "numbers", "stacks"]
 
@@ -28,13 +28,13 @@ Mode = Literal["off", "numbers", "stacks"]
 class Recording:
     """The recorder of this process; any thread may switch it.
 
-    Nothing happens before the first switch. From ``watch_script`` on it is known whether the script has switched it.
+    It stays as it is before the first switch. From ``watch_script`` on, switches by the script are detected.
     """
 
     def __init__(self) -> None:
         self._mode: Mode = "off"
         self.cleared = 0
-        """Number of times the history was cleared: a reader of a span compares the counts at its two ends."""
+        """Number of times the history was cleared; a reader of a span compares the counts at its two ends."""
         self.keeps_history = False
         """Whether this PyTorch can switch between numbers and stacks without clearing the ring (by its arguments)."""
         self.owner = ""
@@ -47,12 +47,12 @@ class Recording:
 
     @property
     def mode(self) -> Mode:
-        """What is recorded for the probe."""
+        """The probe's present recording."""
         return "off" if self.by_script else self._mode
 
     @property
     def by_script(self) -> bool:
-        """Whether the script has switched the recorder itself: it is the script's from then on."""
+        """Whether the script has switched the recorder itself, and so owns it from then on."""
         return _by_script
 
     def claim(self, who: str) -> bool:
@@ -68,31 +68,31 @@ class Recording:
         self.owner = ""
 
     def fit(self, entries: int) -> None:
-        """Adapt rings for numbers to the entries of a step, from now on."""
+        """Set the capacity of later rings for numbers from the entries of a step."""
         self._usual = min(MAX_ENTRIES, max(MIN_ENTRIES, int(entries * STEPS_KEPT)))
 
     def numbers(self, *, whole: bool = False) -> bool:
-        """Record sizes and addresses only; False when the recorder is the script's.
+        """Record sizes and addresses only; return False if the recorder is the script's.
 
-        Right after stacks their ring is kept where PyTorch can do that, as it is about to be read; unless it
-        is the long one, which is read before.
+        Right after stacks, which are about to be read, their ring is kept if PyTorch can do that. The long ring is not:
+        it is read before.
 
         Args:
-            whole: in a new history and with every action, for reading it a step later: a block that waits for another
-                stream is allocated no more for the counters from when its free was asked for.
+            whole: begin a new history with every action, to be read a step later. Requests to free are needed because
+                the counters drop a block at its request, also while it waits for another stream.
         """
         options = {"context": None} if whole else {"context": None, **self._fewer()}
         usual = MAX_ENTRIES if self.mode == "stacks" and self.entries == MAX_ENTRIES else self._usual
         return self._switch("numbers", STEP_ENTRIES if whole else usual, options, fresh=whole)
 
     def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
-        """Record with the Python stack of every allocation; False when the recorder is the script's.
+        """Record with the Python stack of every allocation; return False if the recorder is the script's.
 
         Requests to free are recorded too, unless only ``long`` is set: a phase's peak is found by them.
 
         Args:
-            long: use a ring of ``LONG_ENTRIES`` instead of the usual one. Begins a new history; without it the history
-                goes on if PyTorch can do that (``keeps_history``).
+            long: use a ring of ``LONG_ENTRIES`` and begin a new history. Otherwise the history continues if PyTorch can
+                do that (``keeps_history``).
             frees: record stacks of frees as well.
         """
         options = {"context": "all" if frees else "alloc", "stacks": "python"}
@@ -101,7 +101,7 @@ class Recording:
         return self._switch("stacks", LONG_ENTRIES if long else MAX_ENTRIES, options, fresh=long)
 
     def off(self) -> bool:
-        """Stop recording and discard the history; False when the recorder is the script's."""
+        """Stop recording and discard the history; return False if the recorder is the script's."""
         with self._lock:
             record = self._recorder()
             if self.by_script:
@@ -130,7 +130,7 @@ class Recording:
                 gc.enable()
 
     def _fewer(self) -> dict[str, Any]:
-        """Leave out requests to free, a third of all entries, where completions are enough."""
+        """Return options that leave out requests to free, a third of all entries; completions are enough."""
         self._recorder()
         return {"skip_actions": ["free_requested"]} if self._can_skip else {}
 
@@ -162,7 +162,7 @@ _real: Callable[..., None] | None = None
 
 
 def watch_script() -> Callable[..., None]:
-    """Notice from now on when the script switches the recorder; return PyTorch's own function."""
+    """Detect from now on switches of the recorder by the script; return PyTorch's own function."""
     global _real, _by_script
     if _real is not None:
         return _real
@@ -178,7 +178,7 @@ def watch_script() -> Callable[..., None]:
         return real(*args, **kwargs)
 
     _real = real
-    if torch.cuda.is_initialized():  # before, there is no allocator, and asking it would crash
+    if torch.cuda.is_initialized():  # before, there is no allocator, and a query would crash
         _by_script = bool(getattr(torch._C, "_cuda_isHistoryEnabled", bool)())
     memory._record_memory_history = recording
     if getattr(torch.cuda, "_record_memory_history", None) is real:

@@ -1,4 +1,4 @@
-"""Memory snapshots as files in the run's folder: bounded, and never fatal."""
+"""Writes memory snapshots into the run's folder, of limited size; a failure is returned, not raised."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ from typing import Any
 MOST_BYTES = 512 * 2**20
 """Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
 SPARE_BYTES = 512 * 2**20
-"""Room that is left on the disk for the run itself."""
+"""Space left on the disk for the run itself."""
 
 
 def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int, str]:

@@ -1,7 +1,7 @@
 """Takes memory snapshots on request: PyTorch's own, with the Python stacks of one whole step's allocations.
 
 Stacks cost 23 % of a step (measured on an H200), so they are recorded only from the request until one whole step has
-passed. Writing the snapshot then blocks the training, for a second or so on a large model: it was requested.
+passed. Writing the snapshot then blocks the training, for a second or so on a large model.
 """
 
 import time
@@ -14,7 +14,7 @@ from .capture_context import Answer, CaptureContext
 from .snapshot_file import write_snapshot
 
 STEPS = 2
-"""The step under way when the request came is half over; the one after it is whole."""
+"""Steps until the snapshot: the one under way at the request is incomplete, the next one is whole."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 40.0
 
 
@@ -27,7 +27,7 @@ class Snapshots:
     """Takes the snapshots of one rank; for the publisher thread.
 
     Args:
-        context: what the captures of this rank share.
+        context: shared by the captures of this rank.
         phase_marks: the phases of the last steps, written into each snapshot.
     """
 
@@ -38,10 +38,10 @@ class Snapshots:
         self._wanted: list[_Wanted] = []
         self._from_step = 0
         self._deadline = 0.0
-        """0: stacks are not being recorded yet; the recorder may still be in use elsewhere."""
+        """0: stacks are not recorded yet, as the recorder may be in use elsewhere."""
 
     def want(self, reason: str, answer: Answer) -> None:
-        """Schedule a snapshot once a step has been recorded, or none comes; ``answer`` is called with the result."""
+        """Schedule a snapshot after one recorded step, or after a time without one; ``answer`` receives the result."""
         if self._rank.device.memory.measure != "cuda":
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return
@@ -65,7 +65,7 @@ class Snapshots:
             log_error("a memory snapshot failed", error)
             note = f"{type(error).__name__}: {error}"
         finally:
-            self._recording.off()  # the reader of the numbers switches it on again
+            self._recording.off()  # the recorder of numbers switches it on again
             self._recording.release()
             self._deadline = 0.0
         for one in wanted:
@@ -86,7 +86,7 @@ class Snapshots:
         return True
 
     def _capture(self, reason: str) -> tuple[SnapshotTaken | None, str]:
-        """Write a snapshot; return it, and what is wrong with it or why there is none."""
+        """Write a snapshot; return it (None: there is none), and the problem in words."""
         import torch
 
         found: Any = torch.cuda.memory._snapshot()

@@ -1,8 +1,8 @@
 """Captures stacks for one phase: switched on by the training thread where that phase begins, and off where it ends.
 
-Python stacks make an allocation dearer (23 % of a step where all have them, measured on an H200), so they are recorded
-for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. The
-cost is measured: the phase's host time with stacks, beside its median over ordinary steps before.
+Python stacks slow allocations down (23 % of a step if all have them, measured on an H200), so they are recorded for one
+phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. The cost is
+measured: the phase's host time with stacks, and its median over earlier steps.
 """
 
 import statistics
@@ -22,7 +22,7 @@ MOST_STEPS = 3
 MOST_WANTS = 4
 USUAL_STEPS = 8
 AHEAD_STEPS = 3
-"""The recorder is reserved from this many steps before the one that is to be recorded."""
+"""Number of steps ahead of the recorded one for which the recorder is reserved."""
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
 
@@ -32,14 +32,14 @@ class _Want(NamedTuple):
     reason: Any
     answer: Answer
     patience: float
-    """Seconds to wait for its step, once it has the recorder or (doubled) until it gets it."""
+    """Seconds to wait for its step once it has the recorder; it waits twice as long for the recorder."""
 
 
 class StackCapture:
     """Finds the causes of one rank's transients, one at a time; for the publisher thread.
 
     Args:
-        context: what the captures of this rank share.
+        context: shared by the captures of this rank.
     """
 
     def __init__(self, context: CaptureContext) -> None:
@@ -59,7 +59,7 @@ class StackCapture:
         Args:
             phase: the phase; empty for the whole step.
             steps: number of steps, 1 to ``MOST_STEPS``.
-            from_step: not before this step; 0 for the next one.
+            from_step: the first step that may be recorded; 0 for the next one.
             reason: one of ``REASONS``; ``leak`` searches for memory that stayed, the others for transients.
             answer: called with the result.
         """
@@ -79,7 +79,7 @@ class StackCapture:
             self._begin()
 
     def note(self, step: Step) -> None:
-        """A step's message has been sent: either the armed one, or one more to know the usual from."""
+        """Handle a sent step: keep the armed one, or add an ordinary one to the usual host times."""
         armed = self._now.armed if self._now is not None else None
         if armed is not None and armed.borders and step.step >= armed.borders[0][0]:
             if armed.done and step.step == armed.borders[-1][0]:
@@ -90,7 +90,7 @@ class StackCapture:
             self._keep(record.name, record.host_us)
 
     def tick(self) -> None:
-        """Read the stacks of an armed step once its message has been sent; drop requests whose phase never came."""
+        """Read the stacks of an armed step once its message has been sent; drop requests whose phase did not occur."""
         if not self._wants:
             return
         self._begin()
@@ -113,7 +113,7 @@ class StackCapture:
             self._finish(want, False, f"{type(error).__name__}: {error}")
 
     def _begin(self) -> None:
-        """Acquire the recorder for a step that is near, when it is free; until then, others may use it."""
+        """Acquire the recorder for a step that is near, if it is free; drop requests that waited too long for it."""
         tracker, now = self._tracker, time.monotonic()
         for want in [
             want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now
@@ -140,7 +140,7 @@ class StackCapture:
         self._wants.remove(want)
         want.armed.withdraw()
         if self._was_off or want.armed.long:
-            self._recording.off()  # the reader of the numbers, if there is one, switches it on again
+            self._recording.off()  # the recorder of numbers, if there is one, switches it on again
         elif self._recording.mode != "off":
             self._recording.numbers()
         self._recording.release()

@@ -9,7 +9,7 @@ from ..phases.tracker import Tracker
 from .history import Recording
 
 PATIENCE_STEPS = 24
-"""A phase that has not come in this many steps is given up."""
+"""Number of steps without the phase after which the recording is given up."""
 
 
 class StackWindow:
@@ -18,10 +18,10 @@ class StackWindow:
     Args:
         recording: the recorder.
         tracker: the phase machine.
-        phase: whose allocations get stacks; empty for the whole step.
+        phase: the phase whose allocations get stacks; empty for the whole step.
         steps: number of steps.
-        from_step: not before this step.
-        long: with the long ring.
+        from_step: the first step that may be recorded.
+        long: whether to use the long ring.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StackWindow:
         self.spans: list[Span] = []
         """Every occurrence that was recorded."""
         self.borders: list[tuple[int, int]] = []
-        """The ends of the steps in which the phase came: number, and microseconds since the epoch."""
+        """Ends of the steps in which the phase occurred: step number, and microseconds since the epoch."""
         self.done = False
         self.failed = ""
         self.since = time.monotonic()
@@ -49,7 +49,7 @@ class StackWindow:
         self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Check one boundary."""
+        """Handle one phase boundary."""
         if self.done or self.failed:
             self.withdraw()
             return
@@ -65,7 +65,7 @@ class StackWindow:
         tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
 
     def host_us(self, step: Step) -> int:
-        """Return the phase's host time with stacks, switching included (of several steps: one step's share)."""
+        """Return the phase's host time with stacks in us, switching included (averaged over several steps)."""
         if not self.phase:
             return step.host_us
         record = step.phase(self.phase)
@@ -119,7 +119,7 @@ class StackWindow:
         start = time.perf_counter_ns()
         self.spans.append(Span(self._on_us, _now_us(), self._start_bytes))
         self._on_us = -1
-        # Where switching would clear the ring, the publisher does it once it has read.
+        # If switching would clear the ring, the publisher switches after reading it.
         if self._recording.keeps_history and not self.long:
             self._recording.numbers()
         self._switch_ns += time.perf_counter_ns() - start

@@ -1,7 +1,7 @@
-"""Catches failing allocations at that very moment, reports them to the hub, and (``--on-oom hold``) waits there.
+"""Detects failing allocations as they fail, reports them to the hub, and (``--on-oom hold``) waits there.
 
 On CUDA the allocator itself calls the handler, in the failing thread and before the stack unwinds. On the CPU the
-exception is the only source: a hook sees it on its way up, while its traceback keeps the frames alive.
+exception is the only source: it passes a hook while its traceback keeps the frames alive.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class AllocationFailures:
 
     Args:
         rank: this rank.
-        reporter: reports each of them.
+        reporter: reports each failed allocation.
         hold: the rank's hold at an out-of-memory error.
         check_device: checks whether the script has CUDA running.
     """
@@ -49,7 +49,7 @@ class AllocationFailures:
         self._hold = hold
         self._look_at_device = check_device
         self._watching = False
-        """CUDA's allocator reports failures."""
+        """Whether CUDA's allocator reports failures."""
 
     def await_cuda(self) -> None:
         """Make PyTorch's allocator report failures as soon as the script has CUDA running.
@@ -66,7 +66,7 @@ class AllocationFailures:
         def attach() -> None:
             try:
                 self.watch_cuda()
-            except Exception as error:  # it would be raised out of the script's own call
+            except Exception as error:  # it would be raised from the script's own call
                 guard.log_error("watching CUDA's allocator", error)
 
         lazy_call(attach)
@@ -99,7 +99,7 @@ class AllocationFailures:
         core._cuda_attach_out_of_memory_observer(observe)
 
     def report(self, error: BaseException) -> None:
-        """Report an exception of the CPU allocator about memory; any other is ignored, and so is a second report.
+        """Report an exception of the CPU allocator; other exceptions and repetitions are ignored.
 
         Also reports driver allocations outside PyTorch's allocator (NCCL, pinned memory).
         """
@@ -131,7 +131,7 @@ class AllocationFailures:
             )
 
     def _report_cuda(self, error: RuntimeError) -> None:
-        """Report PyTorch's error where its allocator reported none: CUDA came up unseen, or another one raised it."""
+        """Report PyTorch's error if its allocator reported none: CUDA started unseen, or another allocator failed."""
         with contextlib.suppress(AttributeError):
             error._ftmon_seen = True  # type: ignore[attr-defined]
         text = str(error)
@@ -168,7 +168,7 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
     """List the frames of a traceback, those above it included, outermost first, and the line each was at.
 
-    A frame that the exception has left may have moved on by now (to a ``finally``, say): its line is the traceback's.
+    A frame may have continued after the exception (in a ``finally``), so its line is the traceback's.
     """
     if trace is None:
         return [], []

@@ -1,4 +1,4 @@
-"""Memory in PyTorch's allocator at the moment of a failure, from its own snapshot: pieces, parts, stacks."""
+"""Memory in PyTorch's allocator at a failure, from its own snapshot: pieces, parts, stacks."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class Pieces(NamedTuple):
     free: int
     blocks: int
     usable: int
-    """In pieces that serve requests of the size that failed, on its stream."""
+    """Free bytes in pieces that serve requests of the failed size, on its stream."""
     largest: int
-    """The largest of those."""
+    """The largest of those pieces."""
     expandable: bool
 
 
@@ -96,14 +96,14 @@ def parts(
 ) -> tuple[dict[str, int], str]:
     """Divide the allocated bytes into the parts of ``protocol.messages.memory.PARTS``; they add up to it exactly.
 
-    A block with a known storage belongs to that storage's part. The others go by the phase in which they were
-    allocated: in a forward, activations; in the phase that failed, its temporaries.
+    A block with a known storage belongs to that storage's part. The part of any other block follows from the phase of
+    its allocation: activations in a forward, temporaries in the phase that failed.
 
     Args:
         segments: of one device.
         trace: its recorded entries, oldest first; empty where nothing was recorded.
-        known: parts of the storages found by walking, by address.
-        marks: of the step in the making.
+        known: parts of the known storages, by address.
+        marks: of the unfinished step.
         offset_ns: offset from a mark's time to nanoseconds since the epoch.
         phase: the phase that failed.
 

@@ -1,4 +1,4 @@
-"""A console in the frame in which an allocation failed: Python, and a few helpers to list tensors and free them."""
+"""Python console in the frame of a failed allocation, with helpers to list and free tensors."""
 
 import ast
 import ctypes
@@ -28,7 +28,7 @@ Any other Python runs in the frame: an expression is shown, names that are assig
 
 
 class Console:
-    """Runs code in frames; for the thread those frames belong to, or one that works for it.
+    """Runs code in frames; for the frames' own thread, or a thread that works for it.
 
     Args:
         frames: outermost first.
@@ -42,18 +42,18 @@ class Console:
         self._requested = requested
         self._device = device
         self._running: list[dict[str, Any]] = []
-        """The names that running code sees: they hold what they name."""
+        """Namespaces of running code, which keep their values alive."""
 
     @property
     def place(self) -> str:
-        """The frame it is in, ``model.py:40 forward``."""
+        """The console's present frame, as ``model.py:40 forward``."""
         if not self._frames:
             return "no Python frame"
         frame = self._frames[self._at]
         return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
     def run(self, text: str) -> tuple[str, str]:
-        """Run code in the present frame; return its printed output and value, and the error in one line (or empty)."""
+        """Run code in the present frame; return its output and value, and the error in one line (or empty)."""
         output = _Output()
         failed = ""
         with output:
@@ -77,7 +77,7 @@ class Console:
         code = compile(tree, "<console>", "exec")
         frame = self._frames[self._at] if self._frames else None
         local: Any = frame.f_locals if frame is not None else {}
-        # One dictionary for all, so that functions and comprehensions in the code see the frame's names.
+        # One dictionary for globals and locals, so that functions and comprehensions in the code see the frame's names.
         helpers = self._helpers()
         names: dict[str, Any] = {**(frame.f_globals if frame is not None else {}), **helpers, **local}
         before = dict(names)
@@ -241,10 +241,10 @@ class _Output:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no output is buffered."""
 
     def isatty(self) -> bool:
-        """It is no terminal."""
+        """Return False: no terminal."""
         return False
 
     def text(self) -> str:

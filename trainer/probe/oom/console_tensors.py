@@ -1,4 +1,4 @@
-"""The live tensors of a process by size, with the names they have in frames and in the model."""
+"""Live tensors of a process by size, with their names in frames and in the model."""
 
 import gc
 from collections.abc import Sequence

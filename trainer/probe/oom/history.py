@@ -5,11 +5,11 @@ import math
 from ....protocol.messages.telemetry import Step
 
 STARTS = 64
-"""Beginnings of steps that are kept; thinned out evenly as they become more, so that they reach back to the first."""
+"""Number of step beginnings kept; they are thinned out evenly, so that they cover all steps since the first."""
 
 
 class OomHistory:
-    """The largest batch, the highest peak so far, and the allocated bytes as steps began."""
+    """The largest batch, the highest peak so far, and the allocated bytes at the beginning of steps."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -21,7 +21,7 @@ class OomHistory:
         self._seen = 0
 
     def note(self, step: Step) -> None:
-        """Process a finished step."""
+        """Record a finished step."""
         self.note_shape(step.batch_shape, step.step)
         peak = step.peak_phase
         if peak is not None:
@@ -31,13 +31,13 @@ class OomHistory:
             self._seen += 1
 
     def note_shape(self, shape: list[int], step: int) -> None:
-        """Process the batch of a finished step; a second time changes nothing."""
+        """Record the batch of a finished step; a second call changes nothing."""
         size = math.prod(shape) if shape else 0
         if size > self._largest:
             self._largest, self.largest_shape, self.largest_shape_step = size, shape, step
 
     def starts(self) -> list[int]:
-        """Return bytes allocated as steps began, oldest first, evenly spaced."""
+        """Return the bytes allocated at the beginning of steps, oldest first, evenly spaced."""
         return list(self._starts)
 
     def _add(self, start: int) -> None:

@@ -42,7 +42,7 @@ class Hold:
         self.seconds = max(0.0, options.hold_timeout)
         """The hold ends by itself after this long; 0: never."""
         self.since = 0.0
-        """Since when the rank is held, seconds since the epoch; 0: it is not."""
+        """Time at which the hold began, seconds since the epoch; 0: the rank is not held."""
         self._thread = 0
         self._busy = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class Hold:
 
     @property
     def here(self) -> bool:
-        """Whether the calling thread is the held one: its allocations now are the console's."""
+        """Whether the calling thread is the held one, so that its allocations are the console's."""
         return bool(self.since) and self._thread == threading.get_ident()
 
     def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:
@@ -61,8 +61,8 @@ class Hold:
 
         Args:
             frames: the stack, outermost first; the last one is where the allocation failed.
-            requested: bytes that were asked for.
-            device: the torch device they were asked of.
+            requested: bytes of the failed request.
+            device: the torch device of the request.
         """
         if not self.wanted or not self._entering.acquire(blocking=False):
             return
@@ -120,7 +120,7 @@ class Hold:
         return ""
 
     def release(self) -> bool:
-        """Release the rank, interrupting running code of a console; False when it is not held."""
+        """Release the rank, interrupting running code of a console; return False if it is not held."""
         if not self.since:
             return False
         with self._lock:

@@ -1,4 +1,4 @@
-"""Effect of a hold on the other ranks: how long they wait in a collective before they give up."""
+"""Effect of a hold on the other ranks: the time limit of their collectives."""
 
 import sys
 from typing import Any

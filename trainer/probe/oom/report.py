@@ -1,4 +1,4 @@
-"""Everything about one failed allocation that the rank itself knows, gathered before Python unwinds."""
+"""Reports a failed allocation with everything that the rank knows, collected before Python unwinds."""
 
 import os
 import resource
@@ -30,19 +30,19 @@ from .hold import Hold
 from .peers import peers
 
 FULL_REPORTS = 3
-"""A script may catch the error and try again, many times: only the first few are worth a snapshot each."""
+"""Number of full reports, with a snapshot each: a script may catch the error and try again many times."""
 _FRAMES = 40
 _LIMIT_SLACK = 2**20
 
 
 class Failed:
-    """A failed allocation as its witness saw it.
+    """A failed allocation as the allocator or the exception reported it.
 
     Args:
-        requested: bytes that were sought.
+        requested: bytes of the failed request.
         free: bytes the device (or the host) had free.
-        total: bytes there are, or that the process may use where a limit is set.
-        message: the words that go with it.
+        total: bytes of the device (or the host), or the process's limit if one is set.
+        message: text of the error.
         frames: the stack, outermost first; empty where the allocating thread has no Python frames.
         lines: the line each frame is at.
         device: the CUDA device's index; None: the host's memory.
@@ -104,9 +104,9 @@ class OomReporter:
         """Allocations that failed so far."""
 
     def send_report(self, failed: Failed) -> bool:
-        """Send everything known of a failed allocation; returns whether the rank is to be held now."""
+        """Send the report of a failed allocation; return whether the rank is to be held now."""
         if not stack_words(failed.frames, failed.lines):
-            # A backward pass runs in threads of C++; the training thread waits for them where it called it.
+            # A backward runs in threads of C++; the training thread waits for them in its call.
             failed.frames = _frames_of_thread(self._rank.guard.thread)
             failed.lines = [frame.f_lineno for frame in failed.frames]
             failed.stack_of = "training"
@@ -121,7 +121,7 @@ class OomReporter:
         ):
             try:
                 oom = add(failed, oom)
-            except Exception as error:  # one part that fails must not cost the rest
+            except Exception as error:  # an error in one part must not lose the rest
                 guard.log_error(add.__name__.strip("_").replace("_", " "), error)
         self._outbox.hand_over(oom)
         return oom.held
@@ -242,7 +242,7 @@ class OomReporter:
         note = "the CPU has no allocator that could be recorded"
         parts = self._storages(None).by_part()
         rest = oom.allocated_bytes - sum(parts.values())
-        if rest < 0:  # tensors that are mapped from files, or shared, are none of malloc's
+        if rest < 0:  # tensors that are mapped from files, or shared, are not malloc's
             return msgspec.structs.replace(oom, snapshot_note=note)
         return msgspec.structs.replace(
             oom,
@@ -280,7 +280,7 @@ class OomReporter:
 
 
 def stack_words(frames: Sequence[FrameType], lines: Sequence[int]) -> list[str]:
-    """Write frames as ``file:line function``, innermost last; the probe's own are left out."""
+    """Return frames as ``file:line function``, innermost last, without the probe's own."""
     own = os.path.dirname(os.path.dirname(__file__))
     return [
         f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
@@ -303,7 +303,7 @@ def host_room() -> tuple[int, int, str]:
 
 
 def _cuda_now(device: int | None) -> tuple[int, int]:
-    """Read allocated and reserved bytes of a device that the probe has not met yet."""
+    """Return allocated and reserved bytes of a device that the probe does not know yet."""
     import torch
 
     try:

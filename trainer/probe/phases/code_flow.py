@@ -1,4 +1,4 @@
-"""Control flow of a function, from its bytecode: its loops, and what can follow what in one round of them."""
+"""Control flow of a function, from its bytecode: its loops, and which positions can follow others in one round."""
 
 import bisect
 import dis
@@ -39,9 +39,9 @@ def within(loop: Span, position: int) -> bool:
 
 
 def can_follow(code: CodeType, first: int, second: int) -> bool:
-    """Return whether control can come from one position to another while no loop around both goes on.
+    """Return whether control can pass from one position to another within one iteration of the loops around both.
 
-    It cannot from one branch of an ``if`` to the other, nor past a ``continue``.
+    It cannot pass from one branch of an ``if`` to the other, nor past a ``continue``.
     """
     instructions = list(dis.get_instructions(code))
     offsets = [instruction.offset for instruction in instructions]

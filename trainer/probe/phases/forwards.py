@@ -7,11 +7,11 @@ A forward with gradients of a model in training mode is training. Otherwise:
 - A trained model in evaluation mode is an evaluation; in training mode without gradients (a LoRA policy that is its own
   reference, old log-probabilities) it is part of the step, unless it began between two steps.
 
-Uncertain cases are decided by later events: a forward with gradients or a backward makes the stretch since the last
-fetch part of the training step, and another fetch from the same dataloader makes it an evaluation.
+Later events decide uncertain cases: a forward with gradients or a backward makes the stretch since the last fetch part
+of the training step; another fetch from the same dataloader makes it an evaluation.
 
-Some scripts let several batches of a dataloader go forward without gradients, and then all of them with gradients
-(gradient caching). The first of the latter tells; then further fetches make no evaluation.
+Some scripts run the forwards of several batches of a dataloader without gradients, and then all of them again with
+gradients (gradient caching). Once the first of these is seen, further fetches make no evaluation.
 """
 
 import weakref
@@ -26,7 +26,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def updates_parameters(engine: Any) -> bool:
-    """Whether a DeepSpeed engine has an optimizer of parameters; one for inference has ZeRO's wrapper around none."""
+    """Return whether a DeepSpeed engine has an optimizer of parameters; for inference ZeRO's wrapper is empty."""
     return getattr(engine, "basic_optimizer", getattr(engine, "optimizer", None)) is not None
 
 
@@ -59,40 +59,40 @@ class Forwards:
         self._seen: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._latest: Any = _nothing
-        """Weak reference to the optimizer that was added last, or added again."""
+        """Weak reference to the latest argument of ``add_optimizer``."""
         self._version = 0
         self._matched = False
-        """A module whose parameters a known optimizer updates was found."""
+        """Whether a module was found whose parameters a known optimizer updates."""
         self._open: list[tuple[int, str]] = []
-        """Undecided marks: index into ``_marks``, and the phase it has if the stretch is training (else ``eval``)."""
+        """Undecided marks: index into ``_marks``, and the mark's phase if the stretch is training (else ``eval``)."""
         self._marks: Any = None
         self._has_graph = False
-        """The trained model went forward with gradients, and the backward is still to come."""
+        """Whether the trained model had a forward with gradients and no backward since."""
         self._trains_in_eval_mode = False
-        """A backward followed a forward in evaluation mode: the flag proves nothing here (frozen batch norms)."""
+        """Whether a backward followed a forward in evaluation mode, which then is no evidence (frozen batch norms)."""
         self.recomputes = False
-        """Batches go forward in training mode without gradients first, and with gradients later in the step."""
+        """Whether batches have a forward without gradients, in training mode, before that with gradients."""
         self._in_training_mode = False
-        """The undecided forwards were of a model in training mode."""
+        """Whether the undecided forwards were of a model in training mode."""
         self._evaluated: list[tuple[int, str]] = []
-        """Those of them, as ``_open``, that another fetch has made an evaluation; no other loader was fetched since."""
+        """Marks, as in ``_open``, that another fetch from the same loader made an evaluation."""
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Add an optimizer: the models whose parameters it updates are trained."""
         if self._latest() is optimizer:
-            return  # a weak set makes a reference for each question
+            return  # a lookup in a weak set creates a reference
         self._latest = weakref.ref(optimizer)
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._version += 1
 
     def is_sole(self, optimizer: Any) -> bool:
-        """Whether all optimizers update the same parameters as this one (one wraps another)."""
+        """Return whether all optimizers update the same parameters as this one (one wraps another)."""
         mine = _first_parameter(optimizer)
         return mine is not None and all(_first_parameter(other) is mine for other in self._optimizers)
 
     def has_sole(self, module: Any) -> bool:
-        """Whether all optimizers update the same parameters, and ``module`` has them."""
+        """Return whether all optimizers update the same parameters, and ``module`` has them."""
         optimizer = next(iter(self._optimizers), None)
         if optimizer is None or not self.is_sole(optimizer):
             return False
@@ -100,7 +100,7 @@ class Forwards:
         return any(parameter is mine for parameter in module.parameters())
 
     def is_whole(self, module: Any) -> bool:
-        """Whether ``module`` has all parameters of an optimizer: it is a trained model, not a layer of one."""
+        """Return whether ``module`` has all parameters of an optimizer: it is a trained model, not a layer of one."""
         own = {id(parameter) for parameter in module.parameters()}
         return any(
             all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
@@ -108,11 +108,11 @@ class Forwards:
         )
 
     def is_trained(self, module: Any) -> bool:
-        """Whether an optimizer updates this module's parameters; where none is known, whether any wants gradients."""
+        """Return whether an optimizer updates this module's parameters; without one, whether any requires gradients."""
         return self._see(module).trained
 
     def judge(self, module: Any) -> str:
-        """Note that ``module`` goes forward and move to its phase.
+        """Handle the start of a module's forward: move to its phase.
 
         Returns:
             ``train``: the trained model's own forward of a micro-step; ``part``: another forward of the training step;
@@ -139,7 +139,7 @@ class Forwards:
         return self._without_training(training, grad)
 
     def settle(self, training: bool) -> bool:
-        """Decide the undecided stretch, if there is one: relabel its marks; returns whether it changed any label."""
+        """Relabel the marks of the undecided stretch, if there is one; return whether any label changed."""
         if not self._open:
             return False
         opened, self._open = self._open, []
@@ -152,7 +152,7 @@ class Forwards:
         return changed
 
     def fetching(self, again: bool) -> bool:
-        """A batch is fetched (``again``: from the last one's dataloader); returns whether that was evaluation."""
+        """Handle a fetch (``again``: from the last dataloader); return whether the stretch before was an evaluation."""
         self._has_graph = False
         if not again:
             self._evaluated = []
@@ -166,11 +166,11 @@ class Forwards:
         return True
 
     def exhausted(self) -> None:
-        """The dataloader has no batch left: what was an evaluation stays one."""
+        """Handle the end of the dataloader: past evaluations are final."""
         self._evaluated = []
 
     def going_backward(self) -> bool:
-        """Mark the undecided stretch as training, at a backward's begin; return whether an ``eval`` one became so."""
+        """Handle a backward: the undecided stretch is training. Return whether its phase was ``eval``."""
         self._has_graph = False
         if not self._open:
             return False
@@ -181,13 +181,13 @@ class Forwards:
         return was_eval and changed
 
     def end_step(self) -> None:
-        """A step has ended: nothing of it is undecided."""
+        """Handle the end of a step: clear everything undecided."""
         self._open = []
         self._evaluated = []
         self._has_graph = False
 
     def _train_after_all(self) -> None:
-        """Batches that were evaluated, by all appearance, go forward with gradients: they are the training step's."""
+        """Relabel batches that appeared to be evaluated and now have a forward with gradients: they are the step's."""
         tracker, evaluated = self._tracker, self._evaluated
         self._evaluated = []
         if self._marks is not tracker.marks:
@@ -222,7 +222,7 @@ class Forwards:
         return "eval"
 
     def _in_step(self) -> bool:
-        """Whether the step in the making has begun: something was fetched or generated for it."""
+        """Return whether the present step has begun: something was fetched or generated for it."""
         if self._tracker.phase in ("data", "forward"):
             return True
         return any(mark.phase in ("data", "generate", "forward") for mark in self._tracker.marks)
@@ -260,7 +260,7 @@ class Forwards:
         matched = self._is_updated(module)
         if matched and not self._matched:
             self._matched = True
-            self._version += 1  # forwards that only missed gradients are judged again
+            self._version += 1  # modules judged by ``requires_grad`` are judged again
         trained = matched or (not self._matched and any(each.requires_grad for each in module.parameters()))
         return Seen(weakref.ref(own_model(module)), trained, self._version)
 

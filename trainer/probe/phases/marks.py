@@ -1,20 +1,20 @@
-"""Raw marks and notes that the training thread hands over, interpreted on the publisher thread."""
+"""Raw marks and notes that the training thread records and the publisher thread interprets."""
 
 from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """A phase's beginning (and so its predecessor's end)."""
+    """The beginning of a phase, which ends the previous one."""
 
     phase: str
-    """Empty: the phase before goes on, and only the peak in ``memory`` counts (the script reset its counters)."""
+    """Empty: the previous phase continues, and only the peak in ``memory`` counts (the script reset its counters)."""
     ns: int
     """``time.perf_counter_ns``."""
     memory: Any
-    """The memory back end's raw sample, its peaks those since the mark before; None: the next mark's figures serve.
-    The same object as in the mark before that has one: nothing was measured in between."""
+    """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures.
+    The same object as in an earlier mark: nothing was measured in between."""
     event: Any
-    """A recorded CUDA event, or None; where ``memory`` is None too, the next mark's event serves."""
+    """A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event."""
     collectives: int
     """Collective calls entered so far."""
     collective_ns: int
@@ -25,10 +25,10 @@ class Counts(NamedTuple):
     """Counts of one micro-batch, by the training loop."""
 
     tokens: int
-    """Without padding."""
+    """Tokens without padding."""
     label_tokens: int
     pairs: int
-    """Pairs of query and key that attention computes, across no two documents; 0: not known."""
+    """Pairs of query and key that attention computes within documents; 0: not known."""
     longest: int
     """Tokens of the longest document; 0: not known."""
     samples: int | None = None
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 class BatchesNoted(NamedTuple):
-    """How much of micro-batches is noted: samples and tokens, entries of ``Notes.tokens`` and ``labels``, the shape."""
+    """State of the notes on batches: samples and tokens, lengths of ``Notes.tokens`` and ``labels``, the shape."""
 
     samples: int = 0
     padded_tokens: int = 0
@@ -46,7 +46,7 @@ class BatchesNoted(NamedTuple):
 
 
 class Notes:
-    """Notes of a step in the making. Numbers may still be in transfer from the device (see ``values``)."""
+    """Notes of an unfinished step. Numbers may still be in transfer from the device (see ``values``)."""
 
     __slots__ = (
         "accumulation",
@@ -85,17 +85,17 @@ class Notes:
         self.gradient_losses: list[Any] = []
         """Losses whose gradients the script took with ``autograd.grad``: those of the step if it has no backward."""
         self.sum_losses = False
-        """The script divides its micro-steps' losses itself, so they add up to the step's loss."""
+        """Whether the script divides its micro-steps' losses itself, so that they add up to the step's loss."""
         self.reported: list[Any] = []
         """Losses of micro-steps as the script reported them."""
         self.trainer_losses: list[Any] = []
         """Results of a Trainer's ``training_step``; they add up to the step's loss."""
         self.accumulation = 0
-        """Micro-steps that the engine, or a pipeline's schedule, divides losses by; 0: neither does."""
+        """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
         self.added_ranks = 1.0
-        """Ranks whose losses add up: a rank's loss is multiplied by it, so that their mean is the sum."""
+        """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
         self.divisors: set[int] = set()
-        """Numbers of micro-batches that the script has divided losses by; one set for all steps."""
+        """Numbers of micro-batches by which the script has divided losses; one set for all steps."""
         self.fetches: dict[int, int] = {}
         """Batches fetched for training, by dataloader iterator."""
         self.fetch_ns = 0
@@ -103,7 +103,7 @@ class Notes:
         self.parts: list[PartNotes] = []
         """With several engines or optimizers: the notes of each update of the step, in order."""
         self.first = 0
-        """The one whose figures are the step's."""
+        """Key of the engine or optimizer whose figures are the step's."""
         self.labels: list[Any] = []
         """Label tensors of the micro-batches whose loss is a mean over them."""
         self.reported_loss: float | None = None
@@ -113,8 +113,8 @@ class Notes:
         self.overflow = False
         self.micro_steps = 0
         self.discarded: Any = None
-        """Where gradients were set to zero after a backward and before any update (``rounds.Site``): the next backward
-        is of the same batch again (SAM's second pass), or of another one if a batch is fetched or a loop goes on."""
+        """Where gradients were set to zero after a backward and before any update (``rounds.Site``). The next backward
+        is of the same batch (SAM's second pass), or of another one if a batch is fetched or a loop advances."""
         self.repeats = 0
         """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
         self.shape: list[int] = []
@@ -125,26 +125,26 @@ class Notes:
         self.samples = 0
         self.padded_tokens = 0
         self.tokens: list[Any] = []
-        """A number for each micro-batch, or its mask, to be counted by the publisher."""
+        """Token count of each micro-batch, or its mask, which the publisher counts."""
         self.waits: list[tuple[str, Any, Any]] = []
-        """Where the stream waited for other ranks: the phase, and the CUDA events at both ends."""
+        """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
 
     def use_gradient_losses(self) -> None:
-        """The step ends: if it had no backward, its losses are those whose gradients the script took."""
+        """At a step's end without a backward, use the losses whose gradients the script took."""
         if self.gradient_losses and not self.micro_steps:
             self.micro_steps, self.losses = len(self.gradient_losses), self.gradient_losses
 
     def batches(self) -> BatchesNoted:
-        """Return how much of micro-batches is noted, for ``restore_batches``."""
+        """Return the state of the notes on batches, for ``restore_batches``."""
         return BatchesNoted(self.samples, self.padded_tokens, len(self.tokens), len(self.labels), self.shape)
 
     def restore_batches(self, before: BatchesNoted) -> None:
-        """Remove what was noted of micro-batches since ``before``: they are not trained on."""
+        """Remove the batches noted since ``before``: they are not trained on."""
         self.samples, self.padded_tokens, tokens, labels, self.shape = before
         del self.tokens[tokens:], self.labels[labels:]
 
     def drop_batch(self) -> None:
-        """Remove the batch whose backward has run and whose gradients were set to zero: the script left it out."""
+        """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
         self.discarded, self.micro_steps, self.losses = None, 0, []
         self.restore_batches(BatchesNoted())
 
@@ -159,17 +159,17 @@ class PartNotes(NamedTuple):
 
 
 class ClosingRaw(NamedTuple):
-    """Phases of the training thread after its last step, for the record that closes a rank's; no update."""
+    """Phases of the training thread after its last step, for the rank's closing record; no update."""
 
     raw: "StepRaw"
 
 
 class StepRaw(NamedTuple):
-    """One finished optimizer update as the training thread saw it."""
+    """One finished optimizer update as the training thread recorded it."""
 
     number: int
     marks: list[Mark]
-    """The last one is the step's end and the next step's beginning."""
+    """Marks of the step; the last one is also the next step's first."""
     ended: float
     """Seconds since the epoch at the last mark."""
     notes: Notes

@@ -7,7 +7,7 @@ from typing import Any
 from .marks import StepRaw
 
 LIMIT = 20_000
-"""Items waiting for the publisher; beyond it they are dropped and counted: a stuck publisher costs no memory."""
+"""Limit of queued items; further ones are dropped and counted, so that a stuck publisher costs no memory."""
 
 
 class Outbox:
@@ -18,33 +18,33 @@ class Outbox:
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
         self.pending: deque[StepRaw] = deque()
-        """Steps the publisher has received and not sent yet: the device has not passed their ends."""
+        """Steps that the publisher has received and not sent: the device has not passed their ends."""
         self.overflowed = 0
         """Items dropped because the queue was full."""
         self.steps_done = 0
-        """Steps this process has finished, whatever their numbers."""
+        """Number of steps this process has finished, independent of their numbering."""
 
     def hand_over(self, item: Any) -> None:
-        """Hand an item to the publisher."""
+        """Queue an item for the publisher."""
         if len(self.items) < LIMIT:
             self.items.append(item)
         else:
             self.overflowed += 1
 
     def hand_over_step(self, raw: StepRaw) -> None:
-        """Hand a finished step to the publisher."""
+        """Queue a finished step for the publisher."""
         self.steps_done += 1
-        if len(self.items) < LIMIT:  # spelled out: once a step on the training thread
+        if len(self.items) < LIMIT:  # not by ``hand_over``: runs once a step on the training thread
             self.items.append(raw)
         else:
             self.overflowed += 1
 
     def send_hello(self) -> None:
-        """Make the publisher send this rank's hello, again if it has already."""
+        """Make the publisher send this rank's hello again."""
         self.hand_over("hello")
 
     def unsent_steps(self) -> list[StepRaw]:
-        """List the finished steps without a message yet, oldest first; any thread."""
+        """Return the finished steps without a message yet, oldest first; any thread."""
         for _ in range(5):
             with contextlib.suppress(RuntimeError):  # the publisher removed one meanwhile
                 return [*self.pending, *(item for item in self.items if isinstance(item, StepRaw))]

@@ -1,4 +1,4 @@
-"""Usual time of a step, the unit of a stop, an arming and every patience."""
+"""Usual time of a step, the unit of stop proposals, stack captures and time limits."""
 
 from collections import deque
 from statistics import median
@@ -7,7 +7,7 @@ _STEPS = 9
 
 
 class Pace:
-    """The median of the last steps: a first one that compiles, or a last one with half a batch, is no measure."""
+    """Median time of the last steps: a first step that compiles, or a last one with half a batch, has no effect."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_STEPS)

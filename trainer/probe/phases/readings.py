@@ -1,4 +1,4 @@
-"""Memory figures of a step's marks, and where a step begins among them. Pure functions."""
+"""Memory figures of a step's marks, and the mark at which a step begins. Pure functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from .marks import Mark
 
 
 def first_of_step(marks: list[Mark]) -> int:
-    """Return the index of the mark a step is counted from: its first, or where start-up has ended.
+    """Return the index of a step's first mark, or of the end of start-up.
 
     Checkpoints saved or loaded during start-up are part of ``init``.
     """
@@ -20,7 +20,7 @@ def first_of_step(marks: list[Mark]) -> int:
 
 
 def lend_events(marks: list[Mark]) -> list[Mark]:
-    """Set the device event of marks that are a time alone to that of the next mark: nothing is launched in between."""
+    """Give marks without figures the device event of the next mark: no kernel is launched in between."""
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
         if found[place].memory is None:
@@ -29,9 +29,9 @@ def lend_events(marks: list[Mark]) -> list[Mark]:
 
 
 def readings(marks: list[Mark], read: Callable[[Any], Reading]) -> list[Reading]:
-    """Return every mark's figures; marks without figures of their own have those of the next mark that has them.
+    """Return every mark's figures; a mark without figures has those of the next mark with figures.
 
-    The peak since the mark before them goes to the phase that was under way then, not to what followed it.
+    The peak since the mark before it belongs to the phase before it, not to the following one.
     """
     found: list[Reading] = []
     waiting = 0

@@ -1,10 +1,10 @@
 """Groups updates of several engines or optimizers into rounds of the training loop: one round is one step of the run.
 
 The order of updates is no evidence: critic, critic, critic, actor may be a round with an inner loop over the critic,
-or three rounds of a loop in which the actor updates in every third. The code decides: every update has a place, the
-calls that led to it, and the loops of the frame in which the places of two updates part are known from its bytecode.
-Control that has jumped back is in the next round, unless it jumped within an inner loop that leaves another update out.
-It has also jumped back from one branch of an ``if`` to the other.
+or three rounds of a loop in which the actor updates in every third. The code decides. The place of an update is its
+call stack. Two places part in one frame, and that frame's bytecode shows its loops. Control that has jumped back is in
+the next round, unless it jumped within an inner loop that excludes another update. Going from one branch of an ``if``
+to the other is also a jump back.
 """
 
 import os
@@ -19,27 +19,27 @@ from .code_flow import can_follow, loops, within
 LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 """Folders of the probe and of PyTorch, whose frames are no place in a script."""
 INNER_LIMIT = 128
-"""Updates of one optimizer in one round; an inner loop that makes more is one over data."""
+"""Limit of one optimizer's updates in one round; an inner loop with more is a loop over data."""
 _ALONE = 2
-"""After so many rounds of one alone, another one at the same place is no part of them."""
+"""After this many rounds of one updater alone, another updater at the same place is no part of them."""
 _KEPT_SITES = 4
-"""Places kept for each updater: those it updated at last."""
+"""Latest places kept for each updater."""
 _KEPT_ROUNDS = 32
-"""Different rounds that are remembered."""
+"""Limit of different rounds kept."""
 
 Site = tuple[tuple[CodeType, int], ...]
-"""Place of an update: the code and the position in it (a byte offset) of every frame, the outermost first."""
+"""Call stack of an update: code and position in it (a byte offset) of every frame, outermost first."""
 
 
 class Place:
-    """A place at which some engines or optimizers have updated."""
+    """A place at which engines or optimizers have updated."""
 
     __slots__ = ("keys", "site")
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.keys: set[int] = set()
-        """Keys of those that have."""
+        """Keys of the engines or optimizers that updated here."""
 
 
 class Entry(NamedTuple):
@@ -49,19 +49,19 @@ class Entry(NamedTuple):
     """Key of the engine or optimizer that updated."""
     place: Place
     exhausted: bool = False
-    """A dataloader came to its end between the update before and this one."""
+    """Whether a dataloader was exhausted between the previous update and this one."""
     freed: bool = False
-    """The engine or optimizer of the update before has been freed since."""
+    """Whether the engine or optimizer of the previous update has been freed."""
     fetched: bool = False
-    """A batch was fetched between the update before and this one."""
+    """Whether a batch was fetched between the previous update and this one."""
 
 
 def call_site(frame: FrameType | None, skipped: tuple[str, ...] = ()) -> Site:
-    """Return the place of a call. Frames are not kept: they would keep their variables alive.
+    """Return the place of a call, without references to frames, which would keep their variables alive.
 
     Args:
         frame: frame of the call.
-        skipped: folders of libraries whose innermost frames do not count: there are loops in PyTorch's own ``step``.
+        skipped: folders of libraries whose innermost frames are left out (PyTorch's own ``step`` has loops).
     """
     found: list[tuple[CodeType, int]] = []
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
@@ -74,7 +74,7 @@ def call_site(frame: FrameType | None, skipped: tuple[str, ...] = ()) -> Site:
 
 
 class Rounds:
-    """Splits a sequence of updates into rounds, by all places that updates were seen at."""
+    """Splits a sequence of updates into rounds, by the places of all updates so far."""
 
     def __init__(self) -> None:
         self._places: list[Place] = []
@@ -86,19 +86,19 @@ class Rounds:
         self._branches: dict[tuple[int, int], bool] = {}
         """Whether two places are branches, by the ids of both."""
         self._loose: set[int] = set()
-        """Keys of those that update in an inner loop over data, where every update is a round."""
+        """Keys of updaters in an inner loop over data, where every update is a round."""
         self._closed: dict[tuple[int, ...], int] = {}
         """Number of rounds so far, by the keys that updated in them, in order."""
         self._held: list[Entry] = []
-        """Updates that are over, of rounds that are not."""
+        """Finished updates of unfinished rounds."""
         self._counts: dict[int, int] = {}
         """Number of updates held, by key."""
         self._similar: list[tuple[int, ...]] = []
-        """Keys of the closed rounds that begin with those held."""
+        """Keys of the closed rounds that begin with the updates held."""
         self._may_go_on: dict[tuple[int, ...], bool] = {}
-        """Whether rounds may have further updates, by the ids of the places of theirs so far."""
+        """Whether a round may have further updates, by the ids of its places so far."""
         self._unsplit = False
-        """The updates held may be of several rounds: since they were split, a place was learned or a round closed."""
+        """Whether the updates held may be of several rounds, as a place was added or a round closed since the split."""
 
     @property
     def width(self) -> int:
@@ -111,14 +111,14 @@ class Rounds:
         return tuple(entry.key for entry in self._held)
 
     def note(self, key: int, site: Site, exhausted: bool = False, freed: bool = False, fetched: bool = False) -> Entry:
-        """Learn the place of an update that begins.
+        """Record the place of an update that begins.
 
         Args:
             key: key of the engine or optimizer.
             site: where it updates.
-            exhausted: a dataloader came to its end since the update before.
-            freed: the engine or optimizer of the update before has been freed since.
-            fetched: a batch was fetched since the update before.
+            exhausted: whether a dataloader was exhausted since the previous update.
+            freed: whether the engine or optimizer of the previous update has been freed.
+            fetched: whether a batch was fetched since the previous update.
         """
         own = self._own.setdefault(key, [])
         place = next((each for each in own if each.site == site), None)
@@ -127,23 +127,23 @@ class Rounds:
         return Entry(key, place, exhausted, freed, fetched)
 
     def over(self, entry: Entry, waits: bool = False) -> list[int]:
-        """Return the lengths of the rounds, of the updates held, that are over as an update begins.
+        """Return the lengths of the rounds, among the updates held, that end before an update.
 
         Args:
-            entry: the update.
-            waits: leave that to the next update.
+            entry: the update, which begins.
+            waits: whether to leave the decision to the next update.
         """
         self._unsplit |= waits
         if waits or not self._held:
             return []
         if self._unsplit or self._is_over_data(self._held[-1], self._counts, entry):
             found = [len(each) for each in self.split([*self._held, entry])[:-1]]
-            self._unsplit = bool(found)  # the rounds that are closed now may tell more of the last one
+            self._unsplit = bool(found)  # closing these rounds may decide the last one
             return found
         return [len(self._held)] if self._begins(self._held[-1], self._counts, entry) else []
 
     def add(self, entry: Entry) -> None:
-        """Hold an update that is over."""
+        """Hold a finished update."""
         self._held.append(entry)
         self._counts[entry.key] = self._counts.get(entry.key, 0) + 1
         length = len(self._held)
@@ -152,9 +152,9 @@ class Rounds:
         self._similar = [keys for keys in self._similar if len(keys) >= length and keys[length - 1] == entry.key]
 
     def is_whole(self) -> bool:
-        """Return whether a round is over with the update added last, by comparison with similar rounds.
+        """Return whether the latest update ends its round, by comparison with similar rounds.
 
-        It is not where the round could go on to a place at which an update is made now and then (a regulariser).
+        It does not if the round could continue at a place with occasional updates (a regulariser).
         """
         similar = self._similar
         if len(similar) != 1 or len(similar[0]) != len(self._held) or self._closed[similar[0]] < 2:
@@ -166,10 +166,10 @@ class Rounds:
         return not found
 
     def rest(self, exhausted: bool = False) -> list[int]:
-        """Return the lengths of the rounds of all updates held; no more are to come.
+        """Return the lengths of the rounds of all updates held; no further update follows.
 
         Args:
-            exhausted: a dataloader came to its end since the last one.
+            exhausted: whether a dataloader was exhausted since the last update.
         """
         rounds = self.split(self._held)
         if exhausted and rounds and self._is_inner(rounds[-1][-1]):
@@ -177,7 +177,7 @@ class Rounds:
         return [len(each) for each in rounds]
 
     def close(self, lengths: Sequence[int]) -> None:
-        """Learn the rounds that are over, the first of the updates held, by their lengths."""
+        """Record the first of the updates held as finished rounds of these lengths, and release them."""
         held, start = self._held, 0
         for length in lengths:
             keys = tuple(entry.key for entry in held[start : start + length])
@@ -189,12 +189,12 @@ class Rounds:
             self.add(entry)
 
     def extend(self, keys: tuple[int, ...], key: int) -> None:
-        """Learn that the last round closed, of these keys, had one more update."""
+        """Add one more update to the latest closed round, which had these keys."""
         self._closed.pop(keys, None)
         self._closed[(*keys, key)] = 1
 
     def split(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        """Split updates into rounds; all but the last are over."""
+        """Split updates into rounds; all but the last are finished."""
         rounds: list[list[Entry]] = []
         counts: dict[int, int] = {}
         for entry in entries:
@@ -213,7 +213,7 @@ class Rounds:
         return rounds
 
     def _leads_on(self, last: Entry, passed: Sequence[int]) -> bool:
-        """Return whether an update at another place than those passed would be one more of the round of ``last``."""
+        """Return whether an update at a place other than those passed could continue the round of ``last``."""
         return any(
             not self._begins(last, self._counts, Entry(key, place))
             for place in self._places
@@ -222,7 +222,7 @@ class Rounds:
         )
 
     def _split_loop(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        """Split the updates of what has turned out to be a loop over data."""
+        """Split updates of a round that has turned out to be a loop over data."""
         rounds: list[list[Entry]] = []
         counts: dict[int, int] = {}
         for entry in entries:
@@ -234,9 +234,9 @@ class Rounds:
         return rounds
 
     def _learn(self, key: int, own: list[Place], site: Site) -> Place:
-        """Return the place of a site that this key has not updated at."""
+        """Add the place of a site at which this key has not updated, and return it."""
         place = next((each for each in self._places if each.site == site), None)
-        # One more of many optimizers at a place, as in a loop over them, changes nothing for the updates before.
+        # Another of many optimizers at a place, as in a loop over them, does not affect earlier updates.
         self._unsplit |= place is None or len(place.keys) < 3
         self._may_go_on.clear()
         if place is None:
@@ -267,19 +267,19 @@ class Rounds:
         parted = None if same else _part(last.place.site, entry.place.site)
         repeated = entry.key in counts
         if parted is None and not repeated and counts == {last.key: 1} and self._closed.get((last.key,), 0) >= _ALONE:
-            return True  # one line that updated the other alone until now: stages of a training, one after the other
+            return True  # one line updated only the other until now: consecutive stages of a training
         shared = self._loops_around(last.place, entry.place)
-        # Where one line updates now this, now that, those that exist together make a round, as a list of them.
+        # If one line updates several, as in a loop over a list, those that exist together make a round.
         back = repeated or entry.freed if parted is None else parted[1] < parted[0] or not shared
-        # With a batch each, or in the only loop, two branches are two rounds; else a loop over the branches is inside.
+        # With a batch each, or in the only loop, two branches are two rounds; else an inner loop visits the branches.
         if back or ((entry.fetched or shared == 1) and self._are_branches(last.place, entry.place)):
             return not self._is_inner(last, entry)
-        # Onward, out of a loop: the inner loop of a round, or a loop of its own before this one (a warm-up).
+        # Forward and out of a loop: the inner loop of a round, or a separate loop before this one (a warm-up).
         left_a_loop = self._loops_around(last.place, last.place) > shared
         return left_a_loop and not self._is_inner(last)
 
     def _is_inner(self, entry: Entry, second: Entry | None = None) -> bool:
-        """Return whether updates share an inner loop: another's is outside of it, in a loop around both."""
+        """Return whether updates share an inner loop: a third update is outside it, in a loop around both."""
         other = second or entry
         keys = {entry.key, other.key}
         if not keys.isdisjoint(self._loose):
@@ -294,7 +294,7 @@ class Rounds:
         return False
 
     def _are_branches(self, first: Place, second: Place) -> bool:
-        """Return whether control can come from one place to another only as a loop around both goes on."""
+        """Return whether control can pass between two places only in a later iteration of a loop around both."""
         pair = id(first), id(second)
         found = self._branches.get(pair)
         if found is None:
@@ -311,13 +311,13 @@ class Rounds:
 
 
 def went_back(first: Site, second: Site) -> bool:
-    """Return whether a loop has gone on between two calls: the second lies before the first one, or is the same."""
+    """Return whether a loop has advanced between two calls: the second is at an earlier place, or at the same."""
     parted = _part(first, second)
     return first == second if parted is None else parted[1] < parted[0]
 
 
 def _part(first: Site, second: Site) -> tuple[int, int] | None:
-    """Return both positions in the frame in which two places part; None where they are the same."""
+    """Return both positions in the frame in which two places part; None if they are the same."""
     frame = _parting_frame(first, second)
     return None if frame is None else frame[1:]
 
@@ -328,10 +328,10 @@ def _are_branches(first: Site, second: Site) -> bool:
 
 
 def _parting_frame(first: Site, second: Site) -> tuple[CodeType, int, int] | None:
-    """Return the frame in which two places part, and both positions in it; None where they are the same."""
+    """Return the frame in which two places part, and both positions in it; None if they are the same."""
     for (code, at), (other, other_at) in zip(first, second, strict=False):
         if code is not other:
-            return None  # one call that calls now this, now that
+            return None  # one call with different targets
         if at != other_at:
             return code, at, other_at
     return None

@@ -1,14 +1,14 @@
-"""Whether the script is to end after some step."""
+"""Request to end the script after a step."""
 
 
 class StopRequest:
-    """A request to save and end; the publisher sets it, the training thread asks for it."""
+    """A request to save and end; the publisher sets it, the training thread reads it."""
 
     __slots__ = ("after", "supported")
 
     def __init__(self) -> None:
         self.supported = False
-        """The script asks whether it is to stop."""
+        """Whether the script checks for requests."""
         self.after: int | None = None
         """The step to stop after; None: no stop is requested."""
 

@@ -1,4 +1,4 @@
-"""The phase machine: where the training thread is, and the marks it leaves behind at every phase boundary.
+"""The phase machine: the training thread's present phase, and a mark at every phase boundary.
 
 Only the training thread calls the methods; the publisher reads attributes. Nothing here waits, and nothing is
 computed that the publisher could compute.
@@ -14,13 +14,14 @@ from ..device.reading import MemoryBackend
 from .marks import Mark, Notes, StepRaw
 
 FETCHING: frozenset[str] = frozenset(("data",))
-"""Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and those at the next
-full mark serve. Memory that a script frees after its update, zero_grad above all, belongs to ``idle`` either way."""
+"""Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and the next full mark's
+figures are used. Memory that a script frees after its update, above all by zero_grad, belongs to ``idle`` in any case.
+"""
 
 DRIVEN: frozenset[str] = frozenset(("data", "idle"))
-"""The same where a framework drives the steps: between backward and update it does nothing to memory, and gradients are
-freed inside the update. So a step's first forward begins with the figures of the step's own beginning, unless
-something was measured in between: device memory of the batch counts into the forward."""
+"""The same if a framework drives the steps: between backward and update it does not change memory, and gradients are
+freed inside the update. So a step's first forward begins with the figures of the step's beginning, unless something was
+measured in between: device memory of the batch counts as the forward's."""
 
 
 RECENT = 400
@@ -28,11 +29,11 @@ RECENT = 400
 
 
 SLIVER_NS = 100_000
-"""A phase that lasted no longer than this before another one nested into it is merged with the one before it."""
+"""A phase that lasted no longer than this before a nested one is merged with the previous phase."""
 
 
 _new: Any = tuple.__new__
-"""Makes a named tuple without its Python-level constructor: half a microsecond less at each boundary."""
+"""Makes a named tuple without its Python-level constructor, which saves half a microsecond at each boundary."""
 
 
 class Counts:
@@ -48,8 +49,8 @@ class Counts:
         self.world = ""
         """The default process group's name; empty until it is needed."""
         self.group = ""
-        """The process group of the collective that was entered last, how many of that group were entered, and the
-        elements of its tensor argument."""
+        """Process group of the latest collective, its number within the group, and the elements of its tensor
+        argument."""
         self.sequence = 0
         self.size = 0
         self.groups: dict[str, int] = {}
@@ -58,14 +59,14 @@ class Counts:
         """The last collectives: group, number within it, name, elements."""
 
     def forget_groups(self) -> None:
-        """Reset: there is a new default group, and names of groups are assigned again."""
+        """Reset the counts for a new default group: names of groups are assigned again."""
         self.world = ""
         self.groups.clear()
         self.recent.clear()
 
 
 class Tracker:
-    """Phases of the step in the making.
+    """Phases of the unfinished step.
 
     Args:
         memory: source of memory figures.
@@ -113,20 +114,20 @@ class Tracker:
         self.phase_ns = perf_counter_ns()
         self.progress = 1
         self.depth = 0
-        """Number of open explicit scopes: inside one, ``enter`` changes nothing."""
+        """Number of open explicit scopes; inside one, ``enter`` has no effect."""
         self._ended_in_scope = False
         self.light = FETCHING
         """Phases whose beginning is marked by its time alone."""
         self.crowded = False
-        """Many optimizers update one after the other: marks of their updates have the memory sample before them."""
+        """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
         self.cost_ns = 0
         self.cpu_ns = thread_time_ns()
-        """The training thread's CPU time when the step in the making began."""
+        """The training thread's CPU time at the beginning of the unfinished step."""
         self.step_collectives = counts.entered
-        """Collectives that had been entered when the step in the making began."""
+        """Collectives entered before the unfinished step."""
         self.watchers: tuple[Callable[[str, str], None], ...] = ()
-        """Called on the training thread at every phase boundary, after its mark, with the phase that ended and the one
-        that begins; the end of a step comes as (its last phase, ``end``). Empty in ordinary steps: a capture of one
+        """Called on the training thread at every phase boundary, after its mark, with the phase that ends and the one
+        that begins; at the end of a step with (its last phase, ``end``). Empty in ordinary steps: a capture of one
         step adds itself, from any thread, and removes itself again."""
         self.notes = Notes()
         self.sample: Any = None
@@ -134,7 +135,7 @@ class Tracker:
         self.marks = [self._mark("init", self.phase_ns)]
 
     def enter(self, phase: str) -> None:
-        """Move to ``phase``; does nothing when it is there already, or inside a scope."""
+        """Move to ``phase``; no effect inside a scope, or if it is the present phase."""
         if self.depth or phase == self.phase:
             return
         self._move(phase)
@@ -148,20 +149,20 @@ class Tracker:
         return before
 
     def close_scope(self, before: str) -> None:
-        """Close a scope; the outermost one goes back to where it was opened, an optimizer update in it permitting."""
+        """Close a scope; the outermost one returns to ``before``, or to ``idle`` if a step ended inside it."""
         self.depth -= 1
         if self.depth:
             return
         if self._ended_in_scope:
             self._ended_in_scope, before = False, "idle"
         elif self.phase in ("generate", "eval") and before in ("init", "data"):
-            # A model that generates or is evaluated has started; preparing a rollout's results is no loading.
+            # Start-up is over once a model generates or is evaluated; preparing a rollout's results is no loading.
             before = "idle"
         if self.phase != before:
             self._move(before)
 
     def rename(self, phase: str) -> None:
-        """Rename the phase that has already begun to ``phase``."""
+        """Rename the present phase to ``phase``."""
         marks = self.marks
         index = len(marks) - 1
         while index and not marks[index].phase:
@@ -172,7 +173,7 @@ class Tracker:
         self.progress += 1
 
     def relabel(self, index: int, phase: str) -> bool:
-        """Set the phase of a mark of the step in the making; return whether it had a different one."""
+        """Set the phase of a mark of the unfinished step; return whether it changed."""
         mark = self.marks[index]
         if not mark.phase or mark.phase == phase:
             return False
@@ -183,12 +184,12 @@ class Tracker:
         return True
 
     def begin(self, phase: str) -> None:
-        """Move to ``phase`` with a mark of its own, even where it is there already; does nothing inside a scope."""
+        """Move to ``phase`` with a new mark, even if it is the present phase; no effect inside a scope."""
         if not self.depth:
             self._move(phase)
 
     def interrupt(self, phase: str) -> None:
-        """Move to ``phase`` from one that may have begun only just now: a sliver of that is no occurrence."""
+        """Move to ``phase``; a present phase of at most ``SLIVER_NS`` is no occurrence of its own."""
         if self.depth or phase == self.phase:
             return
         marks = self.marks
@@ -207,12 +208,12 @@ class Tracker:
             watcher(before, phase)
 
     def note_reset(self, sample: Any) -> None:
-        """Keep the memory peaks for the phase under way, as the script is about to reset them."""
+        """Keep the memory peaks of the present phase, as the script is about to reset them."""
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
     def end_step(self, number: int | None = None, after: str = "idle") -> None:
-        """The optimizer update is over: hand the step over and begin the next, in ``after`` or a scope still open.
+        """End the step at the end of its update; the next one begins in ``after``, or in an open scope's phase.
 
         Args:
             number: the step's number where the framework counts steps itself.
@@ -226,7 +227,7 @@ class Tracker:
 
         Args:
             after: the phase that follows.
-            at: index of the mark at which it ended; None: it ends now.
+            at: index of the mark at which it ended; None: now.
         """
         start = perf_counter_ns()
         marks, notes, before = self.marks, self.notes, self.phase
@@ -254,10 +255,10 @@ class Tracker:
         return _new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0))
 
     def closing_step(self, measured: bool) -> StepRaw:
-        """Return the marks after the last step, as a step of that number; nothing is to follow.
+        """Return the marks after the last step, as a step of that number; no further step follows.
 
         Args:
-            measured: the caller is the training thread, which may sample memory; otherwise the latest figures serve.
+            measured: whether to sample memory (training thread only); otherwise the latest figures are used.
         """
         marks = list(self.marks)
         if measured:
@@ -271,8 +272,8 @@ class Tracker:
     def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any], blank: Any) -> None:
         """Change the memory back end.
 
-        The step in the making keeps its first mark's time, with ``blank`` (nothing allocated yet) for its memory: what
-        the old back end measured since is not comparable.
+        The unfinished step keeps its first mark's time, with ``blank`` (nothing allocated yet) as its memory: figures
+        of the old back end are not comparable.
         """
         self.memory, self.mark_event, self.sample = memory, mark_event, blank
         self.marks = [self.marks[0]._replace(phase=self.phase, memory=blank, event=None)]
@@ -298,7 +299,7 @@ class Tracker:
         self.cost_ns += perf_counter_ns() - start
 
     def _is_unmeasured(self) -> bool:
-        """Return whether no figures were sampled since the step before ended, and no watcher needs exact ones."""
+        """Return whether no figures were sampled since the last step's end, and no watcher needs exact ones."""
         first = self.marks[0]
         return len(self.marks) <= 2 and first.memory is self.sample and first.phase == "idle" and not self.watchers
 

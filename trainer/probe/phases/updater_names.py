@@ -1,4 +1,4 @@
-"""What a script calls its engines and optimizers."""
+"""Finds a script's names for its engines and optimizers."""
 
 import dis
 import functools
@@ -14,21 +14,21 @@ from ..rank.model import own_class, own_model
 from .rounds import LIBRARIES
 
 _GENERAL = ("optimizer", "_optimizer")
-"""Names that tell nothing."""
+"""Names too general to identify an optimizer."""
 _MOST_ITEMS = 1000
-"""Items of a collection that is searched."""
+"""Largest collection that is searched."""
 _Named = list[tuple[str, Any]]
 
 
 def name_of(updater: Any, frame: FrameType | None) -> str:
     """Return the script's name for an engine (its model's class) or an optimizer.
 
-    That is its variable or attribute; else its key in a dictionary or its place in a list; else what has it as an
-    attribute; else the variable of a loop over several.
+    That is its variable or attribute; else its key in a dictionary or its place in a list; else the object with it as
+    an attribute; else the variable of a loop over several.
 
     Args:
         updater: the engine or optimizer.
-        frame: the frame that makes it update; the variables of it and of its callers are searched.
+        frame: the frame of its update; its variables and those of its callers are searched.
     """
     module = getattr(updater, "module", None)
     if isinstance(module, torch.nn.Module):
@@ -50,12 +50,12 @@ def name_of(updater: Any, frame: FrameType | None) -> str:
 
 
 def _direct(updater: Any, named: _Named) -> str:
-    """Return the name of an optimizer's variable or attribute; empty: it is none of these."""
+    """Return the name of an optimizer's variable or attribute; empty if there is none."""
     return next((name for name, value in named if name not in _GENERAL and _is(value, updater)), "")
 
 
 def _in_collection(updater: Any, named: _Named) -> str:
-    """Return the key of an optimizer in a dictionary, or its place in a list; empty: it is in none."""
+    """Return the key of an optimizer in a dictionary, or its place in a list; empty if there is none."""
     for name, value in named:
         kind = type(value)
         if not issubclass(kind, dict | list | tuple) or len(value) > _MOST_ITEMS:
@@ -67,7 +67,7 @@ def _in_collection(updater: Any, named: _Named) -> str:
 
 
 def _in_object(updater: Any, named: _Named) -> str:
-    """Return what an object with an optimizer among its attributes is called; empty: none has it."""
+    """Return the name of an object with the optimizer as an attribute; empty if there is none."""
     for name, value in named:
         for attribute, each in _attributes(value):
             if each is updater:
@@ -86,7 +86,7 @@ def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _is(value: Any, updater: Any) -> bool:
-    """Whether a value is an optimizer, or a framework's wrapper of it (Lightning's, accelerate's)."""
+    """Return whether a value is an optimizer, or a framework's wrapper of it (Lightning's, accelerate's)."""
     if value is updater:
         return True
     if not any(kind.__name__.endswith("Optimizer") for kind in type(value).__mro__):

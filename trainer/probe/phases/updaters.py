@@ -3,9 +3,8 @@
 With a single updater every update ends a step. If it trains for ``TRAINING_NS`` and is then freed with its parameters,
 the next updater begins another training, whose steps count from 1.
 
-Where there are several, a step is one round of the loop (``rounds``): an update ends a part, and the parts of a round
-become one step once the round is known to be over: when the next one begins, or at once where rounds like it have been
-seen before.
+With several updaters, a step is one round of the loop (``rounds``). An update ends a part. The parts of a round become
+one step once the round is known to be finished: when the next one begins, or at once after similar rounds.
 """
 
 import sys
@@ -23,22 +22,22 @@ from .updater_names import name_of
 
 WAITED_PARTS = 8
 WAITED_NS = 30_000_000_000
-"""So many updates of the first one, or for so long, are held back for the second to make its first: only then is it
-known which of them are one round."""
+"""Limits, by number and by time, of the first updater's updates held back until the second one's first update, which
+shows which updates are one round."""
 TRAINING_NS = 5_000_000_000
 """Minimum duration of a training. Federated learning and meta-learning make a short-lived copy of the model, with an
 optimizer, per client or task."""
 WAITED_ROUNDS = 200
-"""Rounds that are not closed at once while there is an optimizer that has never updated."""
+"""Number of rounds that are not closed at once while an optimizer has never updated."""
 MEASURED_UPDATERS = 8
-"""In a round of more engines or optimizers, as of one for each parameter, memory is not sampled at every update."""
+"""Limit above which a round (as of one optimizer for each parameter) has no memory sample at every update."""
 
 
 class _Part(NamedTuple):
-    """An update that has ended, and the step's marks since the update before."""
+    """A finished update, and the step's marks since the previous one."""
 
     key: int
-    """Of the engine or optimizer."""
+    """Key of the engine or optimizer."""
     raw: StepRaw
     name: str
 
@@ -52,7 +51,7 @@ class Updaters:
         Args:
             tracker: the training thread's phases.
             finish: called with each finished step.
-            met: called when one more engine of several has made its first update.
+            met: called at the first update of each of several engines.
         """
         self._tracker = tracker
         self._finish = finish
@@ -60,11 +59,11 @@ class Updaters:
         self._made: dict[int, Any] = {}
         """Weak references to optimizers and engines, by id."""
         self._unseen: set[int] = set()
-        """Those that have made no update while there were several, by id."""
+        """Ids of updaters without an update since there are several."""
         self._names: dict[int, str] = {}
-        """Names of the engines or optimizers that have updated while there were several."""
+        """Names, by id, of the engines or optimizers that have updated since there are several."""
         self._only = self._first = 0
-        """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
+        """Id of the updater that makes all steps; of several, the first that updated, whose figures are the steps'."""
         self._parameters: list[Any] = []
         """Weak references to the parameters of the single updater."""
         self._since = 0
@@ -79,24 +78,24 @@ class Updaters:
         self._held_since = 0
         self._closed = 0
         self._ended: tuple[int, ...] = ()
-        """Those that updated in the last step, if it ended with its last update, before the next one began."""
+        """Keys of the last step's updates, if it was closed at its last update."""
         self.updates = 0
-        """Updates that have ended."""
+        """Number of finished updates."""
 
     @property
     def known(self) -> list[Any]:
-        """The several that have updated and are alive; empty with one."""
+        """Living engines and optimizers that have updated, if there are several; else empty."""
         references = [self._made.get(key) for key in list(self._names)]
         found = [reference() for reference in references if reference is not None]
         return [updater for updater in found if updater is not None]
 
     @property
     def is_sole(self) -> bool:
-        """Whether every update is a step's only one."""
+        """Whether every update is a step."""
         return self._rounds is None
 
     def made(self, updater: Any) -> None:
-        """Learn of an optimizer or engine; two that live make steps rounds."""
+        """Register an optimizer or engine; with two alive, steps are rounds."""
         key = id(updater)
         self._made[key] = weakref.ref(updater, lambda _: self._forget(key))
         if key not in self._names:
@@ -105,7 +104,7 @@ class Updaters:
             self._rounds = Rounds()
 
     def belongs(self, optimizers: Sequence[Any]) -> None:
-        """Learn of optimizers that an engine or another optimizer drives: their updates are parts of its own."""
+        """Register optimizers that an engine or another optimizer drives: their updates are parts of its own."""
         for optimizer in optimizers:
             self._made.pop(id(optimizer), None)
             self._unseen.discard(id(optimizer))
@@ -113,7 +112,7 @@ class Updaters:
             self._rounds = None
 
     def _forget(self, key: int) -> None:
-        """Forget one that was freed, on whichever thread that happens: the next one may have its address."""
+        """Remove a freed updater, on any thread: another one may get its address."""
         self._made.pop(key, None)
         self._unseen.discard(key)
         self._names.pop(key, None)
@@ -125,7 +124,7 @@ class Updaters:
         self._exhausted = True
 
     def begin(self, updater: Any) -> None:
-        """An update begins; rounds that are over with that are finished."""
+        """Handle the start of an update; close the rounds that it shows to be finished."""
         start = perf_counter_ns()
         key = id(updater)
         if len(self._made) < 2 and not self._parts and key in self._made:
@@ -157,7 +156,7 @@ class Updaters:
             self._close(over)
 
     def end(self, number: int | None, after: str = "idle") -> None:
-        """An update is over.
+        """Handle the end of an update.
 
         Args:
             number: the step's number where the framework counts steps itself; with several, rounds are counted.
@@ -190,14 +189,14 @@ class Updaters:
             self._close([len(self._parts)])
 
     def flush(self) -> None:
-        """Finish the updates held back; the process ends."""
+        """Finish the updates held back, at the end of the process."""
         if self._rounds is not None and self._parts:
             self._close(self._rounds.rest(self._exhausted))
 
     def _is_late(self, entry: Entry) -> bool:
-        """Whether an update is one more of the step that has ended: another's, and without a backward in between.
+        """Return whether an update belongs to the last step: of another updater, without a backward in between.
 
-        Such is the first update of an optimizer made at its first update. Its time goes to the next step.
+        So does the first update of an optimizer that is created just before it. Its time counts as the next step's.
         """
         notes = self._tracker.notes
         has_backward = notes.micro_steps or notes.repeats or notes.gradient_losses
@@ -216,7 +215,7 @@ class Updaters:
             self._tracker.step = 0
 
     def _waits(self) -> bool:
-        """Whether to hold updates back, as the second of several has made none yet."""
+        """Return whether to hold updates back until the second updater's first update."""
         if len(self._names) > 1 or not self._waits_for_unseen() or len(self._parts) >= WAITED_PARTS or self._closed:
             return False
         return not self._parts or perf_counter_ns() - self._held_since < WAITED_NS
@@ -225,7 +224,7 @@ class Updaters:
         return bool(self._unseen) and self._closed < WAITED_ROUNDS
 
     def _close(self, lengths: Sequence[int]) -> None:
-        """Finish the steps of the rounds that are over, by the number of parts of each."""
+        """Finish the steps of finished rounds, by the number of parts of each."""
         assert self._rounds is not None
         self._rounds.close(lengths)
         tracker, start = self._tracker, 0
@@ -246,7 +245,7 @@ class Updaters:
 
 
 def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
-    """Make one step of parts; each begins with the mark that the one before ends with."""
+    """Merge parts into one step; the last mark of a part is the first of the next one."""
     marks = list(parts[0].raw.marks)
     for part in parts[1:]:
         marks += part.raw.marks[1:]
@@ -269,7 +268,7 @@ def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
 
 
 def _is_alone() -> bool:
-    """Return whether there is one rank; several may free an optimizer at different steps, and number differently."""
+    """Return whether there is one rank; several may free an optimizer at different steps, so that numbers differ."""
     dist = torch.distributed
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 

@@ -1,9 +1,9 @@
-"""Composition of a rank's peaks where it computes on the CPU: of its resident memory.
+"""Composition of a rank's peaks of resident memory, if it computes on the CPU.
 
-There is no trace of malloc, so only a phase's two ends are known: the storages that walking finds, as far
-as they are in physical memory, and glibc's allocated bytes. A phase's parts are those at the end where glibc had
-handed out more. Activations are what a forward left allocated beyond the storages that are known. The rest of the peak
-(code, libraries, freed memory that was kept, and what came and went in between) is ``unattributed``.
+malloc has no trace, so only a phase's two ends are known: the storages that walking finds, as far as they are in
+physical memory, and glibc's allocated bytes. A phase's parts are those at the end with more allocated bytes.
+Activations are the bytes that a forward left allocated beyond the known storages. The rest of the peak (code,
+libraries, freed memory that glibc kept, memory allocated and freed in between) is ``unattributed``.
 """
 
 import time
@@ -33,14 +33,14 @@ class _Edge:
         self.reserved = figure.reserved
         self.resident = walked.resident
         self.unknown = max(0, figure.allocated - sum(held.bytes for held in walked.held.values()))
-        """Handed out by glibc, for no storage that was found."""
+        """Bytes allocated from glibc that belong to no known storage."""
 
 
 def composition_on_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Reading]) -> Composition:
-    """Make the composition of a step on the CPU.
+    """Return the composition of a step on the CPU.
 
     Args:
-        capture: the finished one.
+        capture: the finished step capture.
         rank: the rank.
         read: the memory back end's ``read``.
     """
@@ -88,7 +88,7 @@ def _compose(
 
 
 def _parts(edge: _Edge, saved: int, peak: int) -> dict[str, int]:
-    """Fill the peak from the surest part to the least sure."""
+    """Divide the peak into parts, the most certain part first."""
     parts: dict[str, int] = {}
     rest = peak
     for part, size in (*edge.resident.items(), ("activations", saved), ("other", max(0, edge.unknown - saved))):

@@ -1,9 +1,9 @@
 """Captures one step on the training thread: the storages, their parts, and when they were seen.
 
 At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
-boundaries are gradients that are reduced and dropped as they come, buckets, parameters that ZeRO-3 gathers and
-releases, and gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances
-for the length of this one step. An ordinary step has none of it.
+boundaries are gradients that are reduced and freed at once, buckets, parameters that ZeRO-3 gathers and releases, and
+gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances for the length
+of this one step. An ordinary step has no wrappers.
 """
 
 import sys
@@ -21,7 +21,7 @@ from .storages import Held, Storages
 from .walk import Roots, walk, walk_buckets, walk_gradients
 
 MOST_GRADIENT_WALKS = 4
-"""Backwards of one step to walk in; storages of the others lie at the same addresses, or were recorded as they came."""
+"""Backwards of one step to walk in; later ones reuse the addresses, or DeepSpeed's calls recorded their storages."""
 
 
 class Sighting(NamedTuple):
@@ -39,23 +39,23 @@ class Walked(NamedTuple):
     ns: int
     """``time.perf_counter_ns``."""
     mark: int
-    """The index of the step's mark at which it was."""
+    """Index of the step's mark at which the walk was."""
     held: dict[int, Held]
     resident: dict[str, int]
-    """Bytes by part that are in physical memory; of the host's only."""
+    """Bytes in physical memory by part; for host memory only."""
 
 
 class StepCapture:
-    """Watches the tracker from the next step's beginning to its end; ``done`` then, and for the publisher to read.
+    """Watches the tracker from the next step's beginning to its end; then ``done``, and read by the publisher.
 
-    It joins the process's very first step where its first phase begins.
+    A capture of the process's first step begins with the first phase after start-up.
 
     Args:
         tracker: the tracker; put the capture into its ``watchers``.
         roots: returns the objects to walk; called for each walk, on the training thread, as an optimizer may be made or
             freed in the step.
         cuda_index: the device; None: the host's memory.
-        reason: why (``protocol.messages.memory.Reason``).
+        reason: reason of the capture (``protocol.messages.memory.Reason``).
     """
 
     def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:
@@ -68,10 +68,10 @@ class StepCapture:
         """The step's marks, its beginning and its end included."""
         self.sightings: list[Sighting] = []
         self.recomputed: list[tuple[int, int]] = []
-        """When, in a backward, a part of the model went forward again (``perf_counter_ns``): checkpointed layers."""
+        """Begin and end of each forward inside a backward (``perf_counter_ns``): recomputed, checkpointed layers."""
         self.walks: list[Walked] = []
         self.hooked = True
-        """False: compiled code runs here, which hooks would have compiled anew, so it went without."""
+        """Whether module hooks were installed; not with compiled code, which hooks would recompile."""
         self.offset_ns = 0
         """Offset from a mark's time to nanoseconds since the epoch."""
         self.walk_ns = 0
@@ -88,7 +88,7 @@ class StepCapture:
         self._seen_buckets = False
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """A phase has ended and another begins; the tracker calls it."""
+        """Handle a phase boundary; the tracker calls this."""
         start = perf_counter_ns()
         try:
             if self.done:
@@ -207,7 +207,7 @@ class StepCapture:
         self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
 
     def _reducing(self, parameter: Any = None, *_: Any) -> None:
-        """Wraps ZeRO's hook for a gradient that has just been computed."""
+        """Record a gradient that has just been computed; runs before ZeRO's hook for it."""
         self._record_sighting("gradients", getattr(parameter, "grad", None))
         if hasattr(parameter, "ds_tensor"):
             self._record_sighting("parameters", parameter.data)
@@ -216,7 +216,7 @@ class StepCapture:
             self._record_sightings(walk_buckets)
 
     def _fetched(self, module: Any = None, *_: Any) -> None:
-        """ZeRO-3 has gathered a module's parameters."""
+        """Record the parameters of a module that ZeRO-3 has gathered."""
         for parameter in module.parameters(recurse=False):
             self._record_sighting("parameters", parameter.data)
 
@@ -242,7 +242,7 @@ class StepCapture:
         self._undo.append(lambda: vars(owner).pop(name, None))
 
     def _watch_modules(self) -> None:
-        """Record when modules run forward inside the backward: that is recomputation, which keeps activations."""
+        """Record forwards of modules inside the backward: recomputation, which allocates activations."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         def entering(*_: Any) -> None:
@@ -256,7 +256,7 @@ class StepCapture:
                 self.recomputed.append((self._recompute_ns, perf_counter_ns()))
 
         self._recompute_depth = 0
-        # Recomputation ends early, with an exception that no module sees, where nothing more of a layer is needed.
+        # Recomputation ends early, with an exception that no module sees, once no more of a layer is needed.
         self._undo_backward.append(register_module_forward_pre_hook(entering).remove)
         self._undo_backward.append(register_module_forward_hook(leaving, always_call=True).remove)
 
@@ -279,7 +279,7 @@ def _walk_updated(roots: Roots, storages: Storages) -> None:
 
 
 def compiles() -> bool:
-    """Return whether torch.compile is at work in this process: hooks would have it compile again."""
+    """Return whether this process uses torch.compile, which would recompile for new hooks."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None)
     return bool(counters and counters["frames"].get("total", 0))

@@ -1,4 +1,4 @@
-"""Makes the message of one captured step on a GPU, in which the hub finds its compositions and events."""
+"""Makes the message of one captured step on a GPU, from which the hub derives compositions and events."""
 
 import time
 from array import array
@@ -29,10 +29,10 @@ def step_trace(
     room: int,
     reserved_before: int,
 ) -> StepTrace:
-    """Make the message of a step on a GPU.
+    """Return the message of a step on a GPU.
 
     Args:
-        capture: the finished one.
+        capture: the finished step capture.
         take: returns PyTorch's snapshot; called once, soon after the step.
         device: the device's index.
         rank: the rank.
@@ -63,7 +63,7 @@ def step_trace(
 
 
 def step_marks(capture: StepCapture, figures: list[Reading]) -> list[StepMark]:
-    """Return a capture's marks their figures."""
+    """Return a capture's marks with their figures."""
     return [
         StepMark(
             mark.phase,

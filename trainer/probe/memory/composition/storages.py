@@ -52,7 +52,7 @@ class Storages:
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Find the tensors in a tensor, a list, a tuple or a dictionary of such; of a subclass, those it is made of."""
+    """Yield the tensors in a tensor or in nested lists, tuples and dictionaries; of a subclass, its inner tensors."""
     if value is None or depth > _DEEPEST:
         return
     if hasattr(value, "untyped_storage"):

@@ -2,7 +2,7 @@
 
 The attributes are DeepSpeed's own, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
 ``partition_parameters.py``, ``bf16_optimizer.py``, ``fp16/fused_optimizer.py``, ``fp16/unfused_optimizer.py``); a few
-are older versions' names for the same. What has no such attribute is not found; a wrong name has no other effect.
+are names of older versions. Storages without such an attribute are not found; a wrong name has no other effect.
 """
 
 from collections.abc import Iterable
