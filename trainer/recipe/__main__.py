@@ -1,6 +1,6 @@
 """One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by DeepSpeed's launcher.
 
-Without CONFIG it reads the run directory's ``config.yaml``. What it reads is settled already (see ``config.resolve``).
+Without CONFIG it reads the run directory's ``config.yaml``. The configuration is already resolved (``config.resolve``).
 """
 
 import gc
@@ -33,15 +33,15 @@ def main(arguments: list[str]) -> int:
         _keep_imported()
         world = World()
         train(config, world)
-        # Not after a failure: NCCL would wait here for collectives that the other ranks are still in, for ever.
+        # Not after a failure: NCCL would wait here forever for collectives that the other ranks are still in.
         world.leave()
-        _keep_imported()  # and what was imported since: it goes with the process
+        _keep_imported()  # and later imports: they end with the process
     except FtmonError as error:
         if not isinstance(error, UsageError):
             print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        elif rank == "0":  # every rank finds the same mistake; once is enough
+        elif rank == "0":  # every rank finds the same error; one reports it
             print(error, file=sys.stderr, flush=True)
-        sys.last_value = error  # as the interpreter does; the probe reports it as what ended this rank
+        sys.last_value = error  # as the interpreter does; the probe reports it as the cause of this rank's end
         return error.exit_status
     return 0
 

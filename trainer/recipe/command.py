@@ -11,10 +11,10 @@ from .hardware import free_port
 
 
 def launch_command(resolved: Resolved) -> list[str]:
-    """Write the command for all ranks of this host.
+    """Return the command for all ranks of this host.
 
-    It is the launcher that ``deepspeed`` itself ends up starting on one host; without that front half there is one
-    import of torch less to wait for, and no hostfile of another job is read.
+    It is the launcher that ``deepspeed`` itself starts on one host; calling it directly saves one import of torch, and
+    no hostfile of another job is read.
     """
     slots = resolved.gpus or list(range(resolved.ranks))
     world = base64.urlsafe_b64encode(json.dumps({"localhost": slots}).encode()).decode()
@@ -34,12 +34,12 @@ def launch_command(resolved: Resolved) -> list[str]:
 
 
 def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what the environment of the ranks has besides ``base``."""
+    """Return the environment variables of the ranks to add to ``base``."""
     result = {
         "DS_ACCELERATOR": resolved.device,
-        # The person's working directory must not shadow modules (a script called datasets.py, say).
+        # The working directory must not shadow modules (such as a script called datasets.py).
         "PYTHONSAFEPATH": "1",
-        # All ranks are on this host. Without it gloo looks up the host's own name, which often leads nowhere.
+        # All ranks are on this host. Without it gloo resolves the host's own name, which often fails.
         "GLOO_SOCKET_IFNAME": base.get("GLOO_SOCKET_IFNAME", "lo"),
         "TOKENIZERS_PARALLELISM": base.get("TOKENIZERS_PARALLELISM", "false"),
     }

@@ -1,4 +1,4 @@
-"""The demo: a small model with random weights learns a small instruction data set that ships with the package."""
+"""The demo: trains a small model with random weights on a small instruction data set of the package."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ run: {name: demo, device: cuda}
 
 
 def demo_config(overrides: list[str]) -> Loaded:
-    """Return the demo's configuration: all GPUs where there are any, else two CPU ranks.
+    """Return the demo's configuration: all GPUs if there are any, else two CPU ranks.
 
     Raises:
         ConfigError: an override is wrong.

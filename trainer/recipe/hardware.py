@@ -1,4 +1,4 @@
-"""What this machine has to train on, found out without importing torch."""
+"""This machine's devices and tools for training, detected without importing torch."""
 
 import os
 import random
@@ -12,10 +12,10 @@ from ...protocol.training_packages import TRAINING_PACKAGES
 
 
 def visible_gpus() -> list[str]:
-    """List the NVIDIA GPUs a CUDA process of this environment would see, as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return the NVIDIA GPUs that a CUDA process of this environment sees, as named in ``CUDA_VISIBLE_DEVICES``.
 
-    Empty without a driver. The driver is asked through NVML; ``CUDA_VISIBLE_DEVICES`` is obeyed as CUDA does: the list
-    ends at the first entry that names no device.
+    Empty without a driver. The GPUs are listed by NVML; ``CUDA_VISIBLE_DEVICES`` is applied as CUDA does: the list ends
+    at the first entry that names no device.
     """
     import pynvml
 
@@ -34,7 +34,7 @@ def visible_gpus() -> list[str]:
 
 
 def usable_gpus() -> list[str]:
-    """List the visible GPUs, or none when the installed PyTorch was built for the CPU only."""
+    """Return the visible GPUs; none if the installed PyTorch was built for the CPU only."""
     return [] if torch_is_cpu_only() else visible_gpus()
 
 
@@ -47,7 +47,7 @@ def torch_is_cpu_only() -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Name the packages that training needs and that are not installed; nothing is imported."""
+    """Return the names of packages that training needs and that are not installed; nothing is imported."""
     return [name for name in TRAINING_PACKAGES if util.find_spec(name) is None]
 
 
@@ -66,14 +66,14 @@ def select_visible(uuids: list[str], setting: str | None) -> list[str]:
 
 
 def cores(root: Path = ROOT) -> int:
-    """Count the CPU cores this process may use: its affinity, cut down by the quota of its cgroups if there is one."""
+    """Return the number of CPU cores this process may use: its affinity, limited by the quota of its cgroups."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return count if quota is None else max(1, min(count, round(quota)))
 
 
 def compiler(device: str) -> str | None:
-    """Return the compiler that torch.compile would call: of C++ for ``cpu``, of C for ``cuda`` (Triton); None: none."""
+    """Return the compiler that torch.compile calls (C++ for ``cpu``, C for ``cuda`` by Triton), or None."""
     names = (
         [os.environ.get("CXX", ""), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC", ""), "gcc", "clang"]
     )
@@ -92,7 +92,7 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Find a free TCP port below Linux's ephemeral range, so that no outgoing connection takes it in the meantime."""
+    """Return a free TCP port below Linux's ephemeral range, so that no outgoing connection can use it meanwhile."""
     for _ in range(100):
         port = random.randrange(20000, 32768)
         if port_is_free(port):

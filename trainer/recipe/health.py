@@ -1,4 +1,4 @@
-"""Ends a run that cannot be saved, before it replaces what is good."""
+"""Ends a broken run before it replaces good checkpoints."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from .config.schema import Config
 
 
 def check_skipped(skipped: int, config: Config, step: int) -> None:
-    """Raise when too many updates in a row were left out.
+    """Raise if too many updates in a row were skipped.
 
     Args:
-        skipped: updates in a row that were left out; equal on all ranks.
+        skipped: number of skipped updates in a row; equal on all ranks.
         config: the resolved configuration.
         step: optimizer updates applied.
 
@@ -25,10 +25,10 @@ def check_skipped(skipped: int, config: Config, step: int) -> None:
 
 
 def refuse_nan(step: int, checkpoints: Path) -> None:
-    """Raise because losses are not numbers.
+    """Raise an error about losses that are not numbers.
 
     Raises:
-        FtmonError: always; it names the checkpoint to go on from.
+        FtmonError: always; it names the checkpoint to resume from.
     """
     latest = checkpoints / "latest"
     kept = f"go on from {checkpoints / latest.read_text().strip()}" if latest.is_file() else "there is no checkpoint"

@@ -1,8 +1,8 @@
-"""Several sequence lengths in one process, measured one after the other: what a sweep with ``one_process`` runs.
+"""Measures several sequence lengths in one process, one after the other, for a sweep with ``one_process``.
 
-Every step at a length is taken on the same rows: the ends of the data's longest, which hold what is learned (answers).
-Before each length the allocator's cache is emptied, so that its peaks are those of a process of its own; docs/sweep.md
-says which figures are not.
+Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before each
+length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists the
+figures that are not.
 """
 
 import gc
@@ -21,7 +21,7 @@ from .rehearse import Sampled
 from .step import Stepper
 
 Row = dict[str, Any]
-"""Of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``."""
+"""A row of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``."""
 
 
 def cut(row: Row, length: int) -> Row:
@@ -34,7 +34,7 @@ def cut(row: Row, length: int) -> Row:
 
 
 def long_rows(data: Sampled, count: int, length: int) -> list[Row]:
-    """Return ``count`` rows of at least ``length`` tokens; packed ones that are shorter are joined.
+    """Return ``count`` rows of at least ``length`` tokens; shorter packed rows are joined.
 
     Raises:
         ConfigError: the data have no such rows.
@@ -61,7 +61,7 @@ def long_rows(data: Sampled, count: int, length: int) -> list[Row]:
 
 
 def label_tokens(row: Row) -> int:
-    """Return how many labels of a row carry loss: those behind a document's first position."""
+    """Return the number of labels of a row that carry loss: those after a document's first position."""
     learned = numpy.asarray(row["labels"]) != IGNORED
     starts = numpy.cumsum([0, *row.get("lengths", [len(learned)])[:-1]])
     learned[starts] = False
@@ -69,16 +69,16 @@ def label_tokens(row: Row) -> int:
 
 
 def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
-    """Take ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
+    """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
 
     Args:
-        stepper: takes the steps.
-        data: what they are taken on.
-        total_steps: at all lengths together.
+        stepper: runs the steps.
+        data: examples for the steps.
+        total_steps: number of steps at all lengths together.
 
     Raises:
         ConfigError: the data have no rows of the longest length.
-        torch.OutOfMemoryError: a length does not fit; those before it have been measured.
+        torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
     """
     config, world, monitor = stepper.config, stepper.world, stepper.monitor
     micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation

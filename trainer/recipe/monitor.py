@@ -1,4 +1,4 @@
-"""The recipe's side of the probe: the same calls whether or not something watches this process."""
+"""The recipe's interface to the probe; the calls have no effect in an unwatched process."""
 
 import time
 from collections.abc import Generator
@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ..probe import api
 
 SEND_SECONDS = 0.5
-"""Between two reports of how far an activity is."""
+"""Minimum interval of an activity's progress reports."""
 
 
 class Progress:
-    """How far an activity is; ``report`` may be called as often as one likes."""
+    """Progress of an activity; ``report`` is cheap and may be called often."""
 
     def __init__(self, name: str, total: int) -> None:
         self._name = name
@@ -20,12 +20,12 @@ class Progress:
         self._begun = self._sent_at = time.monotonic()
 
     def report(self, done: int = 0, text: str = "") -> None:
-        """Report how many parts are done; sent at most twice a second."""
+        """Report the number of finished parts; sent at most twice a second."""
         if time.monotonic() - self._sent_at >= SEND_SECONDS:
             self.send(done, text)
 
     def send(self, done: int = 0, text: str = "", over: bool = False) -> None:
-        """Report at once; an empty ``text`` leaves the one before."""
+        """Report at once; an empty ``text`` keeps the previous one."""
         self._text = text or self._text
         probe = api.current()
         if probe is not None and probe.rank == 0:
@@ -35,7 +35,7 @@ class Progress:
 
 
 class Monitor:
-    """Reports of the training loop to the probe, and its requests. Without a probe nothing happens."""
+    """Sends the training loop's reports to the probe, and reads its requests. Without a probe it does nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """Mark a phase of the training thread."""
@@ -54,7 +54,7 @@ class Monitor:
         checkpoint_at_end: bool = False,
         first_step: int = 0,
     ) -> None:
-        """Report the planned steps, and every how many of them are evaluations and checkpoints (0: never)."""
+        """Report the planned steps, and the steps between evaluations and between checkpoints (0: none)."""
         probe = api.current()
         if probe is not None:
             probe.plan(
@@ -101,7 +101,7 @@ class Monitor:
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> None:
-        """Report an evaluation's result over all ranks; rank 0 does, once for each split. See ``Probe.evaluation``."""
+        """Report an evaluation's result over all ranks, once for each split; on rank 0. See ``Probe.evaluation``."""
         probe = api.current()
         if probe is not None:
             probe.evaluation(
@@ -111,31 +111,31 @@ class Monitor:
     def checkpoint(
         self, path: str, *, size: int = 0, seconds: float = 0.0, best: bool = False, step: int | None = None
     ) -> None:
-        """Report that a checkpoint of ``size`` bytes is complete; rank 0 does, from any thread."""
+        """Report that a checkpoint of ``size`` bytes is complete; on rank 0, from any thread."""
         probe = api.current()
         if probe is not None:
             probe.checkpoint(path, size=size, seconds=seconds, best=best, step=step)
 
     def checkpoint_failed(self, path: str, error: str, *, kept: str = "", step: int | None = None) -> None:
-        """Report that a checkpoint could not be written; rank 0 does, from any thread. See ``Probe``."""
+        """Report that a checkpoint could not be written; on rank 0, from any thread. See ``Probe``."""
         probe = api.current()
         if probe is not None:
             probe.checkpoint_failed(path, error, kept=kept, step=step)
 
     def stopped_early(self, evaluations: int, best_loss: float, best_step: int, *, step: int) -> None:
-        """Report that the training ends after ``step`` for want of better evaluations; rank 0 does. See ``Probe``."""
+        """Report that training stops early after ``step``; on rank 0. See ``Probe``."""
         probe = api.current()
         if probe is not None:
             probe.stopped_early(evaluations, best_loss, best_step, step=step)
 
     @contextmanager
     def activity(self, name: str, text: str = "", total: int = 0) -> Generator[Progress]:
-        """Report, as long as a ``with`` block lasts, what the run does besides its steps: rank 0 does, if all call it.
+        """Report an activity besides the steps for the length of a ``with`` block; only rank 0 sends it.
 
         Args:
             name: ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...
             text: detail for a person.
-            total: parts of it, which the block may report as they are done; 0: not known.
+            total: number of its parts, which the block may report as they finish; 0: not known.
         """
         progress = Progress(name, total)
         progress.send(0, text)
@@ -146,7 +146,7 @@ class Monitor:
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
-        """Let forwards, backwards and updates in a ``with`` block be no training: they end no steps. On every rank."""
+        """Exclude a ``with`` block from training: its updates end no steps. On every rank."""
         probe = api.current()
         with probe.rehearsal() if probe is not None else nullcontext():
             yield
@@ -158,6 +158,6 @@ class Monitor:
             probe.report(step=step)
 
     def stop_requested(self) -> bool:
-        """Return whether a checkpoint and an end after the current step were requested."""
+        """Return whether the run was asked to save a checkpoint and end after the current step."""
         probe = api.current()
         return probe is not None and probe.stop_requested()

@@ -1,4 +1,4 @@
-"""Progress lines on rank 0's standard output, without making the training thread wait for the GPU."""
+"""Prints progress lines on rank 0's standard output without making the training thread wait for the GPU."""
 
 import math
 import time
@@ -29,14 +29,14 @@ class ProgressLines:
         self.last_loss: float | None = None
         """The last loss printed, over all ranks."""
         self.not_a_number = 0
-        """The latest printed losses in a row that are not finite numbers."""
+        """Number of latest printed losses in a row that are not finite."""
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         """Process one step; all ranks call this, as the loss is summed over them.
 
         Args:
             step: its number.
-            result: what it did; the loss is still on the device.
+            result: its result; the loss is still on the device.
             tokens: its tokens over all ranks.
         """
         if self._since_step < 0:
@@ -51,7 +51,7 @@ class ProgressLines:
             mean /= max(1, result.label_tokens)
             ready: Any = None
             if mean.is_cuda:
-                # Into page-locked memory: a copy into any other makes the host wait for the GPU.
+                # Into page-locked memory: a copy into other memory makes the host wait for the GPU.
                 mean = torch.empty((), dtype=mean.dtype, pin_memory=True).copy_(mean, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
@@ -60,11 +60,11 @@ class ProgressLines:
         self.flush(wait=False)
 
     def resume(self) -> None:
-        """Begin the count of tokens and time anew, after something other than steps."""
+        """Restart the count of tokens and time, after work other than steps."""
         self._since, self._since_step, self._tokens = time.perf_counter(), -1, 0
 
     def flush(self, wait: bool = True) -> None:
-        """Print what is known by now; with ``wait``, everything."""
+        """Print the lines whose figures have arrived; with ``wait``, all."""
         while self._waiting:
             step, mean, ready, lr, seconds, rate = self._waiting[0]
             if ready is not None:

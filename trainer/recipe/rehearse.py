@@ -1,9 +1,9 @@
-"""A rehearsal before the first step: what needs most memory comes first, and leaves nothing behind.
+"""Rehearses a run before its first step: runs the work with the highest memory use, and restores all state.
 
-The micro-batch of the longest examples goes through forward, backward and optimizer, then the largest evaluation batch
-through a forward; then a checkpoint is written, read back, compared and deleted. The update has a learning rate of 0,
-so no weight moves; optimizer states, the schedule, the loss scale, counters and random state are put back. A run that
-resumes is rehearsed before its checkpoint is loaded. An error that would have come hours later comes now.
+The micro-batch of the longest examples runs forward, backward and optimizer, and the largest evaluation batch a
+forward. Then a checkpoint is written, read back, compared and deleted. The update has a learning rate of 0, so no
+weight changes; optimizer states, the schedule, the loss scale, counters and random state are restored. A run that
+resumes is rehearsed before its checkpoint is loaded. Errors that would occur hours later occur now.
 """
 
 import random
@@ -31,13 +31,13 @@ from .state import TrainState
 from .step import Stepper
 
 _TRIES = 24
-"""Updates that fp16 gradients may overflow in, each halving the loss scale, before one goes through."""
+"""Limit of updates with overflowing fp16 gradients, each of which halves the loss scale."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_is_gradient_accumulation_boundary")
 """Attributes of DeepSpeed's engine that an update changes."""
 
 
 class Sampled(NamedTuple):
-    """Training examples, and what makes a batch of them."""
+    """Training examples, and their collation."""
 
     examples: Examples
     collate: Collate
@@ -54,14 +54,14 @@ class Sampled(NamedTuple):
 def rehearse(
     stepper: Stepper, data: Sampled, evaluator: Evaluator | None, checkpoints: Checkpoints, state: TrainState
 ) -> None:
-    """Rehearse a run that has taken no step in this process. All ranks call this.
+    """Rehearse a run that has done no step in this process. All ranks call this.
 
     Args:
-        stepper: takes the run's steps.
-        data: what they are taken on.
-        evaluator: evaluates it; None: nothing does.
-        checkpoints: writes its checkpoints.
-        state: where the run is.
+        stepper: runs the steps.
+        data: examples for the steps.
+        evaluator: evaluates the run, or None.
+        checkpoints: writes the checkpoints.
+        state: position of the run.
 
     Raises:
         FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
@@ -99,7 +99,7 @@ def rehearse(
 
 
 def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
-    """Compile what ``model.compile`` asks for before the first step, also of a resumed run. All ranks call this.
+    """Compile the layers for ``model.compile`` before the first step, also of a resumed run. All ranks call this.
 
     Raises:
         ConfigError: this model cannot be compiled.
@@ -113,18 +113,18 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
 
 
 def longest_rows(tokens: list[int], count: int) -> list[int]:
-    """Return the numbers of the ``count`` rows with most tokens, longest first; fewer where there are fewer."""
+    """Return the numbers of the ``count`` rows with most tokens, longest first; fewer if there are fewer."""
     return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
 
 
 def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
-    """Take an optimizer step on copies of one micro-batch, with ZeRO-3 perhaps two."""
+    """Run an optimizer step on copies of one micro-batch, with ZeRO-3 possibly two."""
     config, engine = stepper.config, stepper.engine
     for group in engine.basic_optimizer.param_groups:
         group["lr"] = 0.0
     batch = data.batch(rows)
     label_tokens = int(data.examples.label_tokens[rows].sum())
-    # With accumulation, memory is highest in the second micro-step, beside the gradients of the first.
+    # With accumulation, memory is highest in the second micro-step, with the gradients of the first.
     micro_steps = min(2, config.training.grad_accumulation)
 
     def fetch(last: bool) -> Callable[[], Batch]:
@@ -141,11 +141,11 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     dist.all_reduce(losses)
     loss = float(losses)
     if not numpy.isfinite(loss):
-        # An update would carry it into the weights even with a learning rate of 0.
+        # An update would propagate it to the weights even with a learning rate of 0.
         raise FtmonError(
             f"rehearsal: the loss of training rows {_listed(rows)} is {loss}; look at them and at the model"
         )
-    # ZeRO-3 gathers ahead, and keeps gathered, only from its second forward and backward on.
+    # ZeRO-3 prefetches and keeps parameters only from its second forward and backward on.
     for _ in range(2 if config.zero.stage == 3 and micro_steps == 1 else 1):
         for _ in range(_TRIES):
             if not stepper.train_step(fetches, label_tokens * micro_steps * stepper.world.data_ranks).skipped:
@@ -154,7 +154,7 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
 
 @contextmanager
 def _restored(stepper: Stepper) -> Generator[None]:
-    """Put back, at the end, all that a step with a learning rate of 0 changes."""
+    """Restore, at the end, all state that a step with a learning rate of 0 changes."""
     engine = stepper.engine
     optimizer: Any = engine.basic_optimizer
     numbers = [
@@ -175,7 +175,7 @@ def _restored(stepper: Stepper) -> Generator[None]:
         for group, values in zip(optimizer.param_groups, numbers, strict=True):
             for name, value in list(group.items()):
                 if isinstance(value, int | float):
-                    # A number that was not there counts steps (DeepSpeed's FusedAdam).
+                    # A number that was added counts steps (DeepSpeed's FusedAdam).
                     group[name] = values.get(name, 0)
         for parameter, state in optimizer.state.items():
             _put_back(state, states.get(id(parameter), {}))
@@ -188,7 +188,7 @@ def _restored(stepper: Stepper) -> Generator[None]:
 
 @contextmanager
 def _same_random_numbers(world: World) -> Generator[None]:
-    """Put the state of all random generators back at the end."""
+    """Restore the state of all random generators at the end."""
     generators = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     on_device = torch.cuda.get_rng_state(world.device) if world.on_gpu else None
     try:
@@ -202,7 +202,7 @@ def _same_random_numbers(world: World) -> Generator[None]:
 
 
 def _kept(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy what is not zero of one parameter's optimizer state: before the first step that is next to nothing."""
+    """Return a copy of the non-zero part of one parameter's optimizer state, small before the first step."""
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -223,7 +223,7 @@ def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
 
 @contextmanager
 def _named(what: str, setting: str) -> Generator[None]:
-    """Name the rows that did not fit, where memory runs out."""
+    """Name ``what`` did not fit in a note of an out-of-memory error."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -47,7 +47,7 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
 
 
 def _make_output(loaded: Loaded, folder: str) -> None:
-    """Make the output folder now, while a refusal can still be read on the terminal."""
+    """Make the output folder now, while an error still reaches the terminal."""
     if folder:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return exits.of_error(error, exits.WRONG_USAGE)
     except OSError as error:
-        # A path of the configuration, such as one with a name longer than a file system takes.
+        # A path of the configuration, such as one with a name too long for the file system.
         refusal = UsageError(f"{error.filename or 'the configuration'}: cannot be used: {error.strerror or error}")
         print(refusal, file=sys.stderr)
         return refusal.exit_status

@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint must hold besides weights and optimizer states to continue exactly."""
+"""Position of a run: the state in a checkpoint, besides weights and optimizer states, that an exact resume needs."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ class TrainState(msgspec.Struct):
     """Position of a run; saved with every checkpoint."""
 
     step: int = 0
-    """Optimizer updates applied. A step that fp16 gradients overflowed in is not one."""
+    """Number of optimizer updates applied. A step with overflowing fp16 gradients does not count."""
     batches: int = 0
-    """Global batches taken from the data, those of skipped updates included: the position in the order of examples."""
+    """Global batches used, those of skipped updates included: the position in the order of examples."""
     samples: int = 0
     """Examples trained on, over all ranks."""
     tokens: int = 0
@@ -22,11 +22,11 @@ class TrainState(msgspec.Struct):
     seed: int = 0
     """``training.seed``: of weights, data order and dropout."""
     data_key: str = ""
-    """Name of the encoded examples' content."""
+    """Identifier of the encoded examples' content."""
     examples: int = 0
-    """Rows of the encoded examples: what an epoch is made of."""
+    """Number of rows of the encoded examples, which make an epoch."""
     order: str = ""
-    """How an epoch orders them, in words; empty in checkpoints of earlier versions."""
+    """Their order in an epoch, in words; empty in checkpoints of earlier versions."""
     sequence_length: int = 0
     """``training.sequence_length``."""
     micro_batch: int = 0
@@ -41,9 +41,9 @@ class TrainState(msgspec.Struct):
     best_evaluation: float = math.inf
     """Lowest evaluation loss so far."""
     best_evaluation_step: int = 0
-    """The step it was found after; 0: there was none, or it is not in a checkpoint of an earlier version."""
+    """Step of the best evaluation; 0: none, or not in a checkpoint of an earlier version."""
     evaluations_without_best: int = 0
-    """Evaluations since then."""
+    """Number of evaluations since then."""
 
     @property
     def global_batch(self) -> int:
@@ -52,7 +52,7 @@ class TrainState(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     loss_sum: Any
     """Sum of this rank's token losses: a scalar tensor on the device."""
@@ -61,4 +61,4 @@ class StepResult(msgspec.Struct, frozen=True):
     lr: float
     """Learning rate of the step."""
     skipped: bool
-    """The update was left out: fp16 gradients overflowed."""
+    """Whether the update was skipped because fp16 gradients overflowed."""

@@ -1,4 +1,4 @@
-"""One optimizer step."""
+"""Runs optimizer steps."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,14 +18,14 @@ from .state import StepResult
 
 
 def make_collate(model: Any, config: Config, world: World, padding: Collate, fused_loss: bool) -> Collate:
-    """Return what makes batches as the model takes them. All ranks call this.
+    """Return the collation that makes the model's batches. All ranks call this.
 
     Args:
-        model: the model inside the engine; the attention of packed rows is chosen and checked here.
-        config: the settled configuration.
+        model: the model inside the engine; the attention of packed rows is selected and checked here.
+        config: the resolved configuration.
         world: the ranks.
         padding: pads rows to one length.
-        fused_loss: ``fused.set_up`` has switched the model to the fused loss.
+        fused_loss: whether ``fused.set_up`` has switched the model to the fused loss.
 
     Raises:
         ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
@@ -41,7 +41,7 @@ def make_collate(model: Any, config: Config, world: World, padding: Collate, fus
 
 
 class Stepper:
-    """Takes optimizer steps with DeepSpeed's engine on batches that it is given."""
+    """Runs optimizer steps with DeepSpeed's engine on given batches."""
 
     def __init__(self, config: Config, world: World, monitor: Monitor, engine: Any) -> None:
         self.config = config
@@ -50,10 +50,10 @@ class Stepper:
         self.engine = engine
 
     def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
-        """Take one optimizer step on the mean loss over ``label_tokens``.
+        """Run one optimizer step on the mean loss over ``label_tokens``.
 
         Args:
-            batches: for each micro-step, what fetches this rank's micro-batch.
+            batches: for each micro-step, a function that fetches this rank's micro-batch.
             label_tokens: tokens that carry loss in the micro-batches of all ranks together.
 
         DeepSpeed averages gradients over ranks, so the loss is scaled by their number; micro-steps are summed. Ranks
@@ -77,7 +77,7 @@ class Stepper:
         return StepResult(loss_sum, label_tokens, lr, engine.skipped_steps > skipped_before)
 
     def prepare(self, batch: Batch) -> dict[str, Any]:
-        """Return a collated batch on the device, as the model takes it."""
+        """Return a collated batch on the device, as the model's arguments."""
         moved = on_device(batch, self.world)
         if self.config.model.compile != "off":
             mark_varying(moved)

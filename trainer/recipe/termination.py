@@ -1,4 +1,4 @@
-"""SIGTERM as a request to save a checkpoint and end: sent by batch systems before a time limit, and by ``kill``."""
+"""Handles SIGTERM, sent by batch systems before a time limit and by ``kill``: save a checkpoint and end."""
 
 import ctypes
 import os
@@ -11,15 +11,15 @@ from types import FrameType
 
 _LEAST_SECONDS = 5.0
 _STEPS = 4
-"""A training thread that ends no step in this many usual ones is stuck, and dies of the signal as others do."""
+"""A training thread that ends no step in the time of this many usual ones is stuck; the signal ends the process."""
 _SIG_DFL = 0
 
 
 class Termination:
-    """Notes a SIGTERM while the training thread makes progress, and lets the process die of it otherwise.
+    """Records a SIGTERM while the training thread makes progress; otherwise the signal ends the process.
 
-    A rank that waits for one that has died runs no Python, and its launcher's SIGTERM must end it: so a thread that
-    the interpreter wakes up for every signal counts whether steps go on. A second SIGTERM ends the process at once.
+    A rank that waits for a dead one runs no Python, and its launcher's SIGTERM must end it. So a thread, woken by the
+    interpreter for every signal, checks that steps go on. A second SIGTERM ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Termination:
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handler_before = signal.signal(signal.SIGTERM, self._note)
-        # A worker that is sent SIGTERM before it has left would write into this process's pipe, and live on.
+        # A worker that receives SIGTERM before ``_leave_child`` would write into this process's pipe, and survive.
         os.register_at_fork(
             before=lambda: self._block(signal.SIG_BLOCK),
             after_in_parent=lambda: self._block(signal.SIG_UNBLOCK),
@@ -46,14 +46,14 @@ class Termination:
         threading.Thread(target=self._watch, name="ftmon-sigterm", daemon=True).start()
 
     def step(self) -> None:
-        """Note that a step has ended."""
+        """Record the end of a step."""
         now = time.monotonic()
         self._usual_s, self._last = now - self._last, now
         self._steps += 1
 
     @contextmanager
     def busy(self) -> Generator[None]:
-        """Count what runs within as progress: evaluations and checkpoints take longer than steps."""
+        """Count a ``with`` block as progress: evaluations and checkpoints are slower than steps."""
         self._busy = True
         try:
             yield
@@ -63,11 +63,11 @@ class Termination:
             self._busy = False
 
     def acknowledge(self) -> None:
-        """Record that the run is ending because of it: what is left to do gets its time."""
+        """Record that the run is ending on the signal, so that it has time for its remaining work."""
         self._acknowledged = True
 
     def close(self) -> None:
-        """Let SIGTERM be what it was before."""
+        """Restore the former handling of SIGTERM."""
         if self._active and os.getpid() == self._pid:
             self._active = False
             signal.set_wakeup_fd(self._wakeup_before)
@@ -83,7 +83,7 @@ class Termination:
             signal.pthread_sigmask(how, [signal.SIGTERM])
 
     def _leave_child(self) -> None:
-        """Let a forked process, such as a data loader's worker, die of SIGTERM."""
+        """Restore the default action of SIGTERM in a forked process, such as a data loader's worker."""
         if self._active:
             self._active = False
             signal.set_wakeup_fd(-1)
@@ -116,6 +116,6 @@ class Termination:
 
 
 def _die() -> None:
-    """End this process of SIGTERM, from any thread: Python itself changes handlers in the main thread alone."""
+    """End this process by SIGTERM, from any thread; Python changes handlers in the main thread only."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(_SIG_DFL))
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Sets a training up: data, model, engine and position, and trains it."""
+"""Sets up a training (data, model, engine and position), and runs it."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ def train(config: Config, world: World) -> None:
     """Train one rank's share of a resolved configuration. All ranks call this.
 
     Raises:
-        ConfigError: something in the configuration turned out not to hold.
+        ConfigError: a setting proved invalid.
     """
     _silence_libraries()
     run = setup(config, world)
@@ -48,7 +48,7 @@ def train(config: Config, world: World) -> None:
 
 
 def output_folder(config: Config) -> Path:
-    """Return the output folder: the configured one, or ``output/`` in the run directory, or in the current one."""
+    """Return the output folder: the configured one, else ``output/`` in the run directory, else in the current one."""
     if config.output.dir:
         return Path(config.output.dir)
     return Path(os.environ.get(RUN_ENV, ".")).absolute() / "output"
@@ -82,7 +82,7 @@ def setup(config: Config, world: World) -> Trainer:
         step = planned(engine, found, state, base, config, world).step if found else 0
         resuming = Resuming(found, skipped, base, step)
         checkpoints = Checkpoints(engine, tokens, config, world, monitor, output / "checkpoints", base)
-    # Rows that are cut to one of several lengths are not padded up to the longest.
+    # Rows cut to one of several lengths are not padded to the longest.
     padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
     collate = make_collate(model, config, world, padding, fused_loss)
     evaluator = Evaluator(config, world, monitor, engine, tokens, held_out, collate) if held_out else None
@@ -108,7 +108,7 @@ def setup(config: Config, world: World) -> Trainer:
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
-    """Return the state of a run that has done nothing yet."""
+    """Return the state of a new run."""
     training = config.training
     return TrainState(
         seed=training.seed,

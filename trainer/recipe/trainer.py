@@ -30,20 +30,20 @@ from .termination import Termination
 
 
 class Resuming(NamedTuple):
-    """Where a run goes on from."""
+    """Position from which a run resumes."""
 
     paths: list[Path]
-    """Checkpoints in the order to be tried; empty: the run begins anew."""
+    """Checkpoints in the order to be tried; empty: the run starts anew."""
     skipped: list[str]
     """Reasons why the others cannot be resumed from."""
     base: Base | None
     """The frozen weights under adapters."""
     step: int
-    """Steps before."""
+    """Number of steps before."""
 
 
 class Trainer(Stepper):
-    """A run that is set up: takes steps, writes checkpoints and the final model."""
+    """A run after setup: runs steps, writes checkpoints and the final model."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Trainer(Stepper):
         self.checkpoints = checkpoints
         self._resuming = resuming
         self.last_loss: float | None = None
-        """Loss of the last step over all ranks, once the training has ended."""
+        """Loss of the last step over all ranks, set at the end of the training."""
 
     def fit(self) -> None:
         """Train to the planned end or until a stop is requested, then write the final model."""
@@ -180,15 +180,15 @@ class Trainer(Stepper):
         return self.state.step >= self.total_steps or self.stopped_early
 
     def _is_broken(self, lines: ProgressLines) -> bool:
-        """Return whether the latest printed loss is not a number: its weights must not replace a good checkpoint."""
-        # All of them: ranks must agree, and what a rank has read by now depends on its own GPU.
+        """Return whether the latest printed losses are not finite: the weights must not replace a good checkpoint."""
+        # Wait for all: ranks must agree, and the losses read so far depend on each rank's GPU.
         lines.flush()
         if lines.not_a_number:
             self.world.log(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
         return lines.not_a_number > 0
 
     def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
-        """Evaluate where it is due after the step just taken; return the result."""
+        """Evaluate if that is due after the latest step; return the result, or None."""
         evaluator, state = self.evaluator, self.state
         if evaluator is None or not evaluator.due(state.step, last=state.step == self.total_steps):
             return None
@@ -231,7 +231,7 @@ class Trainer(Stepper):
         log(f"finished: {state.step} steps, {state.tokens:,} tokens")
 
     def _better(self) -> str:
-        """Return words on the step with the lowest evaluation loss, and its checkpoint; empty: it is the last one."""
+        """Return a note on the step with the lowest evaluation loss and its checkpoint; empty for the last step."""
         state = self.state
         if state.best_evaluation_step in (0, state.step):
             return ""
@@ -275,7 +275,7 @@ class Trainer(Stepper):
             self.evaluator.report_best(state)
 
     def introduce(self) -> None:
-        """Print what is about to be trained."""
+        """Print a summary of the training."""
         config, world, order = self.config, self.world, self.order
         where = (
             f"{world.size} GPU{'s' * (world.size > 1)}"

@@ -25,7 +25,7 @@ def main() -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     quiet_bitsandbytes()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # else what is no UTF-8 is a traceback in most locales
+        sys.stdin.reconfigure(errors="surrogateescape")  # else bytes that are not UTF-8 raise in most locales
     try:
         _check_ranges(arguments)
         found = source.find(arguments.target)

@@ -1,4 +1,4 @@
-"""Generating an answer token by token."""
+"""Generates an answer token by token."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Sampling(NamedTuple):
     temperature: float
     """0: always the likeliest."""
     top_p: float
-    """Only from the likeliest tokens that together have this probability."""
+    """Draw only from the likeliest tokens with this total probability."""
     generator: torch.Generator
 
 
@@ -52,13 +52,13 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> int:
         return int(logits.argmax())
     probabilities = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
     ordered, indices = probabilities.sort(descending=True)
-    # The first token is always in: what is before it sums to 0.
+    # The first token is always kept: the sum before it is 0.
     ordered[ordered.cumsum(0) - ordered >= sampling.top_p] = 0.0
     return int(indices[torch.multinomial(ordered, 1, generator=sampling.generator)])
 
 
 class Words:
-    """Turns tokens into text as they come, whole characters at a time."""
+    """Converts generated tokens to text, whole characters at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -75,12 +75,12 @@ class Words:
         new = text[self._shown :]
         self._shown = len(text)
         if len(self._tokens) - self._begin > 64 and new.startswith(" "):
-            # Begun anew at a word, so that long answers do not cost more and more; its token stays for its space.
+            # Decode from a new word on: the cost does not grow with the answer. The word's token is kept for its space.
             self._begin = len(self._tokens) - 1
             self._shown = len(self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True))
         return new
 
     def rest(self) -> str:
-        """Return what is left of an unfinished character."""
+        """Return the rest of the text, an unfinished character."""
         text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
         return text[self._shown :]

@@ -1,4 +1,4 @@
-"""Loading a model to talk to: from Hugging Face's format, or from the shards of a checkpoint."""
+"""Loads a model for a chat, from Hugging Face's format or from the shards of a checkpoint."""
 
 import contextlib
 import io
@@ -19,20 +19,20 @@ from .source import Source
 
 
 class Loaded(NamedTuple):
-    """A model to talk to."""
+    """A loaded model and its tokenizer."""
 
     model: Any
     tokenizer: Any
     text: str
-    """What it is and where it computes, for a person."""
+    """Description of the model and its device, for display."""
 
 
 def load(source: Source, device: str) -> Loaded:
     """Load a model and its tokenizer.
 
     Args:
-        source: where it is.
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one, but the CPU for a checkpoint, whose run may be
+        source: place of the weights.
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU if there is one, but the CPU for a checkpoint, whose run may be
             training on the GPUs.
 
     Raises:
@@ -80,7 +80,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
     config = AutoConfig.from_pretrained(path / DESCRIPTION)
     with torch.device("meta"):
         kind: Any = type(AutoModelForCausalLM.from_config(config))
-    # The auto class insists on a path.
+    # The auto class requires a path.
     model, report = kind.from_pretrained(
         None,
         config=config,
@@ -115,7 +115,7 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
 
 
 def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by name, whole, on the CPU."""
+    """Return the whole weights of a checkpoint by name, on the CPU."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if content.zero_stage == 0:
@@ -129,7 +129,7 @@ def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
 
 
 def _fitting(model: Any, device: torch.device) -> Any:
-    """Return the model in fp32 where the CPU computes and has room for it: half precision is slow there."""
+    """Return the model in fp32 on a CPU with memory for it, where half precision is slow."""
     if device.type == "cpu" and model.dtype != torch.float32:
         needed = 4 * sum(parameter.numel() for parameter in model.parameters())
         if needed < psutil.virtual_memory().available // 2:

@@ -1,4 +1,4 @@
-"""From messages to the tokens that a model is given, by its own template, and the tokens that end its answers."""
+"""Renders messages to a model's input tokens by its own template; finds the tokens that end its answers."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Prompts:
         self.stops = frozenset(end_tokens(model, tokenizer))
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation, up to where the answer begins.
+        """Return the tokens of a conversation, up to the beginning of the answer.
 
         Raises:
             UsageError: the template refuses it.

@@ -14,18 +14,18 @@ from .load import Loaded
 from .prompt import Message, Prompts
 
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters that a model may write and a terminal would obey; tabs and line ends stay."""
+"""Control characters that a terminal would execute; tabs and line ends are kept."""
 _HELP = "/new begins a new conversation, /system TEXT sets the system prompt; Ctrl-C stops an answer, Ctrl-D ends"
 
 
 class Answer(NamedTuple):
-    """What a model answered."""
+    """A model's answer."""
 
     text: str
     tokens: int
     seconds: float
     why: str
-    """Why it ended: ``end``, the name of a limit, or ``Ctrl-C``."""
+    """Reason of its end: ``end``, the name of a limit, or ``Ctrl-C``."""
 
 
 class Session:
@@ -44,7 +44,7 @@ class Session:
         self._system(options.system)
 
     def converse(self) -> int:
-        """Talk with a person until Ctrl-D; return the exit status."""
+        """Run a dialogue on the terminal until Ctrl-D; return the exit status."""
         self._note(self._loaded.text)
         self._note(_HELP if self._prompts.has_template else "no chat template: what you write is continued as text")
         while True:
@@ -142,7 +142,7 @@ class Session:
         self._history = [message for message in self._history[:1] if message["role"] == "system"]
 
     def _system(self, text: str) -> None:
-        """Begin anew with this system prompt."""
+        """Restart the conversation with this system prompt."""
         self._history = [{"role": "system", "content": text}] if text else []
         if text:
             self._prompts.encode([*self._history, {"role": "user", "content": "a"}])
@@ -152,7 +152,7 @@ class Session:
         self._note(f"{what} {len(ids)} tokens: {each}")
 
     def _note(self, text: str) -> None:
-        """Write what is not part of the conversation to standard error."""
+        """Write a text that is not part of the conversation to standard error."""
         dim = sys.stderr.isatty()
         print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 

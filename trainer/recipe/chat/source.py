@@ -1,4 +1,4 @@
-"""What a person names for a chat: a model's folder, an output folder, a checkpoint, a run, or a name on the hub."""
+"""Finds the model of a chat: a model's folder, an output folder, a checkpoint, a run, or a name on the hub."""
 
 import os
 import re
@@ -14,18 +14,18 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Source(NamedTuple):
-    """Where a model's weights are."""
+    """Place of a model's weights."""
 
     path: str
     """A folder, or a name on the hub."""
     is_checkpoint: bool
-    """A checkpoint of ftmon's trainer, not a model in Hugging Face's format."""
+    """Whether it is a checkpoint of ftmon's trainer, not a model in Hugging Face's format."""
     text: str
-    """What it is, for a person."""
+    """Description for display."""
 
 
 def find(target: str) -> Source:
-    """Return what a chat is to be with: the final model where there is one, else the newest complete checkpoint.
+    """Return the model of a chat: the final model if there is one, else the newest complete checkpoint.
 
     Raises:
         UsageError: there is no such model or run, several runs match, or the run has neither.
@@ -52,12 +52,12 @@ def find(target: str) -> Source:
             f"{run.id}: has neither a final model nor a complete checkpoint; 'ftmon train' writes one every "
             "checkpoint.every steps"
         )
-    # The beginning of a name may have been given, or the name of several runs of which one is alive.
+    # ``target`` may be the beginning of a name, or the name of several runs, one of them alive.
     return found._replace(text=f"{run.id}: {found.text}")
 
 
 def _below_a_folder(path: Path) -> bool:
-    """Return whether a name with a slash means a folder here: ``output/model`` where ``output`` exists."""
+    """Return whether a name with a slash is a local folder: ``output/model`` if ``output`` exists."""
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 

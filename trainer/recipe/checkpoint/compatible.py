@@ -1,4 +1,4 @@
-"""Checks whether a run may resume from a checkpoint: what has changed in between, and the consequences."""
+"""Checks whether a run may resume from a checkpoint: the changes in between, and their consequences."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ _CONSEQUENCES = {
 
 
 def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Path) -> tuple[TrainState, list[str]]:
-    """Return where the run continues, and notes on what differs from an uninterrupted run.
+    """Return the position at which the run continues, and notes on differences from an uninterrupted run.
 
     Args:
-        saved: the checkpoint's.
-        now: a fresh one of this run: its seed, data and batch.
+        saved: the checkpoint's state.
+        now: a fresh state of this run: its seed, data and batch.
         allow: changes that are accepted (``checkpoint.allow``).
-        path: the checkpoint's, for messages.
+        path: path of the checkpoint, for messages.
 
     Raises:
         ConfigError: a change that is not accepted; the text names each with its fix.
@@ -68,7 +68,7 @@ def model(manifest: Manifest, parameters: dict[str, list[int]], path: Path) -> N
 
 
 def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
-    """Return what differs, by the name that ``checkpoint.allow`` has for it."""
+    """Return the differences by their names in ``checkpoint.allow``."""
     changes: dict[str, str] = {}
     if saved.seed != now.seed:
         changes["seed"] = f"training.seed was {saved.seed} and is {now.seed}"
@@ -102,7 +102,7 @@ def _consequence(name: str, saved: TrainState, now: TrainState) -> str:
 
 
 def _divided(saved: TrainState, now: TrainState) -> str:
-    """Return in which numbers batches are divided among ranks otherwise than before; empty: in none."""
+    """Return changed settings that divide batches among ranks differently, in words; empty: none."""
     return " and ".join(
         f"{section}.{name} was {getattr(saved, name)} and is {getattr(now, name)}"
         for section, name in (("run", "ranks"), ("training", "sequence_parallel_size"))
@@ -111,7 +111,7 @@ def _divided(saved: TrainState, now: TrainState) -> str:
 
 
 def _batches(saved: TrainState, now: TrainState) -> int:
-    """Return the global batches of today's size that lie before the same place in the same epoch."""
+    """Return the number of global batches, of the present size, before the same place in the same epoch."""
     if saved.global_batch == now.global_batch and saved.examples == now.examples:
         return saved.batches
     per_epoch = max(1, saved.examples // max(1, saved.global_batch))

@@ -1,4 +1,4 @@
-"""The folder ``checkpoints/`` of an output folder: which are in it, the newest, the best, and removing old ones."""
+"""The folder ``checkpoints/`` of an output folder: finds the newest and the best one, removes old ones."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from .manifest import Manifest
 _TAG = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-(\d+)\.(part|old)")
 LATEST = "latest"
-"""The file that names the newest one, for DeepSpeed's own tools; written after everything else."""
+"""The file that names the newest checkpoint, for DeepSpeed's own tools; written after everything else."""
 
 TRIAL = "rehearsal"
 """The folder of the rehearsal's checkpoint while it is being compared; no tool reads it as a checkpoint of the run."""
@@ -48,7 +48,7 @@ def complete(folder: Path) -> tuple[list[Found], list[str]]:
 
 
 def examine(path: Path) -> tuple[Found | None, str]:
-    """Return a checkpoint when it is complete, else None and what is wrong."""
+    """Return a checkpoint if it is complete, else None and the problem."""
     content = manifest.read(path)
     if content is None:
         return None, f"no {manifest.NAME}"
@@ -89,18 +89,18 @@ def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
 
 
 def lowest(found: list[Found]) -> Found | None:
-    """Return the one with the lowest evaluation loss; None where no evaluation was made."""
+    """Return the checkpoint with the lowest evaluation loss; None without evaluations."""
     rated = [one for one in found if one.manifest.evaluation_loss is not None]
     return min(rated, key=lambda one: one.manifest.evaluation_loss or 0.0, default=None)
 
 
 def prune(folder: Path, keep: int, keep_best: bool) -> None:
-    """Remove complete checkpoints other than the newest ``keep``, and the best one where that is to be kept."""
+    """Remove complete checkpoints except the newest ``keep``, and with ``keep_best`` the best one."""
     found, _ = complete(folder)
     best = lowest(found) if keep_best else None
     for old in found[keep:]:
         if best is None or old.path != best.path:
-            # Renamed first: a removal that is cut short leaves no folder that looks like a checkpoint.
+            # Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
             going = old.path.with_name(old.path.name + ".old")
             shutil.rmtree(going, ignore_errors=True)
             old.path.rename(going)

@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to: the model's parameters, and the frozen weights that adapters stand on."""
+"""Identity of a checkpoint's model: its parameters, and the frozen weights under adapters."""
 
 import hashlib
 from typing import Any
@@ -11,12 +11,12 @@ from ..engine.distributed import World
 from .manifest import Base
 
 _PIECE = 1 << 24
-"""Elements that are summed at once: 128 MiB as 64-bit integers."""
+"""Elements summed at once: 128 MiB as 64-bit integers."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def shapes(model: Any) -> dict[str, list[int]]:
-    """Return the whole shape of every parameter by name, partitioned or not."""
+    """Return the full shape of every parameter by name, partitioned or not."""
     return {name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
 
 
@@ -26,10 +26,10 @@ def trained(model: Any) -> list[str]:
 
 
 def base_of(model: Any, config: Config, world: World) -> Base | None:
-    """Name the frozen weights under adapters, or None when all weights are trained. All ranks call this.
+    """Return the identity of the frozen weights under adapters; None if all weights are trained. All ranks call this.
 
-    Contents are summed as integers, which gives the same in any order: partitions of ZeRO-3 add up to what an
-    unpartitioned parameter has.
+    Contents are summed as integers, whose sum does not depend on the order: partitions of ZeRO-3 add up to the sum of
+    an unpartitioned parameter.
     """
     frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
     if not config.lora.rank or not frozen:
@@ -50,11 +50,11 @@ def _sum(parameter: Any, rank: int) -> torch.Tensor:
     tensor: torch.Tensor = parameter.detach()
     if hasattr(parameter, "ds_tensor"):
         part: torch.Tensor = parameter.ds_tensor.detach().flatten()
-        # The last partition is padded with whatever was there.
+        # The padding of the last partition is uninitialized.
         valid = max(0, min(part.numel(), int(parameter.ds_numel) - rank * part.numel()))
         tensor = part[:valid]
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
     whole = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
-    # A sum of integers first converts all of them to 8 bytes.
+    # Summing integers first converts all of them to 8 bytes.
     return torch.stack([piece.sum(dtype=torch.int64) for piece in whole.split(_PIECE)]).sum()

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, and every file's size and checksum. It is written last.
+"""The manifest of a checkpoint: its contents, and every file's size and checksum. It is written last.
 
 A checkpoint is the folder ``step-N``. It is written as ``step-N.part`` and renamed when it is complete, so a folder
 without a manifest, or with a file of another size, was damaged afterwards.
@@ -48,18 +48,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, list[int]]
     """Shape of each parameter of the model, by name."""
     trained: list[str]
-    """Names of the parameters that are trained. Of others none is saved where there is a ``base``."""
+    """Names of the trained parameters. With a ``base`` no others are saved."""
     files: Mapping[str, File]
-    """By path within the folder."""
+    """Files by path within the folder."""
     base: Base | None = None
     optimizer: str = "adamw"
-    """What the optimizer's states are (``optim.support.states``)."""
+    """Kind of the optimizer's states (``optim.support.states``)."""
     evaluation_loss: float | None = None
-    """Loss of the evaluation at this step, where there was one."""
+    """Loss of the evaluation at this step, if there was one."""
 
 
 def read(folder: Path) -> Manifest | None:
-    """Return a checkpoint's manifest, or None where there is none that can be read."""
+    """Return a checkpoint's manifest, or None if it cannot be read."""
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
@@ -80,7 +80,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def missing(folder: Path, manifest: Manifest) -> str:
-    """Return what a checkpoint lacks, or an empty text when all its files are there in full size."""
+    """Return what a checkpoint lacks; empty if all its files have their full size."""
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -100,7 +100,7 @@ def damaged(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> 
 
 
 def checksum(path: Path) -> int:
-    """Return a file's CRC-32; -1 where it cannot be read."""
+    """Return a file's CRC-32; -1 if it cannot be read."""
     value = 0
     try:
         with path.open("rb") as file:
@@ -112,7 +112,7 @@ def checksum(path: Path) -> int:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file's content at once: written beside it, forced to the disk, then renamed."""
+    """Replace a file's content atomically: write a file beside it, force it to the disk, rename it."""
     beside = path.with_name(path.name + ".new")
     with beside.open("wb") as file:
         file.write(content)

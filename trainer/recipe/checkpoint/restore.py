@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, and everything in it put back as it was."""
+"""Resumes from a checkpoint: selects it, and restores everything in it."""
 
 import json
 from pathlib import Path
@@ -19,18 +19,18 @@ from .save import RANDOM
 
 
 def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
-    """Return the intact checkpoints to resume from, in the order to be tried; none: begin anew. All ranks call this.
+    """Return the intact checkpoints to resume from, in the order to be tried; none: start anew. All ranks call this.
 
     Incomplete and damaged ones are left out with a printed note.
 
     Returns:
-        The checkpoints, and words on each that was left out.
+        The checkpoints, and a note on each that was left out.
 
     Raises:
         ConfigError: a path was given, and no complete checkpoint is there.
     """
     resume = config.checkpoint.resume
-    # Rank 0 looks for all of them: another rank might see the folder before or after a change.
+    # Rank 0 searches for all: another rank might see the folder before or after a change.
     answer: dict[str, Any] = {"found": [], "notes": [], "error": ""}
     if world.is_first:
         try:
@@ -45,7 +45,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
         world.log(f"note: skipped a checkpoint: {note}")
     intact: list[Path] = []
     for path in map(Path, answer["found"]):
-        # One intact checkpoint and one before it to fall back on are enough.
+        # One intact checkpoint and an earlier one as a fallback are enough.
         if len(intact) == 2:
             break
         if _is_intact(path, world):
@@ -77,11 +77,11 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
     """Load weights, optimizer, schedule and random state; ``now`` becomes the position of the checkpoint.
 
     Args:
-        engine: DeepSpeed's engine, nothing trained yet.
+        engine: DeepSpeed's engine, untrained.
         paths: checkpoints in the order to be tried.
         now: this run's fresh state; filled in.
         base: the frozen weights under this run's adapters.
-        config: the settled configuration.
+        config: the resolved configuration.
         world: the ranks; all call this.
 
     Returns:
@@ -151,20 +151,20 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
 
 
 def _load(engine: Any, path: Path, content: Manifest, config: Config, world: World) -> str:
-    """Load into the engine; return what went wrong in some rank, or an empty text."""
+    """Load into the engine; return the error of some rank, or an empty text."""
     problem = ""
     try:
         if content.state.ranks != world.size and config.zero.stage > 0:
             with universal.converted(path, world) as copy, universal.loading(engine):
                 loaded, _ = engine.load_checkpoint(str(copy.parent), tag=copy.name, load_module_strict=False)
         else:
-            # Keys were compared with the manifest's; without frozen weights a strict load would refuse.
+            # Keys were compared with the manifest's; without frozen weights a strict load would fail.
             loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=content.base is None)
         if loaded is None:
             problem = "DeepSpeed found no checkpoint in it"
     except ConfigError:
         raise
-    except Exception as error:  # what torch, pickle and DeepSpeed raise on files that are not what they expect
+    except Exception as error:  # torch, pickle and DeepSpeed raise various errors on unexpected files
         problem = (str(error).strip() or repr(error)).splitlines()[0]
     if world.all_agree(not problem):
         return ""

@@ -1,4 +1,4 @@
-"""Writing checkpoints: a folder is complete or not there, and what goes wrong leaves the training alone."""
+"""Writes checkpoints: a folder is complete or missing, and errors do not affect the training."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from .manifest import Base, File, Manifest
 from .writer import Writer
 
 DESCRIPTION = "huggingface"
-"""Folder within a checkpoint: the model's configuration and its tokenizer, so that it can be loaded without its run."""
+"""Folder in a checkpoint with the model's configuration and tokenizer, so that it can be loaded without its run."""
 RANDOM = "random-{}.pt"
 """State of a rank's random generators."""
 _POLL_SECONDS = 0.05
@@ -33,9 +33,9 @@ _POLL_SECONDS = 0.05
 class Checkpoints:
     """Writes the checkpoints of a run. All ranks make one, and call its methods together.
 
-    Each rank writes its files into ``step-N.part``, in a thread where they fit into host memory a second time. When all
-    ranks have reported theirs, rank 0 writes the manifest, renames the folder, has ``latest`` name it, and removes the
-    oldest.
+    Each rank writes its files into ``step-N.part``, in a thread if they fit into host memory a second time. When all
+    ranks have reported their files, rank 0 writes the manifest, renames the folder, updates ``latest`` and removes the
+    oldest checkpoint.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Checkpoints:
         self._base = base
         self._writer = Writer(world.local_size)
         engine.checkpoint_engine = self._writer
-        # Its copy of zero_to_fp32.py is written past the checkpoint engine.
+        # DeepSpeed writes its copy of zero_to_fp32.py without the checkpoint engine.
         copy_script = engine._copy_recovery_script
         engine._copy_recovery_script = lambda path: self._writer.attempt(lambda: copy_script(path))
         self._description = describe(engine.module, tokenizer, config) if world.is_first else {}
-        # Reports go through the process group's own key-value store: it works when a disk does not.
+        # Reports use the process group's key-value store, which works when a disk does not.
         self._store: Any = dist.distributed_c10d.PrefixStore(
             "ftmon-checkpoint", dist.distributed_c10d._get_default_store()
         )
@@ -71,11 +71,11 @@ class Checkpoints:
             folders.remove_unfinished(folder)
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
-        """Write a checkpoint, in the background where possible; waits for the one before.
+        """Write a checkpoint, in the background if possible; wait for the previous one first.
 
         Args:
-            state: where the run is.
-            evaluation_loss: loss of an evaluation at this step; ``checkpoint.keep_best`` goes by it.
+            state: position of the run.
+            evaluation_loss: loss of an evaluation at this step, for ``checkpoint.keep_best``.
         """
         self.wait()
         began = time.time()
@@ -109,7 +109,7 @@ class Checkpoints:
                 self._finish(*arguments)
 
     def measure(self, state: TrainState) -> int:
-        """Return the bytes that a checkpoint takes on disk, over all ranks; nothing is written."""
+        """Return the size of a checkpoint on disk in bytes, over all ranks; nothing is written."""
         self._writer.measure()
         self._save(self._folder / folders.TRIAL, state)
         total = torch.tensor([self._writer.bytes + sum(map(len, self._description.values()))])
@@ -120,7 +120,7 @@ class Checkpoints:
         """Write a checkpoint as ``save`` does, read it back, compare it and delete it.
 
         Returns:
-            What went wrong in some rank, or an empty text; and how many tensors of all ranks were compared.
+            The error of some rank, or an empty text; and the number of compared tensors of all ranks.
         """
         self.wait()
         part, writer = self._folder / folders.TRIAL, self._writer
@@ -139,7 +139,7 @@ class Checkpoints:
                 shutil.rmtree(part if existed else self._folder, ignore_errors=True)
 
     def _save(self, part: Path, state: TrainState) -> None:
-        """Give everything that a checkpoint holds to the writer."""
+        """Pass the contents of a checkpoint to the writer."""
         writer = self._writer
         if self._world.is_first:
             writer.attempt(lambda: shutil.rmtree(part, ignore_errors=True))
@@ -162,19 +162,19 @@ class Checkpoints:
         return self._folder
 
     def of(self, step: int) -> Path | None:
-        """Return the complete checkpoint of a step; None: there is none."""
+        """Return the complete checkpoint of a step, or None."""
         path = self._folder / folders.tag(step)
         return path if folders.examine(path)[0] is not None else None
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete, or has failed."""
+        """Wait until the checkpoint under way is complete or has failed."""
         if self._thread is not None:
             with self._monitor.phase("checkpoint"), self._monitor.activity("checkpoint", "waiting for the disk"):
                 self._thread.join()
             self._thread = None
 
     def _finish(self, serial: int, part: Path, content: Manifest, began: float) -> None:
-        """Write this rank's files, and in rank 0 complete the checkpoint when all ranks have."""
+        """Write this rank's files; rank 0 completes the checkpoint once all ranks have written theirs."""
         writer = self._writer
         writer.write_waiting()
         report = {
@@ -208,13 +208,13 @@ class Checkpoints:
     def _complete(self, part: Path, content: Manifest, files: dict[str, File]) -> Path:
         for path in part.rglob("*"):
             name = path.relative_to(part).as_posix()
-            if path.is_file() and name not in files:  # what DeepSpeed copied itself, such as zero_to_fp32.py
+            if path.is_file() and name not in files:  # files that DeepSpeed copied itself, such as zero_to_fp32.py
                 files[name] = File(path.stat().st_size)
         path = part.with_suffix("")
         manifest.write(part, msgspec.structs.replace(content, files=files, time=time.time()))
         old = path.with_name(path.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
-        if path.exists():  # a run that resumed from an earlier step comes past this one again
+        if path.exists():  # a run that resumed from an earlier step passes this one again
             path.rename(old)
         part.rename(path)
         manifest.sync_folder(self._folder)

@@ -1,4 +1,4 @@
-"""The rehearsal's checkpoint: whether there is room for one, and whether it is read back as it was written."""
+"""The rehearsal's checkpoint: checks the disk space, and that it is read back as it was written."""
 
 import shutil
 import time
@@ -17,9 +17,9 @@ _MARGIN = 1.02
 
 
 def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Config, world: World) -> str:
-    """Write a checkpoint, read it back, compare and delete it; return words on it. All ranks call this.
+    """Write a checkpoint, read it back, compare and delete it; return a note for the log. All ranks call this.
 
-    Where no checkpoint is planned (a stop or a best evaluation still writes one), a failure is a printed note.
+    If no checkpoint is planned (a stop or a best evaluation still writes one), a failure is a printed note.
 
     Raises:
         FtmonError: the disk lacks the space, or what is read back is not what was written; in all ranks.
@@ -48,7 +48,7 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
 
 
 def _lacking(folder: Path, needed: int) -> str:
-    """Return what the disk lacks for ``needed`` bytes, or an empty text."""
+    """Return the lack of space for ``needed`` bytes, or an empty text."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free >= needed * _MARGIN:

@@ -1,4 +1,4 @@
-"""Checkpoints of another number of ranks, through DeepSpeed's universal format.
+"""Converts checkpoints of another number of ranks through DeepSpeed's universal format.
 
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -23,7 +23,7 @@ _MODULE = "deepspeed.checkpoint.ds_to_universal"
 
 @contextlib.contextmanager
 def converted(path: Path, world: World) -> Generator[Path]:
-    """Return a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
+    """Yield a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
 
     Raises:
         ConfigError: DeepSpeed cannot convert it.
@@ -46,7 +46,7 @@ def converted(path: Path, world: World) -> Generator[Path]:
 
 @contextlib.contextmanager
 def loading(engine: Any) -> Generator[None]:
-    """Have an engine load the universal format."""
+    """Make an engine load the universal format within a ``with`` block."""
     engine._config.load_universal_checkpoint = True
     try:
         yield
@@ -58,9 +58,9 @@ def loading(engine: Any) -> Generator[None]:
 def move_step_counts(optimizer: torch.optim.Optimizer) -> None:
     """Move step counts to the device of the weights, as fused optimizers require.
 
-    DeepSpeed leaves them in host memory: ``base_optimizer.py`` and ``stage3.py`` set ``step`` to what the file held,
-    without ``Optimizer.load_state_dict``, which would move it. All states count: ZeRO-3 has a group hold its parameters
-    only while it steps.
+    DeepSpeed leaves them in host memory: ``base_optimizer.py`` and ``stage3.py`` set ``step`` to the file's value
+    without ``Optimizer.load_state_dict``, which would move it. All states are moved: under ZeRO-3 a group holds its
+    parameters only during a step.
     """
     if not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         return
@@ -70,9 +70,9 @@ def move_step_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _convert(path: Path, copy: Path) -> str:
-    """Convert; return what went wrong, or an empty text."""
+    """Convert a checkpoint; return the error, or an empty text."""
     shutil.rmtree(copy, ignore_errors=True)
-    # A process of its own, on the CPU: the conversion forks workers, which a process with CUDA must not.
+    # A separate process on the CPU: the conversion forks workers, which a process with CUDA must not.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FTMON", "LOCAL_"))}
     for name in (RUN_ENV, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)

@@ -1,7 +1,7 @@
-"""Writing a checkpoint's files: at once, or later from a copy in host memory; an error never reaches the training.
+"""Writes a checkpoint's files, at once or later from a copy in host memory; errors are recorded, not raised.
 
-It replaces DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
-would leave the other ranks in a collective.
+It replaces DeepSpeed's checkpoint engine, through which DeepSpeed writes its files. An exception there would leave the
+other ranks in a collective.
 """
 
 import copy
@@ -18,7 +18,7 @@ from ....protocol.host.host_memory import available_memory
 from .manifest import File
 
 _MARGIN = 1.25
-"""A copy needs this share of its size of free host memory."""
+"""Free host memory that a copy needs, as a multiple of its size."""
 
 
 class Writer(TorchCheckpointEngine):
@@ -36,15 +36,15 @@ class Writer(TorchCheckpointEngine):
         self._background = False
         self._measuring = self._reading_back = False
         self.bytes = 0
-        """Bytes of the tensors to be saved, as far as ``measure`` has seen them."""
+        """Bytes of the tensors to be saved, counted after ``measure``."""
         self.compared = 0
-        """Tensors that were read back and are equal."""
+        """Number of tensors that were read back and are equal."""
         self.files: dict[str, File] = {}
-        """What has been written, by path within the checkpoint."""
+        """Written files, by path within the checkpoint."""
         self.error = ""
-        """Why nothing more is written; empty: all is well."""
+        """The first error, after which nothing more is written; empty without one."""
         self.in_foreground = ""
-        """Why a file was not copied to be written later; empty: all were, or none was to be."""
+        """Reason why a file was written at once instead of in the background; empty without one."""
 
     def begin(self, folder: Path, background: bool, read_back: bool = False) -> None:
         """Start a new checkpoint in ``folder``; with ``read_back`` each file is read again and compared."""
@@ -53,7 +53,7 @@ class Writer(TorchCheckpointEngine):
         self._measuring, self.compared = False, 0
 
     def measure(self) -> None:
-        """From here to the next ``begin`` write nothing, and count the bytes of what is to be saved."""
+        """Until the next ``begin``, count the bytes to be saved instead of writing them."""
         self.begin(Path(), background=False)
         self._measuring, self.bytes = True, 0
 
@@ -90,7 +90,7 @@ class Writer(TorchCheckpointEngine):
         self.attempt(write)
 
     def write_waiting(self) -> None:
-        """Write what was copied; any thread."""
+        """Write the copied files; any thread."""
         waiting, self._waiting = self._waiting, []
         while waiting and not self.error:
             path, content = waiting.pop(0)
@@ -103,7 +103,7 @@ class Writer(TorchCheckpointEngine):
             file.flush()
             os.fsync(file.fileno())
             if self._reading_back:
-                # From the disk, not from memory, where the file system allows it.
+                # From the disk, not from the page cache, if the file system allows it.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self.files[path.relative_to(self._folder).as_posix()] = File(summed.bytes, summed.crc32)
         if self._reading_back:
@@ -114,7 +114,7 @@ class Writer(TorchCheckpointEngine):
             self.compared += compared
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do something that may fail; after a failure nothing more is done for this checkpoint."""
+        """Run an action unless one has failed for this checkpoint; record its error."""
         if self.error or self._measuring:
             return
         try:
@@ -128,7 +128,7 @@ class Writer(TorchCheckpointEngine):
 
 
 class _Summed:
-    """A file that counts and checksums what is written to it, in order."""
+    """A file that counts and checksums the bytes written to it, in order."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -161,7 +161,7 @@ def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
     """Compare nested containers, tensors bit by bit.
 
     Returns:
-        The place of the first difference, or an empty text; and how many tensors are equal.
+        The place of the first difference, or an empty text; and the number of equal tensors.
     """
     if isinstance(wanted, torch.Tensor):
         same = (
@@ -197,7 +197,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
-    """Return a copy in host memory that later training steps do not change; tensors that were one stay one."""
+    """Return a copy in host memory that later training steps do not change; a shared tensor stays shared."""
     if isinstance(value, torch.Tensor):
         key = (value.data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype)
         if key not in seen or not value.numel():
@@ -214,5 +214,5 @@ def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
         return type(value)(host_copy(inner, seen) for inner in value)
     try:
         return copy.deepcopy(value)
-    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and fails there
+    except Exception:  # locks, handles: they cannot be saved either, and fail there
         return value

@@ -1,4 +1,4 @@
-"""Checks that the settings of a configuration go together."""
+"""Checks that the settings of a configuration are compatible."""
 
 from importlib import util
 
@@ -11,7 +11,7 @@ from .load import Loaded
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:
-    """Refuse a ``training.total_batch`` that the other settings do not make.
+    """Refuse a ``training.total_batch`` that the other settings do not yield.
 
     Raises:
         ConfigError: it is refused; the text names the place and the dotted path.
@@ -29,7 +29,7 @@ def check_batch(loaded: Loaded, ranks: int) -> None:
 
 
 def check_settings(loaded: Loaded, device: str) -> None:
-    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) cannot do.
+    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support.
 
     Raises:
         ConfigError: it is refused; the text names the place and the dotted path.
@@ -135,7 +135,7 @@ def check_dtypes(loaded: Loaded, precision: str) -> None:
 
 
 def check_fault(loaded: Loaded, ranks: int) -> None:
-    """Refuse a fault that cannot be made with so many ranks and steps.
+    """Refuse a fault that is impossible with this number of ranks and steps.
 
     Raises:
         ConfigError: it is refused; the text names the place and the dotted path.

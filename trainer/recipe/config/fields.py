@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and the types of its fields.
+"""Base class of the configuration's sections, and the types of their fields.
 
 A section is defined in the module ``config`` of the component it configures, with a docstring behind every field:
 ``ftmon train --print-config`` writes them as comments. Nothing here imports torch.
@@ -12,7 +12,7 @@ MOST_WHOLE = 10**15
 """The largest whole number where a field has no bound of its own: recordings and PyTorch hold 64 bits, and counts are
 multiplied with one another."""
 MOST_SEED = 2**32 - 1
-"""PyTorch takes 64 bits; the order of an epoch is drawn from the seed times a million and more."""
+"""PyTorch's seeds have 64 bits; the order of an epoch is drawn from the seed times a million and more."""
 
 AtLeast0 = Annotated[int, msgspec.Meta(ge=0, le=MOST_WHOLE)]
 AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=MOST_WHOLE)]
@@ -24,4 +24,4 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every section of the configuration is."""
+    """Base class of the configuration's sections."""

@@ -13,7 +13,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
 def check_model(loaded: Loaded) -> None:
-    """Refuse a model or tokenizer that is not given, given twice, or not there.
+    """Refuse a model or tokenizer that is not given, given twice, or missing.
 
     Raises:
         ConfigError: it is refused; the text names the place and the dotted path.
@@ -39,7 +39,7 @@ def check_model(loaded: Loaded) -> None:
 
 
 def check_data(loaded: Loaded) -> None:
-    """Refuse data that is not given, given twice, or not there, and files that cannot be read.
+    """Refuse data that is not given, given twice, or missing, and files that cannot be read.
 
     Raises:
         ConfigError: it is refused; the text names the place and the dotted path.
@@ -52,7 +52,7 @@ def check_data(loaded: Loaded) -> None:
         raise loaded.error(
             "data", f"has both a {given[0]} and {'' if given[1] == 'files' else 'a '}{given[1]}; leave one out"
         )
-    # A folder may be a data set as the hub has them: files of several splits, named in a card.
+    # A folder may be a data set in the hub's form: files of several splits, named in a card.
     if is_path(data.name) and not (folder := Path(data.name).expanduser()).is_dir():
         what = "is a file; give it as data.path" if folder.exists() else "no such folder; give a file as data.path"
         raise loaded.error("data.name", f"{data.name}: {what}")
@@ -94,10 +94,10 @@ def check_file(loaded: Loaded, key: str, name: str) -> None:
 
 
 def _check_columns(loaded: Loaded, record: dict[str, Any]) -> None:
-    """Refuse data whose first record does not hold what ``data.format`` needs.
+    """Refuse data whose first record lacks what ``data.format`` needs.
 
     Raises:
-        ConfigError: a column is not there.
+        ConfigError: a column is missing.
     """
     try:
         formats.detect(record, loaded.config.data)
@@ -107,7 +107,7 @@ def _check_columns(loaded: Loaded, record: dict[str, Any]) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether this is a local path, and not a hub name such as ``Qwen/Qwen2.5-0.5B``."""
+    """Return whether a name is a local path, not a hub name such as ``Qwen/Qwen2.5-0.5B``."""
     if not name:
         return False
     return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir() or name.count("/") > 1

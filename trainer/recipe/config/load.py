@@ -1,4 +1,4 @@
-"""From YAML nodes to the typed configuration: every refusal names the place, the dotted path and what is allowed."""
+"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values."""
 
 import difflib
 import math
@@ -21,30 +21,30 @@ _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 MOST_CHARACTERS = 4096
-"""Of a text value: as long as a path can be."""
+"""Longest text value: as long as a path can be."""
 
 _LONGEST_KEY = 200
-"""Longer keys are compared with no other."""
+"""Longer keys get no suggestion."""
 
 _LONGEST_INTEGER = 20
-"""Characters of a whole number in a free-form value; longer ones are read as fractions are."""
+"""Characters of a whole number in a free-form value; longer ones are read as floats."""
 
 _DEPTH = 16
-"""How deep a free-form value may nest; an alias to itself never ends."""
+"""Nesting limit of a free-form value; an alias to itself never ends."""
 
 
 @dataclass
 class Loaded:
-    """A configuration, and where each of its values was written."""
+    """A configuration, and the place of each of its values."""
 
     config: Config
     source: str
-    """The file's name as the person gave it, or ``command line``."""
+    """The file's name as given, or ``command line``."""
     places: dict[str, str] = field(default_factory=dict[str, str])
-    """For each dotted path that was given: ``train.yaml:12`` or ``command line``."""
+    """Place of each given dotted path: ``train.yaml:12`` or ``command line``."""
 
     def error(self, path: str, text: str) -> ConfigError:
-        """Return an error with ``text`` about a dotted path, at the place that set it."""
+        """Return an error with ``text`` about a dotted path, with the place of its value."""
         at = path
         while at and at not in self.places:
             at = at.rpartition(".")[0]
@@ -52,12 +52,12 @@ class Loaded:
 
 
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
-    """Read a configuration file and lay overrides over it.
+    """Read a configuration file and apply overrides.
 
     Args:
-        path: the file; None when there is none.
-        overrides: assignments ``key.sub=value`` of the command line, the last one wins.
-        base: YAML text to start from when there is no file (the demo's own configuration).
+        path: the file, or None.
+        overrides: assignments ``key.sub=value`` of the command line; the last one wins.
+        base: YAML text to start from without a file (the demo's own configuration).
 
     Raises:
         ConfigError: a key, a type or a value is wrong.
@@ -142,7 +142,7 @@ def _text(node: ScalarNode, path: str) -> str:
 
 
 def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, Any] | None = None) -> Any:
-    """Return the chosen value; ``aliases`` has the values of true and false for a setting that was once a boolean."""
+    """Return the chosen value; ``aliases`` maps true and false of a setting that was once a boolean."""
     allowed = list(values)
     if isinstance(node, ScalarNode):
         if aliases and node.style is None and node.value.lower() in (*_TRUE, *_FALSE):
@@ -248,7 +248,7 @@ def plain_scalar(node: ScalarNode, path: str) -> str | int | float | bool | None
 
 
 def _suggest(key: str, path: str, fields: dict[str, inspect.Field]) -> str:
-    """Guess what an unknown key was meant to be: a sibling, or a key of that name in another section."""
+    """Suggest a known key for an unknown one: a sibling, or a key of that name in another section."""
     if len(key) > _LONGEST_KEY:
         return ""
     close = difflib.get_close_matches(key, fields, 1)

@@ -1,4 +1,4 @@
-"""Checks a configuration against itself, its files and this machine before anything is started, and settles it."""
+"""Checks a configuration against itself, its files and this machine before anything is started, and resolves it."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ _GPU_THREADS = 4
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A checked configuration with nothing left to choose, and the devices it runs on."""
+    """A checked configuration without open choices, and its devices."""
 
     config: Config
     device: str
     """``cuda`` or ``cpu``."""
     gpus: list[str]
-    """The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them; empty on the CPU."""
+    """GPUs of the ranks, as named in CUDA_VISIBLE_DEVICES; empty on the CPU."""
 
     @property
     def ranks(self) -> int:
@@ -34,12 +34,12 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
-    """Check a configuration against itself, its files and this machine, and settle what was left to choose.
+    """Check a configuration against itself, its files and this machine, and resolve its open choices.
 
     Args:
         loaded: the configuration.
-        elsewhere: check it for so many ranks of another machine, and leave this one's GPUs, compiler, ports and output
-            folder alone; 0: for this machine.
+        elsewhere: number of ranks of another machine to check it for, without this one's GPUs, compiler, ports and
+            output folder; 0: check it for this machine.
 
     Raises:
         ConfigError: something does not hold; the text names the place and the dotted path.
@@ -81,12 +81,12 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
 
 
 def settle_data(loaded: Loaded) -> Config:
-    """Check and settle a configuration, independent of this machine's hardware.
+    """Check and resolve a configuration, independent of this machine's hardware.
 
-    Where ``run.ranks`` is not given, ranks are as many as ``training.total_batch`` and sequence parallelism ask for.
+    Without ``run.ranks``, the number of ranks follows from ``training.total_batch`` and sequence parallelism.
 
     Raises:
-        ConfigError: something does not hold on any machine.
+        ConfigError: a check fails on any machine.
     """
     config = loaded.config
     training, ranks = config.training, 1
@@ -113,7 +113,7 @@ def _settle_paths(config: Config) -> Config:
 
 
 def _threads(config: Config, device: str, ranks: int) -> int:
-    """Return a rank's host threads: its share of the cores where the host computes, else few."""
+    """Return a rank's host threads: its share of the cores if the host computes, else few."""
     share = max(1, hardware.cores() // ranks)
     computes = device == "cpu" or config.zero.offload_optimizer
     return share if computes else min(share, _GPU_THREADS)

@@ -1,4 +1,4 @@
-"""What ``training.sequence_parallel_size`` goes with. Nothing here imports torch.
+"""Settings that are compatible with ``training.sequence_parallel_size``. Nothing here imports torch.
 
 docs/training.md, Sequence parallelism, has the same as a table.
 """
@@ -16,11 +16,11 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def refusal(config: Config, ranks: int, precision: str) -> tuple[str, str] | None:
-    """Return the dotted path of a setting that does not go with sequence parallelism, and why; None: all do.
+    """Return the dotted path of a setting that excludes sequence parallelism, and the reason; None: no such setting.
 
     Args:
         config: the configuration.
-        ranks: of the run.
+        ranks: number of ranks of the run.
         precision: ``training.precision`` with ``auto`` resolved.
     """
     size = config.training.sequence_parallel_size
@@ -44,7 +44,7 @@ def refusal(config: Config, ranks: int, precision: str) -> tuple[str, str] | Non
 
 
 def ranks_refusal(ranks: int, size: int) -> str:
-    """Return why ``ranks`` ranks cannot form groups of ``size``; empty: they can."""
+    """Return the reason why ``ranks`` ranks cannot form groups of ``size``; empty if they can."""
     if ranks % size == 0:
         return ""
     near = max(size, ranks // size * size)
@@ -52,9 +52,9 @@ def ranks_refusal(ranks: int, size: int) -> str:
 
 
 def heads_refusal(heads: int, key_value_heads: int, size: int) -> str:
-    """Return why attention heads cannot be divided among ``size`` ranks; empty: they can.
+    """Return the reason why attention heads cannot be divided among ``size`` ranks; empty if they can.
 
-    Query heads are divided. Key and value heads are divided too, or repeated where there are fewer than ranks.
+    Query heads are divided. Key and value heads are divided too, or repeated if there are fewer than ranks.
     """
 
     def refuse(count: int, name: str) -> str:
@@ -72,7 +72,7 @@ def _divides(heads: int, key_value_heads: int, size: int) -> bool:
 
 
 def _heads_of(config: Config) -> tuple[int, int] | None:
-    """Return the numbers of query and of key/value heads where they can be read without torch or a network."""
+    """Return the numbers of query and of key/value heads if they can be read without torch or a network."""
     found: Any = config.model.config
     if config.model.name:
         try:

@@ -1,4 +1,4 @@
-"""The configuration written as YAML: a commented default for people, and a plain dump for the run directory."""
+"""Writes the configuration as YAML: a commented default for users, and a plain dump for the run directory."""
 
 import ast
 import inspect as source
@@ -24,7 +24,7 @@ _HEADER = """\
 
 
 def commented_default() -> str:
-    """Write the default configuration with each field's docstring above it; it loads back to the defaults."""
+    """Return the default configuration with each field's docstring above it; it loads back to the defaults."""
     lines = [_HEADER]
     docs = field_docs()
     default = Config()
@@ -44,7 +44,7 @@ def commented_default() -> str:
 
 
 def dump(config: Config) -> str:
-    """Write a configuration as YAML that loads back to the same, defaults included."""
+    """Return a configuration as YAML that loads back to the same, defaults included."""
     lines: list[str] = []
     for section in msgspec.structs.fields(Config):
         value = getattr(config, section.name)
@@ -64,7 +64,7 @@ def class_doc(kind: type) -> str:
 
 
 def _inline(value: Any) -> str:
-    """Write one value in YAML's flow style, which JSON is a part of (without its surrogate pairs)."""
+    """Return one value in YAML's flow style, which includes JSON (without its surrogate pairs)."""
     if isinstance(value, float):
         return repr(value)
     return _UNPRINTABLE.sub(
@@ -77,7 +77,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def field_docs() -> dict[tuple[str, str], str]:
-    """Read the docstring behind each field from the source, which is where Python leaves them."""
+    """Return the docstring behind each field, read from the source: Python does not keep them elsewhere."""
     docs: dict[tuple[str, str], str] = {}
     sections = [type(getattr(Config(), section.name)) for section in msgspec.structs.fields(Config)]
     modules = {Config.__module__, *(kind.__module__ for kind in sections if kind is not dict)}

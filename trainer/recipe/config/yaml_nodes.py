@@ -1,7 +1,7 @@
-"""YAML as nodes that know their line, and overrides of the command line laid over them.
+"""YAML as nodes with their lines, and overrides of the command line applied to them.
 
-PyYAML's ``compose`` keeps positions and builds no Python objects; what a scalar means is decided later, by the type of
-the field it is for (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
+field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
 """
 
 import yaml
@@ -13,15 +13,15 @@ MOST_BYTES = 128 * 1024
 """The largest configuration file: PyYAML reads some 50 KiB a second of the densest YAML there is."""
 
 MOST_NODES = 10_000
-"""Keys and values, counted as often as aliases repeat them."""
+"""Limit of keys and values, each counted as often as aliases repeat it."""
 
 _SHOWN = 80
-"""Characters of a wrong value or key that an error shows."""
+"""Characters of a wrong value or key in an error."""
 
 _TOO_DEEP = "is nested too deeply: no setting has so many levels of lists or sections"
 
 COMMAND_LINE = "command line"
-"""What a value given as ``key.sub=value`` is reported to come from."""
+"""Place of a value given as ``key.sub=value``, for errors."""
 
 
 def read(path: str) -> Node | None:
@@ -50,7 +50,7 @@ def read(path: str) -> Node | None:
 
 
 def parse(text: str, source: str) -> Node | None:
-    """Parse YAML text; ``source`` is what its errors are reported to come from.
+    """Parse YAML text; ``source`` is its name in errors.
 
     Raises:
         ConfigError: it is not YAML.
@@ -81,9 +81,9 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 def _count(node: Node, known: dict[int, int], source: str) -> int:
-    """Count a tree's nodes as they are when every alias is written out.
+    """Count a tree's nodes with every alias expanded.
 
-    Ten aliases of ten aliases, and so on, make billions of a few lines.
+    Nested aliases make billions of nodes of a few lines.
 
     Raises:
         ConfigError: they are more than ``MOST_NODES``, or a node holds itself.
@@ -107,12 +107,12 @@ def _count(node: Node, known: dict[int, int], source: str) -> int:
 
 
 def shown(text: str) -> str:
-    """Return text as an error shows it: cut where it is long."""
+    """Return text for an error, shortened if it is long."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
 
 
 def place(node: Node) -> str:
-    """Return where a node was written: ``train.yaml:12``, or ``command line``."""
+    """Return the place of a node: ``train.yaml:12``, or ``command line``."""
     mark = node.start_mark
     return _line(mark.name, mark.line) if mark is not None else COMMAND_LINE
 
@@ -124,7 +124,7 @@ def scalar(text: str, source: str, line: int) -> ScalarNode:
 
 
 def override(tree: Node | None, assignment: str) -> Node:
-    """Lay ``key.sub=value`` over a tree, and return the tree.
+    """Apply ``key.sub=value`` to a tree, and return the tree.
 
     Raises:
         UsageError: it is not an assignment.
@@ -172,7 +172,7 @@ def pairs(node: MappingNode) -> list[tuple[ScalarNode, Node]]:
 
 
 def describe(node: Node) -> str:
-    """Name a node for an error message: its text as written, or what kind of thing it is."""
+    """Return a node's text as written, or its kind, for an error message."""
     if isinstance(node, ScalarNode):
         if node.style is None:
             return shown(node.value) or "nothing"

@@ -1,4 +1,4 @@
-"""The next micro-batch, loaded while the device computes."""
+"""Loads the next micro-batch while the device computes."""
 
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -10,14 +10,14 @@ from .collate import Batch
 
 
 class Ahead:
-    """Loads batches one ahead, in a thread: a forked process would copy what the rank offloads."""
+    """Loads one batch ahead, in a thread: a forked process would copy the rank's offloaded memory."""
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
-        """Begin with the first batch.
+        """Begin to load the first batch.
 
         Args:
-            batches: without end; from now on the thread's alone.
-            device: the rank's, on whose behalf memory is page-locked.
+            batches: endless; from now on only the thread may use it.
+            device: the rank's device, for which memory is page-locked.
         """
         self._batches = batches
         self._device = device
@@ -28,7 +28,7 @@ class Ahead:
         self._asked.put(True)
 
     def next_batch(self) -> Batch:
-        """Return the next batch, and have the one after it loaded.
+        """Return the next batch, and begin to load the one after it.
 
         Raises:
             BaseException: whatever the loader raised.
@@ -40,7 +40,7 @@ class Ahead:
         return found
 
     def close(self) -> None:
-        """Load no more."""
+        """Stop loading."""
         self._asked.put(False)
 
     def _load(self) -> None:

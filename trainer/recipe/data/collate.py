@@ -1,4 +1,4 @@
-"""Examples made into tensors, and the loader of a rank's micro-batches."""
+"""Collates examples into tensors, and makes the loader of a rank's micro-batches."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..model.loss import IGNORED
 from .order import Order
 
 _PAD_TO = 8
-"""Sequences are padded to a multiple of this: tensor cores like it, and the allocator sees fewer sizes."""
+"""Sequences are padded to a multiple of this: tensor cores are faster, and the allocator gets fewer sizes."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -20,7 +20,7 @@ def padded_length(longest: int, limit: int) -> int:
     """Return the length of a batch that is not packed, in tokens.
 
     Args:
-        longest: of its examples.
+        longest: tokens of its longest example.
         limit: ``training.sequence_length``.
     """
     return min(-(-longest // _PAD_TO) * _PAD_TO, max(limit, longest))
@@ -57,7 +57,7 @@ class Collate:
             if not packed:
                 mask[row, :length] = 1
                 continue
-            # By numpy: repeat_interleave would wake every OpenMP thread for these few numbers.
+            # With numpy: repeat_interleave would wake every OpenMP thread for these few numbers.
             lengths = numpy.array([*example["lengths"], width - length])
             starts = numpy.repeat(numpy.cumsum(lengths) - lengths, lengths)
             positions[row] = torch.from_numpy(numpy.arange(width) - starts)
@@ -69,7 +69,7 @@ class Collate:
 
 
 def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: bool) -> DataLoader[Batch]:
-    """Make the loader of one rank's micro-batches, without end; ``pin``: in page-locked memory."""
+    """Return the endless loader of one rank's micro-batches; ``pin``: in page-locked memory."""
     return DataLoader(
         examples,
         batch_sampler=order,  # type: ignore[arg-type]

@@ -1,18 +1,18 @@
-"""Bytes of a data file as text and as JSON. Imports nothing of the training packages."""
+"""Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages."""
 
 import json
 from typing import Any
 
 BOM = b"\xef\xbb\xbf"
 _DEPTH = 100
-"""Levels of nesting: far from Python's own limit, which depends on how deep the caller is."""
+"""Nesting limit, far below Python's own, which depends on the caller's depth."""
 
 
 def utf8(content: bytes) -> str:
     """Return bytes as text.
 
     Raises:
-        ValueError: they are not UTF-8, or hold a NUL, as text in UTF-16 without a byte order mark does.
+        ValueError: they are not UTF-8, or contain a NUL, as UTF-16 without a byte order mark does.
     """
     try:
         text = content.decode()
@@ -24,7 +24,7 @@ def utf8(content: bytes) -> str:
 
 
 def parse(text: str) -> Any:
-    """Return the value that JSON text holds.
+    """Return the value of JSON text.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply.

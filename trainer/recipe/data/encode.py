@@ -1,4 +1,4 @@
-"""From a record to token ids and which of them carry loss."""
+"""Encodes records to token ids, and marks those that carry loss."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .template import Chat, ChatTemplate, Span, choose
 
 ENCODING_VERSION = 5
-"""Raised with every change of this package that changes tokens or labels; tokens of another version are not used."""
+"""Increased with every change of tokens or labels in this package; tokens of another version are not used."""
 
 
 class Encoded(msgspec.Struct):
@@ -22,28 +22,28 @@ class Encoded(msgspec.Struct):
 
     ids: list[int]
     learned: list[bool]
-    """Which of them carry loss."""
+    """Whether each token carries loss."""
     cut: int = 0
-    """Tokens cut away."""
+    """Number of tokens cut away."""
     turns: int = 0
-    """Turns to learn (1 for a text)."""
+    """Number of turns to learn (1 for a text)."""
     ends: list[int] = msgspec.field(default_factory=list[int])
-    """Indices of the tokens that end those turns; those cut away are left out."""
+    """Indices of the tokens that end those turns, as far as they were not cut away."""
     reasoning_lost: int = 0
-    """Turns whose reasoning the template leaves out."""
+    """Number of turns whose reasoning the template omits."""
     merged: int = 0
-    """Turns whose first token also holds the end of their header, so that it carries no loss."""
+    """Number of turns whose first token includes the end of their header, so that it carries no loss."""
     split: int = 1
-    """Documents the record was split into; counted in the first."""
+    """Number of documents the record was split into; set in the first."""
 
     @property
     def label_tokens(self) -> int:
-        """Tokens that carry loss: none is predicted at the first position."""
+        """Number of tokens that carry loss; nothing predicts the first position."""
         return sum(self.learned[1:])
 
     @property
     def ends_learned(self) -> int:
-        """Turns whose end carries loss."""
+        """Number of turns whose end carries loss."""
         return sum(self.learned[index] for index in self.ends)
 
 
@@ -54,7 +54,7 @@ class _Piece(NamedTuple):
     spans: list[Span]
     turns: int
     add_end: bool
-    """The end-of-sequence token has to be added."""
+    """Whether to add the end-of-sequence token."""
     is_text: bool = False
     reasoning_lost: int = 0
 
@@ -88,7 +88,7 @@ class Encoder:
 
     @property
     def settings(self) -> str:
-        """Everything besides records and tokenizer that the documents depend on."""
+        """All settings that the documents depend on, besides records and tokenizer."""
         data = self._data
         columns = (data.text_column, data.prompt_column, data.response_column, data.messages_column, data.tools_column)
         template = self.template.source if self.template is not None else ""
@@ -102,8 +102,7 @@ class Encoder:
             records: each with the number of its source; a ``RefusedError`` may stand for one.
 
         Returns:
-            For each record the documents it makes (one, several of a split text, none of one that is dropped), or why
-            it is refused.
+            For each record its documents (one, several of a split text, none if it is dropped), or its refusal.
         """
         pieces: list[_Piece | RefusedError] = []
         for record, source in records:
@@ -135,7 +134,7 @@ class Encoder:
             return self._joined(content)
         messages = content.messages
         if self._train_on != "all":
-            # Behind the last answer there is nothing to learn.
+            # Nothing after the last answer is learned.
             last = max(index for index, message in enumerate(messages) if message.role == ASSISTANT)
             content = msgspec.structs.replace(content, messages=messages[: last + 1])
         chat: Chat = self.template.render(content)
@@ -167,7 +166,7 @@ class Encoder:
         starts = [start for start, _ in offsets]
         merged = 0
         for span in piece.spans:
-            # A token that begins before the turn belongs to the prompt: it is given, not generated.
+            # A token that begins before the turn belongs to the prompt: it is input, not generated.
             first, behind = bisect_left(starts, span.start), bisect_left(starts, span.end)
             merged += 0 < first < len(ids) and offsets[first - 1][1] > span.start > offsets[first - 1][0]
             learned[first:behind] = [True] * (behind - first)
@@ -213,19 +212,19 @@ class Encoder:
 def _split(whole: Encoded, limit: int) -> list[Encoded]:
     cuts = list(range(0, len(whole.ids), limit))
     if len(whole.ids) - cuts[-1] == 1:
-        # A document of one token has nothing to predict, and this one is the end of the text.
+        # A document of one token predicts nothing, and this one is the end of the text.
         cuts[-1] -= 1
     pieces: list[Encoded] = []
     for start, stop in zip(cuts, [*cuts[1:], len(whole.ids)], strict=True):
         ends = [end - start for end in whole.ends if start <= end < stop]
-        # Only the piece with the text's end has a turn to end.
+        # Only the piece with the text's end has the end of a turn.
         pieces.append(Encoded(whole.ids[start:stop], whole.learned[start:stop], 0, len(ends), ends))
     pieces[0].split = len(pieces)
     return pieces
 
 
 def texts(record: Any, form: str, config: Config) -> list[str]:
-    """Return a record's texts, as a tokenizer is trained on them; none of a record that is refused."""
+    """Return a record's texts for training a tokenizer; empty for a refused record."""
     try:
         content = formats.convert(record, form, config.data)
     except RefusedError:

@@ -13,7 +13,7 @@ from ..config.load import load
 
 
 def follow_parent(parent: int) -> None:
-    """End this process soon after its parent, however that ends."""
+    """Make this process end soon after its parent, in any case."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""The first record of a file, read before anything starts: without the training packages."""
+"""Reads the first record of a file before anything starts, without the training packages."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from .tables import delimited, is_json_list, json_list
 
 
 def first_record(path: Path, text_column: str) -> dict[str, Any]:
-    """Read the first record of a file, without the training packages; empty for Parquet.
+    """Return the first record of a file; empty for Parquet.
 
     Raises:
         ValueError: it is not a record; the text has the reason.

@@ -1,4 +1,4 @@
-"""One converter per record format, and which of them fits a record. Imports nothing of the training packages."""
+"""Converters of the record formats, and the detection of a record's format. Imports no training packages."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ _SENDERS = {
     "system": SYSTEM,
     "function_call": ASSISTANT,
 }
-"""ShareGPT's ``from``, as the data sets that call themselves so spell it."""
+"""Values of ShareGPT's ``from``, in the spellings of its data sets."""
 
 
 def convert(record: Any, form: str, data: Data) -> Converted:
@@ -55,7 +55,7 @@ def detect(record: Record, data: Data) -> str:
     """Return the format of a data set whose first record is this one.
 
     Raises:
-        UsageError: a column is not there; the text starts with the dotted path of the key that names it.
+        UsageError: a column is missing; the text starts with the dotted path of the key that names it.
     """
     columns = list(record)
     needed = {
@@ -90,12 +90,12 @@ def detect(record: Record, data: Data) -> str:
 
 
 def messages_column(columns: Iterable[str], data: Data) -> str:
-    """Return the column of a chat's messages: the configured one, or ``conversations`` where only that exists."""
+    """Return the column of a chat's messages: the configured one, or ``conversations`` if only that exists."""
     return _either(columns, data.messages_column, "messages", ("conversations", "conversation"))
 
 
 def response_column(columns: Iterable[str], data: Data) -> str:
-    """Return the column of the response: the configured one, or ``completion`` where only that exists."""
+    """Return the column of the response: the configured one, or ``completion`` if only that exists."""
     return _either(columns, data.response_column, "response", ("completion",))
 
 
@@ -118,7 +118,7 @@ def _chat(record: Record, data: Data) -> Conversation:
 
 
 def _with_system(record: Record, messages: list[Message]) -> list[Message]:
-    """Put a record's ``system`` before its messages, where they have none of their own."""
+    """Put a record's ``system`` before its messages, if they have none of their own."""
     system = record.get("system")
     if not isinstance(system, str) or not system.strip() or (messages and messages[0].role == SYSTEM):
         return messages

@@ -1,4 +1,4 @@
-"""What rank 0 leaves behind for the ranks that wait while it prepares the data: a folder, or an error."""
+"""Passes rank 0's result of preparing the data, a folder or an error, to the ranks that wait for it."""
 
 import os
 import time
@@ -12,21 +12,21 @@ _POLL_SECONDS = 0.1
 
 
 class Status(msgspec.Struct):
-    """How rank 0 ended: the documents' folder, or the error."""
+    """Result of rank 0: the documents' folder, or the error."""
 
     folder: str = ""
     error: str = ""
 
 
 def leave(path: Path, status: Status) -> None:
-    """Write how rank 0 ended; complete or not at all."""
+    """Write the result of rank 0 atomically."""
     scratch = path.with_suffix(".tmp")
     scratch.write_bytes(msgspec.json.encode(status))
     os.replace(scratch, path)
 
 
 def wait(path: Path, first: int) -> Status:
-    """Wait for rank 0, the process ``first``, for as long as it lives."""
+    """Wait for the result of rank 0, the process ``first``, as long as it lives; return it."""
     while True:
         alive = start_ticks(first) is not None
         try:

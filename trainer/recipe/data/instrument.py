@@ -1,9 +1,9 @@
-"""Chat templates that report which part of their text comes from which message.
+"""Instruments chat templates to report the message that each part of their text comes from.
 
-Whether a token carries loss depends on the turn that wrote it. Comparing texts cannot show that for templates that
-write a message differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So the template's
-own syntax tree is given marks: at the beginning and end of every loop's body, if the loop variable is a message, and
-around ``{% generation %}`` blocks. Without its marks the text must equal what the unchanged template renders.
+Whether a token carries loss depends on its turn. Comparing texts does not show the turn if a template renders a message
+differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So marks are inserted into the
+template's own syntax tree: at the beginning and end of every loop's body, if the loop variable is a message, and around
+``{% generation %}`` blocks. Without its marks the text must equal that of the unchanged template.
 """
 
 import re
@@ -14,7 +14,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-# Unicode noncharacters: no text holds them.
+# Unicode noncharacters: no text contains them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}([a-z]?)([0-9]+),([0-9]+){_CLOSE}")
 
@@ -25,9 +25,9 @@ class Piece(NamedTuple):
     start: int
     end: int
     message: int
-    """Number of the message it comes from; -1: none."""
+    """Number of its message; -1: none."""
     generated: bool
-    """It lies in a ``{% generation %}`` block."""
+    """Whether it is in a ``{% generation %}`` block."""
 
 
 class Rendered(NamedTuple):
@@ -42,10 +42,10 @@ class RenderError(Exception):
 
 
 class Template:
-    """A chat template, as it is and with marks.
+    """A chat template, unchanged and with marks.
 
     Raises:
-        RenderError: it is not valid Jinja.
+        RenderError: the template is not valid Jinja.
     """
 
     def __init__(self, source: str) -> None:
@@ -129,7 +129,7 @@ def _parse(text: str) -> Rendered:
         if what == "g":
             generated += 1 if index else -1
             continue
-        # A body left with 'continue' or 'break' has no mark at its end: the next of the same loop ends it.
+        # A body left by 'continue' or 'break' has no end mark: the next mark of the same loop ends it.
         depth = next((depth for depth, (loop, _) in enumerate(stack) if loop == number), None)
         if depth is not None:
             del stack[depth:]

@@ -1,4 +1,4 @@
-"""Files of one record a line, read by position, and rows of a ``datasets.Dataset``."""
+"""Files with one record per line, read by position, and rows of a ``datasets.Dataset``."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _CHUNK = 16 << 20
 
 
 class _Lines:
-    """Non-blank lines of a file: their positions are kept, their content stays on disk."""
+    """Non-blank lines of a file; only their positions are held in memory."""
 
     def __init__(self, path: Path, weight: float) -> None:
         self.weight = weight
@@ -37,11 +37,11 @@ class _Lines:
 
     @property
     def digest(self) -> str:
-        """A hash of the content."""
+        """Hash of the content."""
         return self._digest
 
     def blank(self) -> Iterator[str]:
-        """Yield the place of each blank line; none is a record."""
+        """Yield the place of each blank line, which is no record."""
         return (f"{self._path.name}:{number}" for number in self._blank)
 
     def place(self, index: int) -> str:
@@ -108,7 +108,7 @@ class Rows:
         return len(self._rows)
 
     def record(self, index: int) -> Any:
-        """Return a row without the nulls that Arrow fills structures of different keys with."""
+        """Return a row without the nulls with which Arrow fills structures of different keys."""
         return {column: _without_nulls(value) for column, value in self._rows[index].items()}
 
     def place(self, index: int) -> str:
@@ -125,7 +125,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _index(path: Path) -> tuple[str, NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """Return the hash of a file, and where each of its lines starts and ends (its newline not counted)."""
+    """Return the hash of a file, and the start and end of each line (without its newline)."""
     digest = hashlib.blake2b()
     found: list[NDArray[numpy.int64]] = []
     size = 0

@@ -35,7 +35,7 @@ def parse(text: str) -> list[Message]:
     """Split a text at its markers.
 
     Raises:
-        RefusedError: it has none, or text before the first one.
+        RefusedError: it has no marker, or text before the first one.
     """
     text = text.strip()
     if "[INST]" in text and "[/INST]" in text:

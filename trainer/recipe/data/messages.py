@@ -1,4 +1,4 @@
-"""The one form that every chat format is converted to, and the refusal of a record that does not match."""
+"""The common form of all chat formats, and the refusal of a record that does not match."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str | None
     """Its text; None only in an assistant's message with tool calls."""
     reasoning: str = ""
-    """What the assistant thought before its answer, where the record keeps it apart."""
+    """The assistant's reasoning before its answer, if the record has it separately."""
     tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
     """OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}``, arguments as an object."""
     name: str = ""
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages, and how many of them are the prompt."""
+    """Messages, and the number of those that are the prompt."""
 
     messages: list[Message]
     prompt: int
@@ -47,7 +47,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def conversation(messages: list[Message], prompt: int | None = None, tools: Any = None) -> Conversation:
-    """Check messages and make a conversation of them.
+    """Return a conversation of checked messages.
 
     Args:
         messages: in order.
@@ -141,7 +141,7 @@ def text_of(record: dict[str, Any], column: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """Name a JSON value's kind."""
+    """Return the name of a JSON value's kind."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -205,7 +205,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise RefusedError(f"message {number}: a tool call has no function name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
-        # Templates differ in what they take; text would be quoted twice by those that write JSON themselves.
+        # Templates expect different types; those that write JSON themselves would quote text twice.
         try:
             arguments = parse(arguments or "{}")
         except ValueError:

@@ -1,4 +1,4 @@
-"""The order in which ranks visit the examples; a resume re-enters it at any step."""
+"""The order in which ranks visit the examples; a resume continues it at any step."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from ..config.schema import Config
 from .pipeline import Examples
 
 _WINDOW = 64
-"""Global batches that are sorted by length together: their order and content stay random beyond that."""
+"""Number of global batches sorted by length together; beyond that, order and content stay random."""
 
 
 class Counts(NamedTuple):
@@ -23,11 +23,11 @@ class Counts(NamedTuple):
 
 
 class Order:
-    """The examples of each rank, micro-batch after micro-batch, epoch after epoch, without end.
+    """Endless sequence of one rank's micro-batches, over all epochs.
 
-    Examples of similar length make a global batch, unless they are packed; which ones does not depend on how many ranks
-    share it. An epoch is cut to whole optimizer steps. All ranks know the whole order, so the place in it is one
-    number: the global batches taken.
+    Examples of similar length make a global batch, unless they are packed; its content does not depend on the number of
+    ranks. An epoch is cut to whole optimizer steps. All ranks compute the whole order, so a position in it is one
+    number: the global batches used.
     """
 
     def __init__(self, examples: Examples, config: Config, rank: int, ranks: int) -> None:
@@ -46,7 +46,7 @@ class Order:
         self.steps_per_epoch = count // self.samples_per_step
         self._drawn = (-1, numpy.empty(0, numpy.int64))
         self.first_step = 0
-        """Global batches before the first one of the iteration."""
+        """Number of global batches before the iteration's first."""
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"data: one step takes {self.samples_per_step} examples (micro_batch x grad_accumulation x ranks), and "
@@ -55,7 +55,7 @@ class Order:
 
     @property
     def kind(self) -> str:
-        """How an epoch is ordered, in words."""
+        """The order of an epoch, in words."""
         if not self._shuffle:
             return "in the data's order"
         return "shuffled, grouped by length" if self._group else "shuffled"
@@ -71,7 +71,7 @@ class Order:
             epoch, offset = epoch + 1, 0
 
     def counts(self, step: int) -> Counts:
-        """Return what the global batch numbered ``step`` (from 0) holds over all ranks and micro-steps."""
+        """Return the counts of the global batch numbered ``step`` (from 0) over all ranks and micro-steps."""
         epoch, offset = divmod(step, self.steps_per_epoch)
         start = offset * self.samples_per_step
         rows = self._epoch(epoch)[start : start + self.samples_per_step]
@@ -90,7 +90,7 @@ class Order:
         return drawn[1]
 
     def _grouped(self, rows: NDArray[numpy.int64], generator: torch.Generator) -> NDArray[numpy.int64]:
-        """Sort windows of a random order by length, and shuffle the global batches that they are cut to."""
+        """Sort windows of a random order by length, cut them to global batches, and shuffle these."""
         size = self.samples_per_step
         used = rows[: self.steps_per_epoch * size]
         windows = [used[start : start + _WINDOW * size] for start in range(0, len(used), _WINDOW * size)]

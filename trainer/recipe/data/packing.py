@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Distribute documents over bins; each goes into the fullest bin that has room for it, the longest first.
+    """Distribute documents over bins, longest first, each into the fullest bin with room for it.
 
     Best-fit decreasing uses at most 11/9 of the fewest bins possible, plus 4 (Johnson, 1973).
 
     Args:
-        lengths: of the documents, in tokens; each at most ``capacity``.
-        capacity: of a bin, in tokens.
+        lengths: lengths of the documents in tokens, each at most ``capacity``.
+        capacity: capacity of a bin in tokens.
 
     Returns:
         The numbers of the documents in each bin.

@@ -1,4 +1,4 @@
-"""From records to the rows that are trained on: encoded once, kept on disk, packed or not."""
+"""Makes training rows of records: encoded once, kept on disk, packed or not."""
 
 import hashlib
 import json
@@ -35,24 +35,24 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Examples:
-    """Encoded examples, and what each holds."""
+    """Encoded examples, and their counts."""
 
     rows: Any
     """A sequence of rows: mappings with ``input_ids``, ``labels`` and, if packed, the ``lengths`` of its documents."""
     tokens: NDArray[numpy.int64]
     """Tokens of each row."""
     label_tokens: NDArray[numpy.int64]
-    """Tokens of each row that carry loss: labels behind a document's first position, which nothing predicts."""
+    """Tokens of each row that carry loss: labels after a document's first position, which nothing predicts."""
     read: int
-    """Records read."""
+    """Number of records read."""
     key: str = ""
-    """Name of the content: equal for equal token ids and labels in equal order, whatever files they came from."""
+    """Identifier of the content: equal for equal token ids and labels in equal order, from any files."""
     report: Report = field(default_factory=Report)
-    """What became of the records."""
+    """Report on the encoded and refused records."""
 
 
 class Rows:
-    """Rows of documents: one each, or several packed."""
+    """Rows of one document each, or of several packed ones."""
 
     def __init__(self, documents: store.Documents, rows: list[list[int]], packed: bool) -> None:
         self._documents = documents
@@ -97,7 +97,7 @@ def record_formats(records: Records, config: Config) -> list[str]:
         first = records.first(number)
         try:
             if first is None:
-                # Every record is refused when it is read, with its place and reason.
+                # Each record is refused as it is read, with its place and reason.
                 found.append("text" if config.data.format == "auto" else config.data.format)
             else:
                 found.append(formats.detect(first, config.data))
@@ -127,15 +127,15 @@ def encode(
     log: Any = None,
     progress: Callable[[int], object] | None = None,
 ) -> Path:
-    """Encode all records, or find them on disk as an earlier run left them; return the folder of the documents.
+    """Encode all records unless an earlier run's documents are on disk; return the folder of the documents.
 
     Args:
         records: what to encode.
         encoder: encodes them.
         tokenizer: the encoder's.
-        config: the settled configuration.
+        config: the resolved configuration.
         log: prints a line.
-        progress: is called with the number of records that are done, often.
+        progress: called often, with the number of finished records.
 
     Raises:
         ConfigError: more than ``data.max_refused`` of the records are refused.
@@ -154,19 +154,19 @@ def encode(
                 store.write(encoder, records, 0, len(records), made, progress)
             store.publish(made, folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)  # gigabytes, if it has not become the folder
+            shutil.rmtree(made, ignore_errors=True)  # gigabytes, if it was not renamed to the folder
         documents = store.Documents(folder)
     documents.report.check(config.data.max_refused)
     return folder
 
 
 def examples(folder: Path, records: Records | None, config: Config) -> Examples:
-    """Make the rows to train on from encoded documents; those that ``evaluation.share`` sets aside are left out.
+    """Return the training rows of encoded documents, without those that ``evaluation.share`` sets aside.
 
     Args:
-        folder: of the documents.
-        records: give the weights of the files; None: all are 1.
-        config: the settled configuration.
+        folder: folder of the documents.
+        records: source of the files' weights; None: all are 1.
+        config: the resolved configuration.
 
     Raises:
         ConfigError: nothing is left to train on.
@@ -177,7 +177,7 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
 
 
 def held_out(folder: Path, config: Config) -> Examples:
-    """Make the rows that ``evaluation.share`` sets aside: each document once, whatever its file's weight, not packed.
+    """Return the rows that ``evaluation.share`` sets aside: each document once, regardless of weights, not packed.
 
     Raises:
         ConfigError: there are too few records to set any aside.
@@ -187,7 +187,7 @@ def held_out(folder: Path, config: Config) -> Examples:
 
 
 def _set_aside(documents: store.Documents, config: Config) -> NDArray[numpy.bool_]:
-    """Return which documents are evaluated on: whole records, drawn before weights repeat them."""
+    """Return a mask of the documents to evaluate on: whole records, drawn before weights repeat them."""
     share = config.evaluation.share
     if not share:
         return numpy.zeros(len(documents), bool)
@@ -230,14 +230,14 @@ def _examples(documents: store.Documents, used: NDArray[numpy.int64], config: Co
 
 
 def tokens_key(records: Records, encoder: Encoder, tokenizer: Any) -> str:
-    """Name documents by everything they depend on."""
+    """Return a hash of everything that documents depend on."""
     versions = [metadata.version(name) for name in ("transformers", "tokenizers")]
     parts = (records.digest, tokenizers.fingerprint(tokenizer), encoder.settings, versions)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def cache_folder() -> Path:
-    """Return the folder that encoded documents are kept in, in the cache of ``datasets``."""
+    """Return the folder of encoded documents, in the cache of ``datasets``."""
     from datasets.config import HF_DATASETS_CACHE
 
     return Path(HF_DATASETS_CACHE) / "ftmon-tokens"
@@ -246,7 +246,7 @@ def cache_folder() -> Path:
 def _weighted(
     documents: store.Documents, trained: NDArray[numpy.int64], records: Records | None, config: Config
 ) -> NDArray[numpy.int64]:
-    """Return the documents of an epoch: each as often as its file's weight says, a fraction drawn with the seed."""
+    """Return the documents of an epoch, each as often as its file's weight; a fraction is drawn with the seed."""
     if records is None or all(source.weight == 1 for source in records.sources):
         return trained
     chosen: list[NDArray[numpy.int64]] = []
@@ -278,9 +278,9 @@ def _encode_parts(
     processes: int,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Encode consecutive parts of the records in processes of their own, and join their results.
+    """Encode consecutive parts of the records in separate processes, and join their results.
 
-    Processes are started anew: a fork would copy this one's threads' locks (CUDA, gloo, the probe).
+    Processes are spawned: a fork would copy the locks of this one's threads (CUDA, gloo, the probe).
     """
     (folder / "config.yaml").write_text(configuration.dump(config))
     tokenizer.save_pretrained(str(folder / "tokenizer"))
@@ -326,7 +326,7 @@ def _encode_parts(
 
 
 def _done(part: Path) -> int:
-    """Return the number of records that a part's process has encoded."""
+    """Return the number of records that the process of a part has encoded."""
     try:
         return int(part.with_suffix(".done").read_text() or 0)
     except OSError:

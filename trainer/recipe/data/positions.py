@@ -1,4 +1,4 @@
-"""Batches with what is found on the host, as a GPU would have to be waited for: positions of labels, counts."""
+"""Adds label positions and counts to batches on the host; on a GPU they would need a synchronization."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .collate import Batch, Collate
 
 
 class WithPositions(Collate):
-    """Collates as another does, and adds ``label_positions`` (see ``model.loss``)."""
+    """Wraps another collation, and adds ``label_positions`` (see ``model.loss``)."""
 
     def __init__(self, collate: Collate) -> None:
         self._inner = collate
@@ -23,16 +23,16 @@ class WithPositions(Collate):
 
 
 def shift_labels(batch: Batch) -> torch.Tensor:
-    """Return what each position's logits predict; of a slice of a row the batch has it."""
+    """Return the label that each position's logits predict; the batch of a slice contains it."""
     return batch["shift_labels"] if "shift_labels" in batch else next_labels(batch["labels"])
 
 
 class WithCounts(Collate):
-    """Collates as another does, and adds ``counts``, a tensor that stays on the host.
+    """Wraps another collation, and adds ``counts``, a tensor that stays on the host.
 
-    It holds the tokens without padding, the labels that carry loss, the pairs of query and key in all documents
-    (``causal_pairs``), the tokens of the longest document, and the rows. Ranks that share sequences
-    count shares that add up to the rows'.
+    It contains the tokens without padding, the labels that carry loss, the pairs of query and key in all documents
+    (``causal_pairs``), the tokens of the longest document, and the rows. The counts of ranks that share sequences are
+    shares that add up to the rows' counts.
     """
 
     def __init__(self, collate: Collate, group: SequenceGroup | None = None) -> None:

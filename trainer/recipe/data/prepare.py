@@ -37,10 +37,10 @@ def prepare(
     folder = first_encodes(world, encode)
     if made is None:
         made = tokenizer.load(config, kept)
-    # Rank 0 has chosen it, if there are chats.
+    # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
     with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
-        # Files are read and hashed whole, in every rank: only where their weights differ.
+        # Every rank reads and hashes whole files, so only if their weights differ.
         weighted = any(file.weight != 1 for file in config.data.files)
         result = pipeline.examples(folder, sources.read(config) if weighted else None, config)
     for line in result.report.notes():
@@ -51,7 +51,7 @@ def prepare(
 def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
     """Return what ``encode`` returns in rank 0. All ranks call this.
 
-    The others wait without a collective, so that no timeout ends a run whose data take long.
+    The others wait without a collective, so that no timeout ends a run with slow data.
 
     Raises:
         ConfigError: it failed in rank 0, which raises its own error.

@@ -1,4 +1,4 @@
-"""What became of the records when they were encoded: refused, dropped, cut, without labels."""
+"""Counts of encoded records: refused, dropped, cut, without labels."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ import msgspec
 from ....protocol.errors import ConfigError
 
 SHOWN = 20
-"""Records that are listed of each kind; all are counted."""
+"""Records listed of each kind; all are counted."""
 
 
 class Listed(msgspec.Struct):
@@ -17,7 +17,7 @@ class Listed(msgspec.Struct):
 
     count: int = 0
     first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
-    """Place and reason of each."""
+    """Place and reason of the first records."""
 
     def add(self, place: str, reason: str) -> None:
         """Count a record."""
@@ -26,7 +26,7 @@ class Listed(msgspec.Struct):
             self.first.append((place, reason))
 
     def merge(self, other: "Listed") -> None:
-        """Add those of a later part of the data."""
+        """Add the records of a later part of the data."""
         self.count += other.count
         self.first = (self.first + other.first)[:SHOWN]
 
@@ -37,18 +37,18 @@ class Report(msgspec.Struct):
     read: int = 0
     refused: Listed = msgspec.field(default_factory=Listed)
     reasons: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Refused records for each reason, numbers in it left out."""
+    """Number of refused records by reason, without the numbers in it."""
     dropped: Listed = msgspec.field(default_factory=Listed)
-    """Longer than the sequence length, with ``truncation: drop``."""
+    """Records longer than the sequence length, with ``truncation: drop``."""
     cut: Listed = msgspec.field(default_factory=Listed)
     split: Listed = msgspec.field(default_factory=Listed)
     unlabelled: Listed = msgspec.field(default_factory=Listed)
-    """Without a token that carries loss, because it was cut away or there is none."""
+    """Records without a token that carries loss: it was cut away, or there is none."""
     unended: Listed = msgspec.field(default_factory=Listed)
-    """With a turn that is learned without its end."""
+    """Records with a turn that is learned without its end."""
     reasoning_lost: Listed = msgspec.field(default_factory=Listed)
     merged: Listed = msgspec.field(default_factory=Listed)
-    """With a turn whose first token also holds the end of its header."""
+    """Records with a turn whose first token includes the end of its header."""
 
     def refuse(self, place: str, reason: str) -> None:
         """Count a refused record."""
@@ -83,7 +83,7 @@ class Report(msgspec.Struct):
             )
 
     def notes(self) -> list[str]:
-        """Return what a person should know before training, a line each."""
+        """Return notes for the user before training, a line each."""
         found: list[str] = []
         for listed, what in (
             (self.refused, "refused"),

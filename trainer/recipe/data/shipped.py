@@ -8,5 +8,5 @@ NONE = "none"
 
 
 def shipped() -> list[str]:
-    """Return their names."""
+    """Return the names of the shipped templates."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -13,7 +13,7 @@ ROWS_KEY = "rows_key"
 
 
 class Sliced(Collate):
-    """Collates as another does, and cuts rows into as many equal slices as ranks share them."""
+    """Wraps another collation, and cuts rows into equal slices, one for each rank that shares them."""
 
     def __init__(self, collate: Collate, size: int, rank: int) -> None:
         """Wrap a collation.
@@ -37,8 +37,8 @@ def cut(batch: Batch, size: int, rank: int) -> Batch:
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
-        label that follows it in the whole row, also where that is in the next slice. ``sequence_ids`` stay whole.
-        There is no ``attention_mask``: padding is on the right, where no token looks.
+        label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
+        ``attention_mask``: padding is on the right, where causal attention does not reach.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     length = ids.shape[1]
@@ -53,7 +53,7 @@ def cut(batch: Batch, size: int, rank: int) -> Batch:
         "input_ids": part(ids, 0),
         "labels": part(labels, IGNORED),
         "shift_labels": part(next_labels(labels), IGNORED),
-        # A model may have no positions beyond the longest row.
+        # The model may have no positions beyond the longest row.
         "position_ids": part(positions, 0),
         ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
     }

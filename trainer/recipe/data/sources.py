@@ -1,4 +1,4 @@
-"""Records of files and of data sets on the hub, each with its place: the file and line to name in an error."""
+"""Records of files and of data sets on the hub, with their places (file and line) for errors."""
 
 import hashlib
 import logging
@@ -26,12 +26,12 @@ class Source(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Return where a record stands: ``train.jsonl:12``."""
+        """Return the place of a record: ``train.jsonl:12``."""
         ...
 
     @property
     def digest(self) -> str:
-        """A hash of the content."""
+        """Hash of the content."""
         ...
 
 
@@ -51,7 +51,7 @@ class Records:
         return self._count
 
     def source_of(self, index: int) -> tuple[int, int]:
-        """Return which source a record is of, and its number there."""
+        """Return the source of a record, and its number there."""
         for number, end in enumerate(self._ends):
             if index < end:
                 return number, index - (self._ends[number - 1] if number else 0)
@@ -63,16 +63,16 @@ class Records:
         return self.sources[number].record(inside)
 
     def place(self, index: int) -> str:
-        """Return where a record stands."""
+        """Return the place of a record."""
         number, inside = self.source_of(index)
         return self.sources[number].place(inside)
 
     def weight(self, index: int) -> float:
-        """Return how often a record is used in an epoch."""
+        """Return the number of uses of a record in an epoch."""
         return self.sources[self.source_of(index)[0]].weight
 
     def first(self, source: int) -> dict[str, Any] | None:
-        """Return the first record of a source that is an object, among its first hundred."""
+        """Return the first JSON object among the first hundred records of a source, or None."""
         found = self.sources[source]
         for index in range(min(len(found), 100)):
             try:
@@ -93,7 +93,7 @@ class Records:
 
     @property
     def digest(self) -> str:
-        """A hash of all contents and of the number of records used."""
+        """Hash of all contents and of the number of records used."""
         parts = [source.digest for source in self.sources] + [str(self._count)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -102,7 +102,7 @@ def read(config: Config) -> Records:
     """Open the records.
 
     Raises:
-        ConfigError: a file or data set cannot be read, or holds no record.
+        ConfigError: a file or data set cannot be read, or has no record.
     """
     data = config.data
     if data.name:
@@ -140,11 +140,11 @@ def _parquet(path: Path, weight: float, where: str) -> Source:
     import datasets
 
     datasets.disable_progress_bars()
-    # It also logs what it raises, and the refusal below repeats it.
+    # It also logs its errors, which the refusal below repeats.
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
         rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
-    except Exception as error:  # datasets raises errors of its own, of pyarrow and of the file system
+    except Exception as error:  # datasets raises its own errors, pyarrow's and the file system's
         raise ConfigError(f"{where}: {path} cannot be read: {_cause(error)}") from None
     return Rows(rows, path.name, weight, _file_digest(path))
 
@@ -156,7 +156,7 @@ def _from_hub(config: Config) -> Source:
     data = config.data
     try:
         rows: Any = datasets.load_dataset(data.name, data.subset or None, split=data.split)
-    except Exception as error:  # as above, and of the hub
+    except Exception as error:  # as above, and the hub's
         if not data.subset and (subsets := _subsets(data.name)):
             raise ConfigError(f"data.subset: {data.name} has several, name one: {', '.join(subsets)}") from None
         raise ConfigError(f"data.name: {data.name} cannot be read: {_cause(error)}") from None
@@ -166,7 +166,7 @@ def _from_hub(config: Config) -> Source:
 
 
 def _subsets(name: str) -> list[str]:
-    """List the first configurations of a data set that has several; empty: it has one, or cannot be read."""
+    """Return the first configurations of a data set that has several; empty if it has one, or cannot be read."""
     import datasets
 
     try:

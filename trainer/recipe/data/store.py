@@ -1,4 +1,4 @@
-"""Documents on disk: token ids and labels in flat files, mapped into memory by every rank."""
+"""Stores documents on disk: token ids and labels in flat files, which every rank maps into memory."""
 
 import hashlib
 import os
@@ -28,10 +28,10 @@ class Documents:
         meta = msgspec.json.decode((folder / "meta.json").read_bytes(), type=Meta)
         self.report = meta.report
         self.digest = meta.digest
-        """A hash of the documents' token ids and labels, in order."""
+        """Hash of the documents' token ids and labels, in order."""
         self.lengths: NDArray[numpy.int64] = numpy.load(folder / "lengths.npy")
         self.records: NDArray[numpy.int64] = numpy.load(folder / "records.npy")
-        """The record that each document was made of."""
+        """Record of each document."""
         self._starts = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(self.lengths)])
         total = int(self._starts[-1])
         self.ids: Any = _mapped(folder / "ids.bin", numpy.int32, total)
@@ -41,21 +41,21 @@ class Documents:
         return len(self.lengths)
 
     def document(self, index: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.bool_]]:
-        """Return a document's token ids, and which carry loss; the first never does."""
+        """Return a document's token ids, and a mask of those that carry loss; the first never does."""
         start, end = self._starts[index], self._starts[index + 1]
         learned = numpy.array(self.learned[start:end])
         learned[:1] = False
         return numpy.array(self.ids[start:end]), learned
 
     def label_tokens(self) -> NDArray[numpy.int64]:
-        """Count each document's tokens that carry loss."""
+        """Return the number of tokens that carry loss, by document."""
         counts = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(self.learned, dtype=numpy.int64)])
         firsts = numpy.asarray(self.learned)[self._starts[:-1]] if len(self) else numpy.empty(0, numpy.int64)
         return counts[self._starts[1:]] - counts[self._starts[:-1]] - firsts
 
 
 class Meta(msgspec.Struct):
-    """What lies beside the tokens."""
+    """Metadata of the tokens."""
 
     report: Report
     digest: str = ""
@@ -75,9 +75,9 @@ def write(
     folder: Path,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Encode the records from ``start`` to ``stop`` into a folder that is made for it.
+    """Encode the records from ``start`` to ``stop`` into a new folder.
 
-    ``progress`` is called with the number of records that are done.
+    ``progress`` is called with the number of finished records.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = Report()
@@ -99,7 +99,7 @@ def write(
 def encoded(
     encoder: Encoder, records: Records, start: int, stop: int
 ) -> "Iterator[tuple[int, Any, list[Encoded] | RefusedError]]":
-    """Yield the records from ``start`` to ``stop``: the number of each, its content, and what is made of it."""
+    """Yield number, content and encoded documents (or refusal) of the records from ``start`` to ``stop``."""
     for begin in range(start, stop, BATCH):
         numbers = range(begin, min(begin + BATCH, stop))
         batch = [(read(records, number), records.source_of(number)[0]) for number in numbers]
@@ -108,7 +108,7 @@ def encoded(
 
 
 def read(records: Records, number: int) -> Any:
-    """Return a record, or the ``RefusedError`` that stands for it."""
+    """Return a record, or its ``RefusedError``."""
     try:
         return records.record(number)
     except RefusedError as refusal:
@@ -116,7 +116,7 @@ def read(records: Records, number: int) -> Any:
 
 
 def note(report: Report, records: Records, number: int, made: "list[Encoded] | RefusedError") -> list[Encoded]:
-    """Count what became of a record; return the documents to train on."""
+    """Count a record in the report; return the documents to train on."""
     report.read += 1
     place = records.place(number)
     if isinstance(made, RefusedError):
@@ -174,7 +174,7 @@ def _write_index(folder: Path, lengths: Any, sources: Any, report: Report) -> No
 
 
 def opened(folder: Path) -> Documents | None:
-    """Open the documents of a folder; None if it does not hold them whole."""
+    """Return the documents of a folder; None if they are incomplete."""
     try:
         return Documents(folder)
     except (OSError, ValueError, msgspec.MsgspecError):
@@ -182,13 +182,13 @@ def opened(folder: Path) -> Documents | None:
 
 
 def scratch(folder: Path) -> Path:
-    """Make a folder beside ``folder`` to write in before it is renamed to it."""
+    """Make a temporary folder beside ``folder``, to be renamed to it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Rename a complete folder to its name; another run's, if it is whole, is kept."""
+    """Rename a complete folder to its final name; a complete one of another run is kept."""
     if opened(folder) is not None:
         shutil.rmtree(made)
         return

@@ -1,4 +1,4 @@
-"""Files that are read whole: comma- or tab-separated values, and JSON lists."""
+"""Reads whole files: comma- or tab-separated values, and JSON lists."""
 
 import csv
 import hashlib
@@ -32,7 +32,7 @@ class Listed:
         return record
 
     def place(self, index: int) -> str:
-        """Return where a record stands."""
+        """Return the place of a record."""
         return self._places[index]
 
 
@@ -46,7 +46,7 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
     records: list[Any] = []
     places: list[str] = []
     content = path.read_bytes()
-    # Bytes that are no text stand in it as lone surrogates, so that the rows around them can be used.
+    # Invalid bytes become lone surrogates, so that the other rows can be used.
     text = content.removeprefix(BOM).decode(errors="surrogateescape")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
     try:
@@ -77,7 +77,7 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
 
 
 def _problem(row: list[str]) -> str:
-    """Return why a row is not text; empty: it is."""
+    """Return the reason why a row is not text; empty if it is."""
     try:
         utf8("".join(row).encode(errors="surrogateescape"))
     except ValueError as error:
@@ -86,7 +86,7 @@ def _problem(row: list[str]) -> str:
 
 
 def is_json_list(path: Path) -> bool:
-    """Return whether a JSON file is one list; else it has a record a line."""
+    """Return whether a JSON file is one list; otherwise it has one record per line."""
     with path.open("rb") as file:
         return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
 

@@ -1,7 +1,7 @@
-"""Conversations rendered by a chat template, with the characters that each assistant's turn generates.
+"""Renders conversations by a chat template, with the characters that each assistant's turn generates.
 
-The text is always the template's own: nothing is written in another format when a template is difficult. What a turn
-generates is its text without the header that the generation prompt supplies, up to and with the token that ends it.
+The text is always the template's own; there is no fallback format. A turn generates its text without the header that
+the generation prompt supplies, up to and including the token that ends it.
 """
 
 import json
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     end: int
     message: int
     ended: bool
-    """Its last characters are the token that ends the turn."""
+    """Whether its last characters are the token that ends the turn."""
 
 
 class Chat(NamedTuple):
@@ -39,16 +39,16 @@ class Chat(NamedTuple):
 
     text: str
     turns: list[Span]
-    """Of every assistant's message."""
+    """Span of every assistant's message."""
     reasoning_lost: int
-    """Assistant's messages whose reasoning the template leaves out."""
+    """Number of assistant's messages whose reasoning the template omits."""
 
 
 def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     """Return the chat template of a configuration; None where ``data.chat_template`` is none.
 
-    It becomes the tokenizer's, so that it is saved with the model. Where the tokenizer begins texts with BOS and the
-    template does not write it, ``{{ bos_token }}`` is put before it: rendered chats are tokenized without additions.
+    It becomes the tokenizer's, so that it is saved with the model. If the tokenizer begins texts with BOS and the
+    template does not write it, ``{{ bos_token }}`` is prepended: rendered chats are tokenized without special tokens.
 
     Raises:
         ConfigError: there is none, or it cannot be used for training.
@@ -75,7 +75,7 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     if start_token(tokenizer) is None or chosen.begins(str(tokenizer.bos_token)):
         return chosen
     start, own = "{{ bos_token }}", tokenizer.chat_template
-    if isinstance(own, dict):  # several by name, such as one for tools, which may write it
+    if isinstance(own, dict):  # several by name, such as one for tools, which may write BOS
         tokenizer.chat_template = {key: text if "bos_token" in text else start + text for key, text in own.items()}
     else:
         tokenizer.chat_template = start + own
@@ -83,7 +83,7 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, proven on a probe to separate what the assistant generates."""
+    """A tokenizer's chat template, tested on a probe conversation to separate the assistant's output."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.name = name
@@ -92,7 +92,7 @@ class ChatTemplate:
         self._templates = {has_tools: self._compile(tokenizer, has_tools) for has_tools in (False, True)}
         self._variant = 0
         self.source: str = "\0".join(template.source for template in self._templates.values())
-        """The template's text, of both templates if there is another one for tools."""
+        """The template's text; of both, if there is another one for tools."""
         self._header = self._asked = ""
         self._by_prefix = False
         self._prove(tokenizer)
@@ -105,7 +105,7 @@ class ChatTemplate:
         """Render a conversation.
 
         Raises:
-            RefusedError: the template rejects it, or leaves a part of it out.
+            RefusedError: the template rejects it, or omits a part of it.
         """
         template = self._templates[bool(chat.tools)]
         refusal: RefusedError | None = None
@@ -135,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(f"data.chat_template: {self.name} template: {str(error).splitlines()[0]}") from None
 
     def _prove(self, tokenizer: Any) -> None:
-        """Find the header, the generation prompt and the end of a turn on a probe.
+        """Find the header, the generation prompt and the end of a turn in a probe conversation.
 
         Raises:
             ConfigError: turns cannot be separated, or nothing ends them.
@@ -188,9 +188,9 @@ class ChatTemplate:
         return Chat(text, turns, lost)
 
     def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> None:
-        """Refuse a record whose tool calls or tools the template leaves out.
+        """Refuse a record whose tool calls or tools the template omits.
 
-        A function's name may stand in any other text of the record: names that cannot are rendered in their place.
+        A function's name may occur in other text of the record, so unique names are rendered in its place.
         """
         places: dict[str, str] = {}
 
@@ -210,7 +210,7 @@ class ChatTemplate:
                 raise RefusedError(f"the chat template leaves out {place}")
 
     def _turns(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span] | None]:
-        """Return the text and what each assistant's message generates; None if its parts do not show that."""
+        """Return the text and the generated span of each assistant's message; None if the parts do not show them."""
         if self._by_prefix:
             return self._turns_by_prefix(template, messages, tools)
         text, pieces = template.marked(messages, **self._variables, tools=tools)
@@ -264,19 +264,19 @@ class ChatTemplate:
         return asked if text.startswith(asked) else None
 
     def _short_header(self, template: Template) -> str:
-        """Return what the probe's turns share with the generation prompt, where this goes on (``<think>``)."""
+        """Return the common start of the probe's turns and a longer generation prompt (with ``<think>``)."""
         text, pieces = template.marked(_PROBE, **self._variables, tools=None)
         headers = [_common(text[piece.start : piece.end], self._asked) for piece in pieces if piece.message in (1, 3)]
         return min(headers, key=len)
 
     def _tail(self, template: Template, messages: list[dict[str, Any]], tools: Any, ask: bool) -> str:
-        """Return what the template writes behind the last message: with ``ask``, the generation prompt."""
+        """Return the template's text after the last message; with ``ask`` this is the generation prompt."""
         text, pieces = template.marked(messages, ask, **self._variables, tools=tools)
         last = pieces[-1] if pieces else None
         return text[last.start : last.end] if last is not None and last.message < 0 and len(pieces) > 1 else ""
 
     def _ended(self, text: str, start: int, end: int, index: int) -> Span:
-        """Cut a turn behind the token that ends it: what follows that is not generated."""
+        """Cut a turn after the token that ends it; later text is not generated."""
         end = max(start, len(text[:end].rstrip()))
         if any(text.endswith(token, start, end) for token in self._special):
             return Span(start, end, index, True)
@@ -285,7 +285,7 @@ class ChatTemplate:
 
 
 class _Variant(NamedTuple):
-    """How tool calls are given to a template: templates expect different forms."""
+    """Form of tool calls in a template's input; templates expect different ones."""
 
     null_content: bool
     text_arguments: bool
@@ -318,13 +318,13 @@ def _call_for_template(call: dict[str, Any], variant: _Variant) -> dict[str, Any
 
 
 def _reasoning(message: Message) -> list[str]:
-    """Return the texts of an assistant's reasoning: what the record keeps apart, and what its content begins with."""
+    """Return the texts of an assistant's reasoning: the record's own field, and the beginning of the content."""
     before = (message.content or "").rpartition("</think>")[0] if message.role == ASSISTANT else ""
     return [message.reasoning.strip(), before.strip().removeprefix("<think>").strip()]
 
 
 def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> None:
-    """Refuse a record of which the template left something out, or wrote a null as a word."""
+    """Refuse a record if the template omitted a part of it, or wrote a null as a word."""
     for number, (message, entry) in enumerate(zip(chat.messages, given, strict=True), 1):
         content = (message.content or "").rpartition("</think>")[2].strip()
         if content and content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
@@ -338,7 +338,7 @@ def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> 
 
 
 def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]) -> dict[str, Any]:
-    """Copy a message as the template gets it; its functions and their arguments are called by ``name(place)``."""
+    """Return a message with functions and arguments renamed by ``name(place)``."""
     calls: list[dict[str, Any]] = []
     for call in message.get("tool_calls", []):
         function = call["function"]
@@ -352,7 +352,7 @@ def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]
 
 
 def _with_name(tool: dict[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
-    """Copy a tool's schema; the function is called by ``name(place)``."""
+    """Return a tool's schema with the function renamed by ``name(place)``."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return tool

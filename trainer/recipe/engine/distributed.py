@@ -1,4 +1,4 @@
-"""This process as one of the ranks."""
+"""The process group of this rank, and agreements between ranks."""
 
 import os
 import sys
@@ -18,10 +18,10 @@ from .sequence_group import SequenceGroup
 
 
 class World:
-    """The process group, joined: this rank's number, how many there are, and its device."""
+    """The joined process group: this rank's number and device, and the number of ranks."""
 
     has_values = True
-    """Tensors hold numbers. False in a dry run, where no check may depend on them."""
+    """Whether tensors have values; not in a dry run, where no check may depend on them."""
     sequence = SequenceGroup()
     """The ranks that share this rank's rows."""
 
@@ -40,7 +40,7 @@ class World:
         if self.on_gpu:
             accelerator.set_device(self.local_rank)
         else:
-            # DeepSpeed would compile its shared-memory all_reduce, half a minute on two cores, for inference only.
+            # DeepSpeed would compile its shared-memory all_reduce, for inference only: half a minute on two cores.
             compatible: Any = deepspeed.ops.__compatible_ops__
             compatible["deepspeed_shm_comm"] = False
         self.device = torch.device("cuda", self.local_rank) if self.on_gpu else torch.device("cpu")
@@ -52,7 +52,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True in rank 0."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -66,7 +66,7 @@ class World:
         return self.size // self.sequence.size
 
     def share_sequences(self, size: int) -> None:
-        """Let each ``size`` consecutive ranks share their rows. All ranks call this.
+        """Make groups of ``size`` consecutive ranks that share their rows. All ranks call this.
 
         Raises:
             ConfigError: the number of ranks is no multiple of it.
@@ -77,7 +77,7 @@ class World:
             raise ConfigError(f"{sequence_parallel.KEY} {text}")
         mine: Any = None
         for first in range(0, self.size, size) if size > 1 else ():
-            # Every rank takes part in making every group.
+            # Every rank must call this for every group.
             group: Any = dist.new_group(range(first, first + size), timeout=timedelta(minutes=30))
             mine = group if first <= self.rank < first + size else mine
         self.sequence = SequenceGroup(size, self.rank % size, mine)
@@ -85,7 +85,7 @@ class World:
     def log(self, text: str) -> None:
         """Print a line in rank 0."""
         if self.is_first:
-            # In one piece: print writes a line's end on its own, and a checkpoint's thread prints too.
+            # In one write: print writes the line end separately, and a checkpoint's thread prints too.
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
@@ -122,7 +122,7 @@ class World:
 
 
 class StopFlag:
-    """Agrees, one step behind and without waiting for anyone, on whether some rank was asked to stop."""
+    """Agrees, one step late and without waiting, on whether some rank was asked to stop."""
 
     def __init__(self, world: World) -> None:
         self._group = world.host_group
@@ -132,14 +132,14 @@ class StopFlag:
         """Whether some rank has reported that training is broken; known to all ranks."""
 
     def exchange(self, asked: bool, broken: bool = False) -> bool:
-        """Send this rank's request at the end of a step; return whether all stop now (the answer of the step before).
+        """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
         Args:
-            asked: this rank was asked to stop.
-            broken: this rank has found that training is broken and must end without a checkpoint.
+            asked: whether this rank was asked to stop.
+            broken: whether this rank has found that training is broken and must end without a checkpoint.
 
-        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when the others
-        have entered it long ago, so the training thread does not wait here.
+        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when all ranks
+        have entered it, so the training thread does not wait here.
         """
         stop = False
         if self._work is not None:
@@ -151,6 +151,6 @@ class StopFlag:
         return stop
 
     def finish(self) -> None:
-        """Collect what is still under way."""
+        """Wait for the exchange under way."""
         if self._work is not None:
             self._work.wait()

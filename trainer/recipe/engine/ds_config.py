@@ -9,8 +9,8 @@ from .ds_keys import merge
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a resolved one (its precision is not ``auto``).
 
-    Buckets are counted in elements there and in bytes here. DeepSpeed counts every rank as a data-parallel one, also
-    where ranks share sequences: its batch size is a number that nothing here depends on.
+    DeepSpeed counts buckets in elements, the trainer in bytes. DeepSpeed counts every rank as a data-parallel one, even
+    if ranks share sequences; nothing here depends on its batch size.
     """
     training, zero = config.training, config.zero
     element_bytes = 4 if training.precision == "fp32" else 2
@@ -37,7 +37,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "train_batch_size": training.micro_batch * training.grad_accumulation * ranks,
         "gradient_clipping": config.optimizer.max_grad_norm,
         "zero_optimization": partition,
-        # The optimizer is made by us, whichever Adam was asked for.
+        # The trainer makes the optimizer, whichever Adam is configured.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32" if zero.communication_dtype == "auto" else zero.communication_dtype,
@@ -46,9 +46,9 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "steps_per_print": None,
     }
     if not masters(config):
-        # At stage 0 DeepSpeed would make an fp32 copy of every weight: it is not told of the precision, and steps the
-        # optimizer on the bf16 weights themselves. The other two keys are for partitions in bf16; the states' data type
-        # is the optimizer's own.
+        # At stage 0 DeepSpeed would make an fp32 copy of every weight: its precision is left unset, so that it steps
+        # the optimizer on the bf16 weights themselves. The other two keys are for partitions in bf16; the states' data
+        # type is the optimizer's own.
         if zero.stage:
             result["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     elif training.precision == "bf16":
@@ -66,12 +66,10 @@ def masters(config: Config) -> bool:
 def grad_accum_dtype(config: Config) -> str:
     """Return the data type of accumulated gradients: ``fp32``, ``bf16`` or ``fp16``."""
     if not masters(config) and config.zero.stage == 0:
-        return (
-            "fp32"  # DeepSpeed compares it with its own precision, which is not set; gradients have the weights' type
-        )
+        return "fp32"  # DeepSpeed compares it with its own, unset precision; gradients have the weights' type
     if config.zero.grad_accum_dtype != "auto":
         return config.zero.grad_accum_dtype
     if not masters(config):
         return config.training.precision
-    # DeepSpeed 0.19 refuses another than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
+    # DeepSpeed 0.19 refuses types other than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
     return config.training.precision if config.zero.stage == 0 else "fp32"

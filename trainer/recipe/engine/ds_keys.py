@@ -1,4 +1,4 @@
-"""Which DeepSpeed keys ``deepspeed:`` may pass on, checked before any process starts.
+"""Checks the DeepSpeed keys in ``deepspeed:`` before any process starts.
 
 Names are DeepSpeed 0.19's (``runtime/config.py``, ``runtime/constants.py``, ``runtime/zero/config.py``,
 ``runtime/precision_config.py``). DeepSpeed itself ignores most unknown keys, so a typing error would have no effect and
@@ -31,7 +31,7 @@ OWN = {
     "checkpoint.load_universal": "checkpoint.resume",
     "sequence_parallel_size": "training.sequence_parallel_size",
 }
-"""Keys that a setting of the trainer's own decides, and that setting."""
+"""Keys that a setting of the trainer decides, and that setting."""
 
 REMOVED = {
     "amp": "training.precision=bf16",
@@ -66,7 +66,7 @@ UNSUPPORTED = {
     "accumulation from its update_interval), so a step is not the mean over its label tokens, and cannot be rehearsed "
     "or resumed exactly; use zero.offload_optimizer",
 }
-"""Keys that would change what a step computes, and why the trainer cannot take them."""
+"""Keys that would change the computation of a step, and why the trainer refuses them."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -106,7 +106,7 @@ _BELOW = {"": TOP, "zero_optimization": ZERO, "bf16": BF16, "fp16": FP16, "data_
 
 
 def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> None:
-    """Refuse keys that DeepSpeed does not have, has no longer, or that a setting of the trainer decides.
+    """Refuse keys that DeepSpeed does not have or has removed, or that a setting of the trainer decides.
 
     Args:
         keys: the section ``deepspeed`` of the configuration.
@@ -132,7 +132,7 @@ def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> No
 
 
 def _check_offload(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> None:
-    """Refuse another device than the one that ``zero.offload_*`` decides, and NVMe."""
+    """Refuse devices other than that of ``zero.offload_*``, and NVMe."""
     partition = keys.get("zero_optimization", {})
     for section, setting in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         path, values = f"deepspeed.zero_optimization.{section}", partition.get(section)
@@ -151,7 +151,7 @@ def _check_offload(keys: Mapping[str, Any], error: Callable[[str, str], Exceptio
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the keys of ``over`` laid over it, section by section."""
+    """Return ``base`` updated with the keys of ``over``, section by section."""
     result = dict(base)
     for key, value in over.items():
         inner = result.get(key)

@@ -1,4 +1,4 @@
-"""Computes the norm of all gradients, for which DeepSpeed goes tensor by tensor, with few kernels."""
+"""Computes the norm of all gradients with few kernels; DeepSpeed does it tensor by tensor."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ _aten: Any = torch.ops.aten
 
 
 def compute_together(optimizer: Any) -> None:
-    """Let ZeRO compute its gradients' norms together, in fp64 as before, and without copies in fp64.
+    """Make ZeRO compute its gradients' norms together, in fp64 as before but without copies in fp64.
 
-    DeepSpeed converts each gradient and takes its norm (``get_grad_norm_direct`` of ``stage_1_and_2.py`` and
-    ``stage3.py``); the converted one of the embeddings can be the largest tensor of an update. It gets one tensor
-    here, which holds the norms of all, and so has the same norm.
+    DeepSpeed converts each gradient and computes its norm (``get_grad_norm_direct`` of ``stage_1_and_2.py`` and
+    ``stage3.py``); the converted gradient of the embeddings can be the largest tensor of an update. Here it receives
+    one tensor with the norms of all gradients, which has the same norm.
     """
     of_each = getattr(optimizer, "get_grad_norm_direct", None)
     if of_each is None:  # no ZeRO
@@ -28,7 +28,7 @@ def compute_together(optimizer: Any) -> None:
 
 
 def let_norm_decide(optimizer: Any) -> None:
-    """Let only the gradients' norm decide whether one of them is inf or NaN.
+    """Make ZeRO detect inf and NaN in gradients by their norm alone.
 
     DeepSpeed's stages 1 and 2 check each gradient first, with half a dozen kernels, and then the norm, which is not
     finite if a gradient is not (``stage_1_and_2.py``, ``step``).
@@ -37,6 +37,6 @@ def let_norm_decide(optimizer: Any) -> None:
 
     if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
         return
-    # A release without this function does not check the norm: its own check stays.
+    # A release without this function does not check the norm: its own check is kept.
     if hasattr(stage_1_and_2, "is_invalid_grad_norm") and getattr(optimizer, "compute_grad_norm", False):
         optimizer.check_overflow = lambda partition_gradients=True: None

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine of a run, and the model inside it."""
+"""Makes DeepSpeed's engine of a run, and the model inside it."""
 
 from typing import Any
 
@@ -19,19 +19,18 @@ def make_engine(
     """Return DeepSpeed's engine and the model inside it. All ranks call this.
 
     Args:
-        config: the settled configuration.
+        config: the resolved configuration.
         world: the ranks.
         tokens: the tokenizer.
-        total_steps: that the learning rate's schedule spans.
-        without_weights: for a dry run, which makes a model of the shape of ``model.name``: how it holds weights in 4
-            bits.
+        total_steps: steps of the learning rate's schedule.
+        without_weights: for a dry run, which makes a model of the shape of ``model.name``: converts weights to 4 bits.
 
     Raises:
         ConfigError: the model or the optimizer cannot be made.
     """
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)
-    # From here on each rank draws its own dropout.
+    # From here on each rank draws different dropout.
     torch.manual_seed(config.training.seed + 1 + world.rank)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -46,11 +45,11 @@ def make_engine(
 
 
 def forget_module_order(engine: Any) -> None:
-    """Let ZeRO-3 learn the order of modules from the next pass: the one before had no backward.
+    """Make ZeRO-3 record the order of modules in the next pass; the last one had no backward.
 
-    It learns the order from one pass, gathers by it in later ones, and caches for good what it then decides to release
-    (``partitioned_param_coordinator.py``, ``__params_to_release``). By the order of a forward alone it keeps nothing
-    for the backward, whatever ``stage3_max_reuse_distance`` is.
+    It records the order in one pass, gathers by it in later ones, and caches permanently which parameters to release
+    (``partitioned_param_coordinator.py``, ``__params_to_release``). With the order of a forward alone it keeps nothing
+    for the backward, regardless of ``stage3_max_reuse_distance``.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is not None and not offload.get_param_coordinator().is_invalid_trace():
@@ -58,7 +57,7 @@ def forget_module_order(engine: Any) -> None:
 
 
 def _learn_order_with_backward(engine: Any) -> None:
-    """Let ZeRO-3 not learn the order of modules from a forward without gradients, as checks of the model make."""
+    """Keep ZeRO-3 from recording the order of modules in a forward without gradients, as in checks of the model."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is None:
         return

@@ -1,7 +1,7 @@
-"""The ranks that share each sequence, and what they exchange.
+"""The ranks that share each sequence, and their exchange.
 
-DeepSpeed's engine knows nothing of it: to ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own
-slice, so the gradients of all ranks add up to those of the whole batch, as they do without slices.
+To DeepSpeed's engine and ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own slice, so the
+gradients of all ranks add up to those of the whole batch, as they do without slices.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ class SequenceGroup:
 
         Args:
             size: number of its ranks; 1: rows are whole, and nothing is exchanged.
-            rank: this one's number in it, which is that of its slice.
-            group: of ``torch.distributed``.
+            rank: this rank's number in it, which is the number of its slice.
+            group: process group of ``torch.distributed``.
         """
         self.size = size
         self.rank = rank
@@ -31,9 +31,9 @@ class SequenceGroup:
         The gradient is exchanged in the other direction.
 
         Args:
-            tensor: of the same shape in all ranks.
+            tensor: a tensor of the same shape in all ranks.
             divide: the dimension that is divided among the ranks; a multiple of their number.
-            join: the dimension along which the received parts are put together, in the order of the ranks.
+            join: the dimension along which the received parts are concatenated, in the order of the ranks.
         """
         result: torch.Tensor = _Exchange.apply(self, tensor, divide, join)
         return result

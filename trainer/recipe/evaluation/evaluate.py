@@ -1,4 +1,4 @@
-"""Evaluates a model: the mean loss over all label tokens of the evaluation examples, each counted once."""
+"""Evaluates a model: mean loss over all label tokens of the evaluation examples, each counted once."""
 
 import math
 import time
@@ -28,15 +28,15 @@ class Evaluated(msgspec.Struct, frozen=True):
     loss: float
     """Mean cross entropy over the label tokens, in nats."""
     label_tokens: int
-    """Tokens that it is a mean over."""
+    """Number of label tokens."""
     seconds: float
-    """Time it took."""
+    """Duration."""
     best: bool
-    """No evaluation of this run had a lower loss before."""
+    """Whether no earlier evaluation of this run had a lower loss."""
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinity where that is too large for a float."""
+        """``exp(loss)``; infinity if that is too large for a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -66,7 +66,7 @@ class Evaluator:
         self.examples = examples
         self._collate = collate
         self._micro_batch = config.evaluation.micro_batch or config.training.micro_batch
-        # Longest first: rows of a batch are of like length, and what does not fit fails at once.
+        # Longest first: rows of a batch have similar lengths, and a batch that does not fit fails at once.
         self._order: list[int] = sorted(range(len(examples.rows)), key=lambda row: (-int(examples.tokens[row]), row))
 
     def due(self, step: int, last: bool) -> bool:
@@ -75,7 +75,7 @@ class Evaluator:
         return bool(every and step % every == 0) or (last and self._settings.at_end)
 
     def run(self, state: TrainState) -> Evaluated:
-        """Evaluate, print and report the result, and note in ``state`` whether it is the best."""
+        """Evaluate, print and report the result, and record in ``state`` whether it is the best."""
         began = time.perf_counter()
         batches = -(-len(self._order) // (self._micro_batch * self._world.data_ranks))
         with self._monitor.phase("eval"), self._monitor.activity("evaluation", total=batches) as progress:
@@ -101,12 +101,12 @@ class Evaluator:
         return result
 
     def report_best(self, state: TrainState) -> None:
-        """Report the best evaluation before a resume, so that later ones are compared with it; rank 0 does."""
+        """Report the best evaluation before a resume, for comparison with later ones; on rank 0 only."""
         if state.best_evaluation_step:
             self._monitor.evaluation(state.best_evaluation, best=True, step=state.best_evaluation_step)
 
     def stop_early(self, state: TrainState) -> bool:
-        """Return whether patience is at its end."""
+        """Return whether ``evaluation.patience`` is exhausted."""
         return 0 < self._settings.patience <= state.evaluations_without_best
 
     def loss(self, most_batches: int | None = None, progress: Progress | None = None) -> tuple[float, int]:
@@ -116,7 +116,7 @@ class Evaluator:
             most_batches: of each rank, the largest first; None: all.
             progress: called with the number of batches done.
         """
-        # A sum over millions of tokens: fp32 would round what a batch adds.
+        # A sum over millions of tokens: fp32 would round off a batch's share.
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         self._engine.eval()
         try:
@@ -136,8 +136,8 @@ class Evaluator:
     def batches(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield this rank's batches on the device, with their label tokens; every rank yields equally many.
 
-        Where batches do not divide by ranks, the rest of the ranks repeat one with all labels removed: under ZeRO-3
-        each forward gathers parameters from all ranks. Ranks that share sequences count the labels of their slices.
+        If batches do not divide by ranks, the other ranks repeat one without labels: under ZeRO-3 each forward gathers
+        parameters from all ranks. Ranks that share sequences count the labels of their slices.
         """
         size, ranks = self._micro_batch, self._world.data_ranks
         starts = range(0, len(self._order), size)

@@ -21,7 +21,7 @@ def held_out(config: Config, world: World, monitor: Monitor, tokens: Any, traine
     Args:
         config: the resolved configuration.
         world: the ranks; rank 0 encodes, the others read its results from disk.
-        monitor: gets the activity.
+        monitor: receives the activity.
         tokens: the tokenizer.
         trained: folder of the training's encoded documents, of which ``evaluation.share`` sets some aside.
 

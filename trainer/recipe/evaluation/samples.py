@@ -1,4 +1,4 @@
-"""Answers of the model in training to prompts of the evaluation examples."""
+"""Generates answers of the model to prompts of the evaluation examples during training."""
 
 from typing import Any
 
@@ -26,16 +26,16 @@ def generate(
     *,
     together: bool,
 ) -> list[tuple[str, str]]:
-    """Return for each row its prompt and the model's most probable answer; empty in ranks without a part in it.
+    """Return each row's prompt and the model's most probable answer; empty in ranks that do not generate.
 
     Args:
         engine: DeepSpeed's engine.
         tokens: the tokenizer.
         rows: encoded examples.
-        longest: longest answer, in tokens; it ends before where the model has no more positions.
-        trained: tokens of the longest sequence that is trained on.
+        longest: longest answer in tokens; it ends earlier if the model has no more positions.
+        trained: tokens of the longest training sequence.
         world: the ranks.
-        together: parameters are partitioned (ZeRO-3): every rank must take part in every forward.
+        together: whether parameters are partitioned (ZeRO-3), so that every rank must run every forward.
     """
     if not (together or world.is_first):
         return []

@@ -1,1 +1,1 @@
-"""The final model in Hugging Face's format, compared with the training's weights before it counts as written."""
+"""Writes the final model in Hugging Face's format, and compares it with the training's weights."""

@@ -1,4 +1,4 @@
-"""The model card: what was trained, on what, and what came of it."""
+"""The model card: the trained model, its data and its results."""
 
 import os
 import sqlite3
@@ -17,20 +17,20 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Results:
-    """What a run came to."""
+    """Results of a run."""
 
     state: TrainState
     model_type: str
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     trained: int
     """Parameters that were trained."""
     loss: float | None = None
-    """Of the last printed step, over all ranks."""
+    """Loss of the last printed step, over all ranks."""
     evaluation_loss: float | None = None
-    """Of the latest evaluation."""
+    """Loss of the latest evaluation."""
     best_evaluation_loss: float | None = None
-    """Of the best one."""
+    """Loss of the best evaluation."""
 
 
 def text(config: Config, results: Results) -> str:
@@ -82,7 +82,7 @@ def _metadata(config: Config) -> str:
 
 
 def _recorded() -> list[tuple[str, str]]:
-    """Return figures of this run's recording, as far as it is written; none without one."""
+    """Return figures of this run's recording, as far as it is written; empty without one."""
     run = os.environ.get(RUN_ENV)
     if not run:
         return []

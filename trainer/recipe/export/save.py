@@ -1,4 +1,4 @@
-"""Writing the final model: into a folder beside, compared, then renamed."""
+"""Writes the final model into a temporary folder, compares it, then renames the folder."""
 
 import shutil
 from pathlib import Path
@@ -28,10 +28,10 @@ def save_model(
     All ranks call this.
 
     Returns:
-        How many tensors were compared with the training's and are equal.
+        The number of tensors that were compared with the training's and are equal.
 
     Raises:
-        ExportError: the files cannot be written, or hold other weights; in every rank.
+        ExportError: the files cannot be written, or contain other weights; in every rank.
     """
     part = folder.with_name(folder.name + ".part")
     gathered = weights.gathered(engine, model, config, world)
@@ -61,9 +61,9 @@ def save_model(
 
 
 def push_last(folder: Path, repository: str, world: World, monitor: Monitor) -> None:
-    """Leave the process group, then upload a folder from rank 0. All ranks call this, and communicate no more.
+    """Leave the process group, then upload a folder from rank 0. All ranks call this, and do not communicate after it.
 
-    An upload may take hours: ranks that wait for it in a collective end the run when that times out.
+    An upload may take hours: ranks that wait for it in a collective would end the run at its timeout.
     """
     world.leave()
     if world.is_first:
@@ -80,7 +80,7 @@ def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config,
         weights.merged(model, gathered, config).save_pretrained(str(part))
     else:
         if not config.model.name:
-            # Random weights have no name to be loaded by again: without them the adapters are worth nothing.
+            # Random weights have no name to load them by, and adapters are useless without them.
             plain.save_pretrained(str(part / "base"), state_dict=weights.base_weights(gathered))
             model.peft_config["default"].base_model_name_or_path = str(final.absolute() / "base")
         adapters = {name: tensor for name, tensor in gathered.items() if weights.is_adapter(name)}
@@ -89,7 +89,7 @@ def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config,
 
 
 def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
-    """Undo what training set in the model's configuration, and name the tokens that end an answer."""
+    """Undo training's changes of the model's configuration, and set the tokens that end an answer."""
     own = config.model.config.get("use_cache", True)
     if config.model.name:
         from transformers import AutoConfig
@@ -105,7 +105,7 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
 
 
 def _replace(folder: Path, part: Path) -> None:
-    """Put ``part`` in the place of ``folder``."""
+    """Replace ``folder`` by ``part``."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""The weights of a training: gathered from every ZeRO stage, merged with their adapters, and compared with files."""
+"""Gathers the weights of a training from every ZeRO stage, merges adapters, and compares them with files."""
 
 import copy
 from collections.abc import Generator
@@ -17,7 +17,7 @@ from ..monitor import Progress
 
 _PREFIX = "base_model.model."
 _LAYER = ".base_layer"
-"""What peft adds to the names of a model and of its adapted layers."""
+"""Parts that peft adds to the names of a model and of its adapted layers."""
 
 
 class ExportError(FtmonError):
@@ -36,7 +36,7 @@ def gathered(engine: Any, model: Any, config: Config, world: World) -> dict[str,
     result: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if quantized and not is_adapter(name) and (name not in own or not config.lora.merge):
-            continue  # what bitsandbytes keeps beside its weights; and where adapters alone are saved, the base
+            continue  # bitsandbytes' auxiliary tensors; and the base, if adapters alone are saved
         if is_quantized(tensor):
             copies[id(tensor)] = dequantized(tensor).cpu()
         if id(tensor) not in copies:
@@ -47,9 +47,9 @@ def gathered(engine: Any, model: Any, config: Config, world: World) -> dict[str,
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
-    """Return every parameter of the training, whole, one after the other. All ranks go through this together.
+    """Yield every parameter of the training, whole, one by one. All ranks iterate over it together.
 
-    A second way to the weights than ``gathered``: what is compared with a file must not come from the same copy.
+    It is independent of ``gathered``: a comparison with a file must not use the file's own source.
     """
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else nullcontext():
@@ -62,14 +62,14 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def dequantized(parameter: Any) -> torch.Tensor:
-    """Return the weights that a parameter in 4 bits stands for, as the forward computes with them."""
+    """Return the dequantized weights of a parameter in 4 bits, as the forward uses them."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter of an adapted model has in the model without adapters."""
+    """Return the name of a parameter of an adapted model in the model without adapters."""
     return name.removeprefix(_PREFIX).replace(_LAYER, "")
 
 
@@ -79,12 +79,12 @@ def is_adapter(name: str) -> bool:
 
 
 def base_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights under the adapters, by the names of the model without them."""
+    """Return the weights under the adapters, by their names in the model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def empty_model(model: Any) -> Any:
-    """Return a model like this one (without adapters), its weights not allocated."""
+    """Return a model like this one without adapters and without allocated weights."""
     from transformers import AutoModelForCausalLM
 
     settings = copy.deepcopy(model.config)
@@ -114,7 +114,7 @@ def compare(model: Any, folder: Path, config: Config, world: World, progress: Pr
     """Compare a written model with the training's weights, tensor by tensor. All ranks call this.
 
     Returns:
-        How many tensors are equal.
+        The number of equal tensors.
 
     Raises:
         ExportError: one differs; in every rank.
@@ -166,9 +166,9 @@ class _Written:
         self._seen: set[str] = set()
 
     def differs(self, name: str, tensor: torch.Tensor) -> str:
-        """Return what differs from the written tensor, or an empty text."""
+        """Return the difference from the written tensor in words, or an empty text."""
         if self._adapters and not is_adapter(name):
-            # The base is the one that was loaded, unless it had no name to be loaded by.
+            # The base was loaded by its name, unless it has none.
             return "" if self._base is None else _difference(name, tensor, self._base.get(plain_name(name)))
         key = name.replace(".default", "") if self._adapters else plain_name(name)
         if key.endswith(".lora_magnitude_vector.weight"):
@@ -177,7 +177,7 @@ class _Written:
         return _difference(key, tensor, self._tensors.get(key))
 
     def differs_merged(self, name: str, parts: dict[str, torch.Tensor], scaling: float) -> str:
-        """Compare with base + scaling x B A, to the rounding of the data type."""
+        """Compare the written tensor with base + scaling x B A, to the rounding of the data type."""
         found = self._tensors.get(name)
         self._seen.add(name)
         base = parts["base"]
@@ -198,9 +198,9 @@ class _Written:
         return ""
 
     def left_over(self) -> str:
-        """Name a written tensor that the training does not have."""
+        """Return the name of a written tensor that the training does not have; empty if there is none."""
         if not self._adapters:
-            return ""  # a tied weight stands under two names
+            return ""  # a tied weight has two names
         rest = sorted(set(self._tensors) - self._seen)
         return f"{rest[0]} was not trained" if rest else ""
 

@@ -1,4 +1,4 @@
-"""Makes a fault happen. Nothing is pretended: memory is touched, processes die, allocations fail."""
+"""Causes a fault. Faults are real: memory is touched, processes die, allocations fail."""
 
 import ctypes
 import os
@@ -16,11 +16,11 @@ from .spec import Fault
 
 _GIB = 1 << 30
 _SLOW_SHARE = 1.5
-"""A slow rank works this much of a usual step longer in each."""
+"""Additional time of a slow rank in each step, as a share of a usual step."""
 
 
 class FaultMaker:
-    """Waits for its step, then does what the fault says. In other ranks, and without a fault, it does nothing."""
+    """Causes the fault at its step; does nothing in other ranks, or without a fault."""
 
     def __init__(self, fault: Fault | None, world: World, engine: Any) -> None:
         self._fault = fault if fault is not None and fault.rank == world.rank else None
@@ -38,14 +38,14 @@ class FaultMaker:
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
     def begin(self, step: int) -> None:
-        """Note that a step begins, and learn how long a usual one takes."""
+        """Record the beginning of a step, and measure a usual one."""
         now = time.perf_counter()
         if self._fault is not None and 2 < step <= self._fault.step:
             self._usual_s = now - self._began
         self._step, self._began = step, now
 
     def in_data(self) -> None:
-        """Do what is done in the data phase: hang, stop or dawdle."""
+        """Cause the faults of the data phase: hang, stop or slow."""
         fault = self._fault
         if fault is None or self._step < fault.step:
             return
@@ -56,7 +56,7 @@ class FaultMaker:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.kind == "hang" and self._now("hang"):
             _announce("goes no further: it will enter no more collectives")
-            select.select([], [], [])  # waits for nothing, without an end
+            select.select([], [], [])  # blocks forever
 
     def _in_optimizer(self) -> None:
         if self._now("spike"):
@@ -70,7 +70,7 @@ class FaultMaker:
             ctypes.string_at(0)
 
     def _now(self, kind: str) -> bool:
-        """Return whether ``kind`` is due now; true once, though ZeRO steps once for each parameter group."""
+        """Return whether ``kind`` is due now; true once, although ZeRO steps once for each parameter group."""
         fault = self._fault
         if self._done or fault is None or fault.kind != kind or fault.step != self._step:
             return False
@@ -91,7 +91,7 @@ def _work(seconds: float) -> None:
 
 
 def _spike(world: World) -> None:
-    """Allocate a quarter of the free memory, touch it, and free it."""
+    """Allocate a tenth of a GPU (at least 1 GiB), or up to 1 GiB of the host's memory; touch it, and free it."""
     if world.on_gpu:
         free, total = torch.cuda.mem_get_info(world.device)
         size = min(free // 2, max(total // 10, _GIB))
@@ -102,7 +102,7 @@ def _spike(world: World) -> None:
 
 
 def _out_of_memory(world: World) -> None:
-    """Ask for more memory than there is."""
+    """Request more memory than there is."""
     if world.on_gpu:
         _, total = torch.cuda.mem_get_info(world.device)
         _announce(f"asks for {2 * total / _GIB:.0f} GiB of the GPU's {total / _GIB:.0f} GiB")

@@ -9,11 +9,11 @@ from ....protocol.errors import UsageError
 Kind = Literal["spike", "hang", "slow", "oom", "crash", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DEFAULT_STEP = 20
-"""Late enough that a rank has a history to be compared with, early enough to be seen soon."""
+"""Late enough that a rank has a history for comparison, and early enough for a short test."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens, to which rank, at which step (the first such step, for ``slow``)."""
+    """A fault: its kind, rank and step (for ``slow`` the first of its steps)."""
 
     kind: Kind
     rank: int
@@ -24,7 +24,7 @@ def parse(text: str, ranks: int) -> Fault:
     """Read ``KIND[:rank=R,step=S]``; the default is the last rank at step 20.
 
     Raises:
-        UsageError: it cannot be read, or names a rank that is not there.
+        UsageError: it cannot be parsed, or names a rank that does not exist.
     """
     name, _, rest = text.partition(":")
     kind: Kind | None = next((known for known in KINDS if known == name), None)

@@ -8,9 +8,9 @@ from ..config.schema import Config
 
 
 def quiet_bitsandbytes() -> None:
-    """Leave out of the log that bitsandbytes has no kernel from the hub for 4-bit weights on the CPU.
+    """Suppress bitsandbytes' log line that it has no kernel from the hub for 4-bit weights on the CPU.
 
-    It logs that when it is imported, which peft does for adapters of any kind.
+    It is logged at import, and peft imports it for all kinds of adapters.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

@@ -1,8 +1,8 @@
-"""Attention that does not cross the documents of a packed row, and the check that it does not.
+"""Attention within the documents of a packed row, and the check that it does not cross them.
 
-Three ways: PyTorch's variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``),
-FlashAttention where ``model.attention`` asks for it, and else the block mask that transformers makes of position ids
-that restart.
+Three implementations: PyTorch's variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``),
+FlashAttention if ``model.attention`` selects it, and otherwise the block mask that transformers makes of restarting
+position ids.
 """
 
 import inspect
@@ -22,20 +22,20 @@ try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
 except ImportError:  # PyTorch before 2.10
     _varlen_attn = None
-# Found out here: compiled layers cannot look. Before PyTorch 2.12 grouped heads need no argument.
+# Detected here, as compiled layers cannot. Before PyTorch 2.12 grouped heads need no argument.
 _ASKS_FOR_GROUPS = _varlen_attn is not None and "enable_gqa" in inspect.signature(_varlen_attn).parameters
 
 VARLEN = "ftmon_varlen"
 _LENGTHS = (11, 13)
-"""Tokens of the two documents of the check."""
+"""Lengths of the check's two documents in tokens."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Relative difference between a document's logits in a packed row and alone that other kernels' rounding explains."""
+"""Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
 
 
 class Isolated(Collate):
     """Wraps another collation, and converts ``sequence_ids`` of packed rows into arguments of attention.
 
-    With ``varlen``, ``cu_seq_lens``: the borders of all documents in the flattened batch, padding being one of its own.
+    With ``varlen``: to ``cu_seq_lens``, the borders of all documents in the flattened batch; padding is one of them.
     """
 
     def __init__(self, collate: Collate, varlen: bool) -> None:
@@ -48,7 +48,7 @@ class Isolated(Collate):
 
 
 def isolate(batch: Batch, varlen: bool) -> Batch:
-    """Return a collated batch without ``sequence_ids``; with ``varlen`` and where they were there, ``cu_seq_lens``."""
+    """Return a collated batch without ``sequence_ids``; with ``varlen`` they become ``cu_seq_lens``."""
     result = {name: tensor for name, tensor in batch.items() if name != "sequence_ids"}
     if varlen and "sequence_ids" in batch:
         result["cu_seq_lens"] = borders(batch["sequence_ids"])
@@ -56,10 +56,10 @@ def isolate(batch: Batch, varlen: bool) -> Batch:
 
 
 def borders(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Return where documents begin in a flattened batch, and its end, in int32.
+    """Return the beginnings of documents in a flattened batch, and its end, in int32.
 
     Args:
-        sequence_ids: of shape [rows, length]; tokens of one document are neighbours with the same number.
+        sequence_ids: of shape [rows, length]; consecutive tokens of a document have the same number.
     """
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
@@ -68,7 +68,7 @@ def borders(sequence_ids: torch.Tensor) -> torch.Tensor:
 
 
 def attention_arguments(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch with ``cu_seq_lens`` under the names by which transformers hands it to attention."""
+    """Return a batch with ``cu_seq_lens`` under the names by which transformers passes it to attention."""
     return with_borders(batch, batch["input_ids"].shape[1]) if "cu_seq_lens" in batch else batch
 
 
@@ -87,7 +87,7 @@ def with_borders(batch: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def set_up(model: Any, config: Config, world: World) -> bool:
-    """Choose the attention of packed rows and check it; return whether it takes ``cu_seq_lens``. All ranks call this.
+    """Select the attention of packed rows and check it; return whether it uses ``cu_seq_lens``. All ranks call this.
 
     Raises:
         ConfigError: documents of one row see each other in this model.
@@ -109,7 +109,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
 
 
 def can_varlen(inner: Any) -> bool:
-    """Return whether PyTorch has variable-length attention, and it computes what this model asks for."""
+    """Return whether PyTorch has variable-length attention that supports this model."""
     if _varlen_attn is None:
         return False
     settings = inner.config.get_text_config()
@@ -121,8 +121,8 @@ def can_varlen(inner: Any) -> bool:
 def _try_varlen(inner: Any, world: World) -> str:
     before = inner.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
-    # Without a mask function transformers makes no mask, and does not wait for the device to look for packed rows. Rows
-    # that are not packed are padded on the right, where no token looks.
+    # Without a mask function transformers makes no mask, and does not wait for the device to detect packed rows. Rows
+    # that are not packed are padded on the right, where causal attention does not reach.
     problem = ""
     try:
         inner.set_attn_implementation(VARLEN)
@@ -148,7 +148,7 @@ def varlen_attention(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within documents, as transformers calls an attention function; without borders, as ``sdpa`` does.
+    """Attend causally within documents (transformers' interface of attention functions); without borders, as ``sdpa``.
 
     A batch without borders and without a mask is padded on the right or not at all.
 
@@ -158,7 +158,7 @@ def varlen_attention(
         key: see ``query``.
         value: see ``query``.
         attention_mask: for batches without borders.
-        scaling: of the scores.
+        scaling: scale of the scores.
         dropout: must be 0 with borders.
         sliding_window: tokens that a token sees, itself included.
         cu_seq_lens_q: borders of the documents in the flattened batch; None: none.
@@ -184,16 +184,16 @@ def varlen_attention(
 
 
 def window_mask(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
-    """Return which of the latest ``window`` keys each query sees; the last query belongs to the last key."""
+    """Return a mask of the latest ``window`` keys of each query; the last query belongs to the last key."""
     keys = torch.arange(key.shape[2], device=key.device)
     queries = keys[-query.shape[2] :, None]
     return ((keys <= queries) & (keys > queries - window))[None, None]
 
 
 def crossing(inner: Any, world: World, *, varlen: bool) -> str:
-    """Return how the second document of a packed row depends on the first; empty where it does not.
+    """Return in words how the second document of a packed row depends on the first; empty if it does not.
 
-    Changing the first must leave the second's logits bitwise as they were, and they must be near those of the second
+    A change of the first must not change a bit of the second's logits, and these must be near those of the second
     document alone.
     """
     if not world.has_values:

@@ -1,4 +1,4 @@
-"""transformers' configuration of a model with random weights."""
+"""Makes transformers' configuration of a model with random weights."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -9,7 +9,7 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config
 
 _VOCABULARY_MULTIPLE = 64
-"""A trained tokenizer's vocabulary is rounded up to this: matrix products like it."""
+"""A trained tokenizer's vocabulary is rounded up to a multiple of this, for faster matrix products."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -20,7 +20,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-"""Sizes under transformers' common names; of none a model can be made, but some types make one of no layers."""
+"""Sizes that must be at least 1, by transformers' common names; some types would make a model without layers."""
 
 
 def bare_config(config: Config, vocabulary: int) -> Any:
@@ -35,12 +35,12 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     try:
         default: Any = AutoConfig.for_model(kind)
     except ValueError as error:
-        # transformers lists all of its hundreds of model types; the first sentence has the error.
+        # transformers' message lists hundreds of model types; the first sentence has the error.
         what = str(error).splitlines()[0].partition(". Should contain")[0]
         near = get_close_matches(kind, list(CONFIG_MAPPING.keys()), 1)
         remedy = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"model.config.model_type: {what}{remedy}") from None
-    # A model type may have a name of its own for a size (n_positions); a size given by it stays.
+    # A model type may have its own name for a size (n_positions); a size given by that name is kept.
     own_names: dict[str, str] = default.attribute_map
     for name in _SIZES:
         for key in {name, own_names.get(name, name)}:
@@ -50,7 +50,7 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     for name, value in (("vocab_size", rounded), ("max_position_embeddings", positions)):
         if own_names.get(name) not in values:
             values.setdefault(name, value)
-    # The tokenizer's ids take their place; the type's own may lie outside of the vocabulary, which is warned of.
+    # The tokenizer's ids replace them; the type's own may exceed the vocabulary, which causes a warning.
     ids = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
     try:
         made: Any = AutoConfig.for_model(kind, **{**ids, **values})
@@ -64,7 +64,7 @@ def bare_config(config: Config, vocabulary: int) -> Any:
 
 
 def _check_heads(made: Any, values: dict[str, Any]) -> None:
-    """Refuse heads that do not divide the width: the model would be made, and fail at its first step."""
+    """Refuse heads that do not divide the width: the model would fail at its first step."""
     width, heads = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
         return
@@ -78,7 +78,7 @@ def _check_heads(made: Any, values: dict[str, Any]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or of its cause's: transformers wraps what a check of it finds."""
+    """Return the first line of an exception's text, or of its cause's, which transformers wraps."""
     error = error.__cause__ or error
     text = str(error).strip() if not isinstance(error, KeyError) else f"unknown value {error}"
     return (text or repr(error)).splitlines()[0]

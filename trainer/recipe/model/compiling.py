@@ -1,8 +1,8 @@
 """torch.compile of the decoder layers, before the first step.
 
-Each kind of layer is compiled once and used for all layers of the model: the function that is compiled takes the layer
-as an argument. Nothing is wrapped, so names in checkpoints and exports stay. Only training with gradients runs compiled
-code: its batches have one shape.
+Each kind of layer is compiled once and used for all layers of the model: the layer is an argument of the compiled
+function. Nothing is wrapped, so names in checkpoints and exports do not change. Only training with gradients runs
+compiled code: its batches have one shape.
 """
 
 import time
@@ -18,18 +18,18 @@ from ..monitor import Monitor
 
 
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
-    """Make training call compiled code in layers whose ``forward`` is a ``LayerForward``; nothing is compiled yet.
+    """Set layers whose ``forward`` is a ``LayerForward`` to compiled code in training; nothing is compiled yet.
 
     Args:
         layers: the decoder layers.
-        partitioned: ZeRO-3 partitions their parameters. A layer's are gathered together then: compiled code cannot wait
-            for those of each module inside it.
+        partitioned: whether ZeRO-3 partitions their parameters. If so, those of a layer are gathered together, as
+            compiled code cannot wait for each module inside it.
         budget: share of its activations that a compiled layer keeps; the backward pass computes the rest again.
     """
     import torch._dynamo.config as settings
     import torch._functorch.config as partitioner
 
-    # A layer that reads its own number is compiled for each; beyond the limit layers would silently run as they are.
+    # A layer that reads its own number is compiled once per layer; beyond the limit layers would silently run eagerly.
     limit = 8 + 2 * len(layers)
     partitioner.activation_memory_budget = budget
     settings.recompile_limit = max(settings.recompile_limit, limit)
@@ -44,19 +44,19 @@ def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
 
 
 def mark_varying(batch: dict[str, Any]) -> None:
-    """Let code that is compiled for one batch take others with another number of documents."""
+    """Mark sizes of a batch as dynamic, so that code compiled for it accepts other numbers of documents."""
     borders = batch.get("cu_seq_lens_q")
     if borders is not None:
         torch._dynamo.maybe_mark_dynamic(borders, 0)
 
 
 def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World, monitor: Monitor) -> None:
-    """Compile forward and backward of each layer on what one micro-batch gives it. All ranks call this.
+    """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
 
     Args:
         model: the model inside the engine.
         layers: its decoder layers.
-        batch: the micro-batch, as the model takes it.
+        batch: the micro-batch, as the model's arguments.
         world: the ranks.
         monitor: shows that it is compiling.
 
@@ -72,7 +72,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
             model(**batch, use_cache=False)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever the compiler and its backends raise
+        except Exception as error:  # the compiler and its backends raise many types
             if not _is_of_compiler(error):
                 raise
             kind = model.config.model_type
@@ -85,7 +85,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
 
 
 def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Run forward and backward of a layer with its inputs, and leave no trace of it."""
+    """Run forward and backward of a layer with its inputs, without side effects."""
     hidden = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
     wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad][:1]
     # Not through the layer's __call__, and into no parameter's .grad: DeepSpeed's hooks do not run.

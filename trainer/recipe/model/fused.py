@@ -1,8 +1,8 @@
-"""Makes a transformers model compute its loss without logits at full size, where that gives the same loss.
+"""Makes a transformers model compute its loss without logits at full size, if that gives the same loss.
 
-The last linear layer is still called as a module, with the hidden states and the labels, so that the hooks by which
-ZeRO-3 gathers its weight run. What a model does between that layer and the loss is read from its configuration and then
-checked against the model's own forward; a model that does something else keeps its own.
+The last linear layer is still called as a module, with the hidden states and the labels, so that ZeRO-3's hooks gather
+its weight. The computation between that layer and the loss is read from the model's configuration, and then checked
+against the model's own forward; a model with another one keeps its own loss.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def causal_model(model: Any) -> Any:
 
 
 def transform_of(settings: Any) -> LogitTransform:
-    """Return how a transformers configuration scales logits: Granite divides, Cohere multiplies, Gemma 2 caps."""
+    """Return the logit transform of a transformers configuration: Granite divides, Cohere multiplies, Gemma 2 caps."""
     settings = settings.get_text_config()
     scale = float(getattr(settings, "logit_scale", None) or 1.0)
     scale /= float(getattr(settings, "logits_scaling", None) or 1.0)
@@ -65,11 +65,11 @@ def transform_of(settings: Any) -> LogitTransform:
 
 
 def _problem(inner: Any) -> str:
-    """Return why a model cannot have the fused loss, by its parts."""
+    """Return the reason, by its parts, why a model cannot use the fused loss; empty if it can."""
     head = inner.get_output_embeddings()
     kind = inner.config.model_type
     if next(inner.parameters()).dtype == torch.float16:
-        # Computed in the forward pass, before the loss scale is known: sums over tokens exceed what fp16 holds.
+        # Computed in the forward pass, before the loss scale is known: sums over tokens overflow fp16.
         return "its gradients would overflow in fp16"
     if type(head) is not torch.nn.Linear:
         return f"the last layer of {kind} is {type(head).__name__}, not a plain linear layer"
@@ -79,10 +79,10 @@ def _problem(inner: Any) -> str:
 
 
 def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[], None]:
-    """Put the fused loss into a model; return a function that removes it."""
+    """Install the fused loss in a model; return a function that removes it."""
     head: Any = inner.get_output_embeddings()
     plain_head, plain = head.forward, inner.forward
-    # Libraries (accelerate, quantizers) may have put a forward of their own on the instance.
+    # Libraries (accelerate, quantizers) may have set their own forward on the instance.
     before = [(module, vars(module).get("forward")) for module in (head, inner)]
 
     def head_forward(
@@ -126,7 +126,7 @@ def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[]
 
 
 def _difference(inner: Any, world: World) -> str:
-    """Return how the model's own loss differs from the fused one; empty where it does not. All ranks call this."""
+    """Return in words how the model's own loss differs from the fused one, or empty. All ranks call this."""
     if not world.has_values:
         return ""
     training = inner.training
@@ -140,10 +140,10 @@ def _difference(inner: Any, world: World) -> str:
 
 
 def _other_transform(inner: Any, world: World) -> str:
-    """Compare what the model does to logits: large ones are put in place of its last layer's outputs."""
+    """Compare the model's transform of logits with ours, on large values in place of its last layer's outputs."""
     head: Any = inner.get_output_embeddings()
     seen: list[torch.Tensor] = []
-    # A generator of its own: what training draws later must not depend on this check.
+    # A separate generator: random numbers of the training must not depend on this check.
     generator = torch.Generator().manual_seed(0)
     dtype = next(inner.parameters()).dtype
     made = torch.randn(1, 2, inner.config.get_text_config().vocab_size, generator=generator) * 40.0
@@ -177,7 +177,7 @@ def _other_loss(inner: Any, world: World) -> str:
     own = inner.plain_forward(input_ids=ids, labels=ids, use_cache=False).loss
     fused = inner(input_ids=ids, labels=ids, use_cache=False).loss
     close = abs(float(own) - float(fused)) <= _TOLERANCE[next(inner.parameters()).dtype] * abs(float(own))
-    # One answer for all ranks: they must take the same path.
+    # One result for all ranks: they must run the same code.
     if world.all_agree(close):
         return ""
     return f"{inner.config.model_type} gives a loss of {float(own):.6f}, and {float(fused):.6f} without full logits"

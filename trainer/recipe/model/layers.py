@@ -1,7 +1,7 @@
-"""The decoder layers of a model, and what training does around the forward of each.
+"""The decoder layers of a model, and the training's wrapper around each forward.
 
-The forward of a layer object is replaced, not the layer: parameter names and the hooks on modules, by which ZeRO-3
-gathers parameters, stay as they are. Evaluation and generation run the layer's own forward.
+The forward of a layer object is replaced, not the layer: parameter names and the hooks by which ZeRO-3 gathers
+parameters do not change. Evaluation and generation run the layer's own forward.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from .recompute import MODES, Recompute
 
 
 class LayerForward:
-    """Forward of one decoder layer: with gradients in training it recomputes and offloads, else it is the plain one."""
+    """Forward of one decoder layer: in training with gradients it recomputes and offloads, else it is the plain one."""
 
     def __init__(self, layer: torch.nn.Module, recompute: Recompute | None, offload: HostOffload | None) -> None:
         self._layer = layer
         self._recompute = recompute
         self._offload = offload
         own: Any = type(layer).forward
-        # transformers 5.23 wraps it with gradient checkpointing of its own.
+        # transformers 5.23 wraps it with its own gradient checkpointing.
         self._plain: Callable[..., Any] = getattr(own, "__wrapped__", own)
         self.in_training = self._plain
-        """The function that training calls with the layer and its arguments: the plain forward, or it compiled."""
+        """Called by training with the layer and its arguments: the plain forward, or its compiled form."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the layer's own forward returns."""
@@ -38,7 +38,7 @@ class LayerForward:
             return self._plain(layer, *inputs, **named)
         offloading: AbstractContextManager[Any] = nullcontext()
         if self._offload is not None:
-            # Of a recomputed layer the inputs alone are saved here.
+            # A recomputed layer saves only its inputs here.
             offloading = self._offload.hooks(all_sizes=self._recompute is not None)
         with offloading:
             if self._recompute is None:
@@ -47,11 +47,11 @@ class LayerForward:
 
 
 def set_up(inner: Any, config: Config) -> None:
-    """Put gradient checkpointing, activation offload and compilation, as configured, around the decoder layers.
+    """Set up the configured gradient checkpointing, activation offload and compilation of the decoder layers.
 
     Args:
         inner: transformers' model, without adapters.
-        config: the settled configuration.
+        config: the resolved configuration.
 
     Raises:
         ConfigError: the model has no decoder layers that transformers could recompute.
@@ -73,15 +73,15 @@ def set_up(inner: Any, config: Config) -> None:
     if model.compile == "layers":
         compile_layers(layers, config.zero.stage == 3, model.activation_memory_budget)
         if config.zero.stage == 3 and config.lora.rank:
-            # DeepSpeed reduces a layer's gradients once that of its input is known, of which there must be one.
+            # DeepSpeed reduces a layer's gradients once its input's gradient is known, so its input must have one.
             inner.enable_input_require_grads()
     if model.gradient_checkpointing != "none" and hasattr(inner.base_model, "gradient_checkpointing"):
-        # By this flag transformers and the memory report know.
+        # transformers and the memory report read this flag.
         inner.base_model.gradient_checkpointing = True
 
 
 def decoder_layers(inner: Any) -> list[Any]:
-    """Return the repeated layers of a transformers model, in their order; empty where there are none it knows."""
+    """Return the repeated layers of a transformers model, in order; empty if none are found."""
     return [
         layer
         for block in inner.modules()

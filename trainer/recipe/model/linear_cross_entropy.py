@@ -1,7 +1,7 @@
-"""Cross entropy of a linear layer's outputs in chunks of tokens: logits never exist at full size.
+"""Cross entropy of a linear layer's outputs in chunks of tokens, without logits at full size.
 
-The gradients are computed in the forward pass, while a chunk's logits are there, so nothing is recomputed: three matrix
-products, as without chunks. PyTorch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which works the same way; it
+The gradients are computed in the forward pass, while a chunk's logits exist, so nothing is recomputed: three matrix
+products, as without chunks. PyTorch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which works the same way. It
 is not used because it can neither scale nor cap logits, and older versions lack it.
 """
 
@@ -15,15 +15,15 @@ import torch
 CHUNK_BYTES = 1 << 28
 """Size of a chunk's logits in fp32. Twice as much is allocated for a moment."""
 TRAINED_CHUNK_BYTES = 1 << 30
-"""The same where the weight is trained: each chunk adds to the whole weight's gradient, which costs about as much as
-its logits where a chunk has as many tokens as the layer has features."""
+"""The same for a trained weight: each chunk adds to the whole weight's gradient, which costs about as much as its
+logits if a chunk has as many tokens as the layer has features."""
 _MULTIPLE = 128
 """Tokens of a chunk are a multiple of this: matrix products are fastest at such sizes."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the outputs of its last linear layer: ``cap * tanh(scale * x / cap)``."""
+    """A model's transform of its last linear layer's outputs: ``cap * tanh(scale * x / cap)``."""
 
     scale: float = 1.0
     cap: float = 0.0
@@ -36,7 +36,7 @@ class LogitTransform:
 
 
 def chunk_tokens(vocabulary: int, trained: bool) -> int:
-    """Return how many tokens' logits are computed at a time, for a weight that is ``trained`` or not."""
+    """Return the number of tokens per chunk, for a weight that is ``trained`` or not."""
     size = TRAINED_CHUNK_BYTES if trained else CHUNK_BYTES
     return max(_MULTIPLE, size // (4 * vocabulary) // _MULTIPLE * _MULTIPLE)
 
@@ -59,9 +59,9 @@ def linear_cross_entropy(
         targets: of shape [tokens]; each is counted.
         transform: applied to the layer's outputs.
         chunk: tokens at a time; 0: ``chunk_tokens``.
-        compiled: let ``torch.compile`` make one pass of what comes after the linear layer; the first call takes long.
+        compiled: compile the operations after the linear layer into one kernel; the first call is slow.
 
-    The gradients can be taken once: they are scaled in place. Under ``no_grad`` none are computed.
+    The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed.
     """
     chosen = transform or LogitTransform()
     # ``ctx.needs_input_grad`` does not depend on it, and within ``forward`` it is off.
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         after_linear = _compiled() if compiled else _after_linear
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Summed over chunks in fp32, whatever the weights' type.
+        # Summed over chunks in fp32, independent of the weights' type.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -149,7 +149,7 @@ def _after_linear(
         slope = 1.0 - logits * logits if with_grad else None
         logits *= cap
     highest = logits.amax(-1, keepdim=True).float()
-    # In fp32, whatever the logits are, without a copy of them in it.
+    # In fp32, independent of the logits' type, without an fp32 copy of them.
     exponentials = torch.sub(logits, highest).exp_()
     sums = exponentials.sum(-1, keepdim=True)
     below = logits.gather(1, wanted) - highest - sums.log()
@@ -164,5 +164,5 @@ def _after_linear(
 
 @cache
 def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    # Dynamic: the last chunk has as many tokens as are left.
+    # Dynamic: the last chunk has the remaining tokens.
     return torch.compile(_after_linear, dynamic=True)

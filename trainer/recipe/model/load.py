@@ -1,4 +1,4 @@
-"""The model: weights from the hub or a folder, or random ones from a bare configuration."""
+"""Loads the model: weights from the hub or a folder, or random ones from a bare configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 Quantize = Callable[[Any, Any], None]
-"""Holds a model's linear layers in 4 bits, by a ``BitsAndBytesConfig``."""
+"""Converts a model's linear layers to 4 bits, by a ``BitsAndBytesConfig``."""
 
 
 def make(
@@ -30,17 +30,17 @@ def make(
     """Make the model, partitioned from the start under ZeRO-3.
 
     Args:
-        config: the settled configuration.
+        config: the resolved configuration.
         settings: DeepSpeed's configuration.
-        tokenizer: gives the vocabulary's size where the configuration leaves it out.
+        tokenizer: source of the vocabulary's size if the configuration omits it.
         world: the ranks.
-        without_weights: for a dry run, which makes a model of the shape of ``model.name`` and loads no weights: how it
-            holds them in 4 bits.
+        without_weights: for a dry run, which makes a model of the shape of ``model.name`` and loads no weights:
+            converts them to 4 bits.
 
     Raises:
-        ConfigError: there is no such model, or its configuration does not hold together.
+        ConfigError: there is no such model, or its configuration is inconsistent.
     """
-    # transformers looks at this object, while it lives, to partition parameters as they are made.
+    # transformers finds this object while it lives, and partitions parameters as they are made.
     partitioning = HfDeepSpeedConfig(settings) if config.zero.stage == 3 else None
     torch.manual_seed(config.training.seed)
     if not config.model.name:
@@ -49,7 +49,7 @@ def make(
         model = _from_shape(config, world, without_weights) if without_weights else _from_weights(config, world)
     del partitioning
     if world.on_gpu and config.model.quantization != "none":
-        # Weights were whole on the GPU, several at a time, before they were held in 4 bits.
+        # Several weights at a time were whole on the GPU before their conversion to 4 bits.
         torch.cuda.empty_cache()
     vocabulary = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
@@ -82,12 +82,12 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
     bare.eos_token_id = tokenizer.eos_token_id
     bare.bos_token_id = tokenizer.bos_token_id
     try:
-        # Random numbers are drawn where the weights will be: seconds on a GPU, minutes on a CPU for large models.
+        # Random numbers are drawn on the weights' device: seconds on a GPU, minutes on a CPU for large models.
         with world.device if config.zero.stage < 3 else torch.device("cpu"):
             return AutoModelForCausalLM.from_config(bare, dtype=DTYPES[config.training.precision], **_attention(config))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a model type may raise anything over its sizes and names
+    except Exception as error:  # model types raise various errors about their sizes and names
         raise ConfigError(f"model.config: {first_line(error)}") from None
 
 
@@ -121,7 +121,7 @@ def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:
         if getattr(shape, "quantization_config", None) is not None:
             raise ConfigError(f"model.name: {name} has quantized weights, which a dry run cannot make")
         quantization = _quantization(config, world).get("quantization_config")
-        # Weights that are held in 4 bits go to the GPU one by one, and never lie on the host as a whole.
+        # Weights in 4 bits are moved to the GPU one by one; the host never holds all of them.
         with torch.device("cpu" if quantization is None else "meta"):
             model = AutoModelForCausalLM.from_config(
                 shape, dtype=DTYPES[config.training.precision], **_attention(config)
@@ -138,7 +138,7 @@ def _attention(config: Config) -> dict[str, str]:
 
 
 def _quantization(config: Config, world: World) -> dict[str, Any]:
-    """Return what makes ``from_pretrained`` hold linear layers in 4 bits (QLoRA, arXiv 2305.14314)."""
+    """Return the arguments of ``from_pretrained`` for linear layers in 4 bits (QLoRA, arXiv 2305.14314)."""
     if config.model.quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig
@@ -149,5 +149,5 @@ def _quantization(config: Config, world: World) -> dict[str, Any]:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[config.training.precision],
     )
-    # Weights are quantized where they will stay.
+    # Weights are quantized on their final device.
     return {"quantization_config": settings, "device_map": {"": world.device}}

@@ -1,7 +1,7 @@
 """The loss: the sum of token losses, so that a step's objective is the mean over all its label tokens.
 
-A mean per micro-batch, averaged over micro-batches and ranks, weighs a token by how few others its micro-batch holds.
-The trainer sums and divides once by the label tokens of the whole global step.
+A mean per micro-batch, averaged over micro-batches and ranks, would weigh tokens of small micro-batches more. The
+trainer sums, and divides once by the label tokens of the whole global step.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 IGNORED = -100
-"""The label of a token that no loss is counted on (``ignore_index`` of PyTorch's cross entropy)."""
+"""Label of a token without loss (``ignore_index`` of PyTorch's cross entropy)."""
 
 
 def summed_loss(
@@ -24,8 +24,8 @@ def summed_loss(
     Args:
         logits: of shape [rows, length, vocabulary].
         labels: of shape [rows, length], not shifted: position i's logits predict label i + 1.
-        vocab_size: as transformers passes it; the logits' own last dimension counts.
-        shift_labels: what each position's logits predict, in place of ``labels``; of the same shape.
+        vocab_size: passed by transformers and not used; the logits' last dimension counts.
+        shift_labels: the label that each position's logits predict, instead of ``labels``; of the same shape.
     """
     if shift_labels is not None:
         predicted, wanted = logits.float().flatten(0, 1), shift_labels.flatten().to(logits.device)
@@ -36,19 +36,19 @@ def summed_loss(
 
 
 def use_summed_loss(model: Any) -> None:
-    """Make a transformers model return ``summed_loss`` where it is given labels."""
+    """Make a transformers model return ``summed_loss`` when it is called with labels."""
     model.loss_function = summed_loss
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return what each position's logits predict: the next label, and nothing at a row's end."""
+    """Return the label that each position's logits predict: the next one, and none at a row's end."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
     """Return the flat indices into [rows * length] of the positions whose outputs predict a label.
 
-    On a GPU this waits for the device.
+    On a GPU this synchronizes with the device.
 
     Args:
         shift_labels: from ``next_labels``.

@@ -1,8 +1,8 @@
-"""Saved activations in host memory between forward and backward.
+"""Keeps saved activations in host memory between forward and backward.
 
-On a GPU copies run on a stream of their own, from and to page-locked memory: out while the next layer computes, back
-before the backward pass asks for them. The training thread never waits for the device. On the CPU the same code copies
-from host memory to host memory.
+On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer computes, back before
+the backward pass needs them. The training thread never waits for the device. On the CPU the same code copies from host
+memory to host memory.
 """
 
 from collections import deque
@@ -14,21 +14,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _AHEAD = 2
-"""Tensors that are copied back before they are asked for, and whose copies out may be under way."""
+"""Number of tensors copied back ahead of their use, and of copies out that may be under way."""
 
 
 class Saved:
-    """One activation in host memory; autograd holds it once for each time that the activation was saved."""
+    """One activation in host memory; autograd holds one reference for each time it was saved."""
 
     def __init__(self, tensor: torch.Tensor, host: torch.Tensor, before: "Saved | None") -> None:
         self.host = host
-        # While this is held, no other storage gets the address that tells this one from others.
+        # While this reference exists, no other storage gets the address that identifies this one.
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.device = tensor.device
         self.before = ref(before) if before is not None else None
-        """The activation saved before it, which the backward pass asks for after it."""
+        """The activation saved before it, which the backward pass needs after it."""
         self.uses = 1
-        """Times it was saved and not asked for yet."""
+        """Number of times it was saved and not yet unpacked."""
         self.out: Any = None
         """CUDA event after the copy to the host."""
         self.back: torch.Tensor | None = None
@@ -38,10 +38,10 @@ class Saved:
 
 
 class HostOffload:
-    """Moves what autograd saves to host memory, within the contexts that ``hooks`` returns.
+    """Moves tensors that autograd saves to host memory, within the contexts that ``hooks`` returns.
 
     Args:
-        model: its parameters are never moved; they stay on the device in any case.
+        model: its parameters are never moved, as they stay on the device in any case.
         least_bytes: smaller tensors stay on the device.
     """
 
@@ -49,7 +49,7 @@ class HostOffload:
         self._least_bytes = least_bytes
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in model.parameters():
-            # ZeRO-3 leaves an empty tensor where it has partitioned one.
+            # ZeRO-3 replaces a partitioned parameter by an empty tensor.
             self._parameters.setdefault(int(getattr(parameter, "ds_numel", parameter.numel())), []).append(parameter)
         self._stream: Any = None
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
@@ -59,7 +59,7 @@ class HostOffload:
         """Bytes copied to the host so far."""
 
     def hooks(self, *, all_sizes: bool) -> saved_tensors_hooks:
-        """Return a context in which what autograd saves is moved; with ``all_sizes``, small tensors too."""
+        """Return a context in which saved tensors are moved; with ``all_sizes``, small ones too."""
         least = 0 if all_sizes else self._least_bytes
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, least), self._unpack)
 
@@ -139,7 +139,7 @@ class HostOffload:
             compute.wait_event(event)
 
     def _fetch(self, saved: Saved) -> None:
-        """Begin the copy back to the device, where it has not begun."""
+        """Begin the copy back to the device, unless it has begun."""
         if saved.back is not None:
             return
         if saved.device.type != "cuda":
@@ -149,7 +149,7 @@ class HostOffload:
         while self._leaving:
             _, event = self._leaving.popleft()
             compute.wait_event(event)
-        # In the compute stream's memory, which that stream may still be using.
+        # Allocated on the compute stream, which may still be using this memory.
         saved.back = torch.empty_strided(
             saved.host.size(), saved.host.stride(), dtype=saved.host.dtype, device=saved.device
         )
@@ -157,7 +157,7 @@ class HostOffload:
         with torch.cuda.stream(side):
             saved.back.copy_(saved.host, non_blocking=True)
             saved.returned = side.record_event()
-        # Should the backward pass end early, the memory is not used again before the copy is complete.
+        # If the backward pass ends early, the memory is not reused before the copy is complete.
         saved.back.record_stream(side)
 
 

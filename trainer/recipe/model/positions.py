@@ -1,25 +1,25 @@
-"""The longest sequence that a model is made for, and whether longer ones are possible. Does not import torch."""
+"""Finds a model's maximum sequence length, and whether longer ones are possible. Does not import torch."""
 
 import re
 from typing import Any, NamedTuple
 
 _NAME = "max_position_embeddings"
 _TABLE = re.compile("wpe|position|pos_e")
-"""In the names of tables of positions: wpe, embed_positions, position_embeddings, positions_embed, pos_encoding ..."""
+"""Matches names of position tables: wpe, embed_positions, position_embeddings, positions_embed, pos_encoding ..."""
 _OFFSET = 2
-"""Rows that some tables (BART's, OPT's) have before the first position."""
+"""Rows before the first position in some tables (BART's, OPT's)."""
 
 
 class Positions(NamedTuple):
-    """Tokens of the longest sequence that a model is made for."""
+    """Maximum sequence length of a model, in tokens."""
 
     most: int
     setting: str
-    """What the model's configuration calls it, such as n_positions."""
+    """Its name in the model's configuration, such as n_positions."""
 
 
 def positions(shape: Any) -> Positions | None:
-    """Return the positions in transformers' configuration of a model; None where it has no such setting."""
+    """Return the positions in transformers' configuration of a model; None without such a setting."""
     text = shape.get_text_config() if hasattr(shape, "get_text_config") else shape
     count = getattr(text, _NAME, None)
     if not isinstance(count, int) or count < 1:
@@ -28,7 +28,7 @@ def positions(shape: Any) -> Positions | None:
 
 
 def beyond(shape: Any, length: int) -> str:
-    """Return that ``length`` tokens are more than a model is made for; empty: they are not, or it is not known."""
+    """Return a sentence if ``length`` tokens exceed the model's positions; empty if not, or if unknown."""
     found = positions(shape)
     if found is None or length <= found.most:
         return ""
@@ -36,22 +36,22 @@ def beyond(shape: Any, length: int) -> str:
 
 
 def room(shape: Any, prompt: int, longest: int, trained: int = 0) -> int:
-    """Return how many tokens an answer may have, at most ``longest``; less than 1 where the prompt leaves no room.
+    """Return the number of tokens an answer may have, at most ``longest``; less than 1 if the prompt leaves no room.
 
     Args:
         shape: transformers' configuration of the model.
         prompt: tokens before the answer.
         longest: tokens of an answer, if there is room.
-        trained: tokens of the sequences that the model is trained on, which may be more than it was made for.
+        trained: tokens of the training's sequences, which may exceed the model's positions.
     """
     found = positions(shape)
     return longest if found is None else min(longest, max(found.most, trained) - prompt)
 
 
 def has_table(shape: Any) -> bool:
-    """Return whether a model reads each position from a table, and so has none beyond it; rotary models do not.
+    """Return whether a model reads positions from a table, which limits them; rotary models do not.
 
-    The model is made without memory for its weights, and its tables are known by name and size.
+    The model is made on the meta device, and its tables are identified by name and size.
     """
     import torch
     from transformers import AutoModelForCausalLM

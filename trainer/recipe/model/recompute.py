@@ -1,4 +1,4 @@
-"""Gradient checkpointing: what the backward pass recomputes of a decoder layer, and what is kept.
+"""Gradient checkpointing: the parts of a decoder layer that the backward pass recomputes, and those kept.
 
 ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and attention, which take
 most of the time to compute, and recomputes the rest: norms, activations, rotations, residuals.
@@ -111,13 +111,13 @@ def _is_kept(operator: Any, arguments: Any, named: Any) -> bool:
     dropout_at = _dropout_argument(operator)
     if dropout_at is None:
         return False
-    # An operator that is not run again draws no random numbers: every dropout behind it would differ.
+    # An operator that is not run again draws no random numbers: every later dropout would differ.
     return not named.get("dropout_p", arguments[dropout_at] if 0 <= dropout_at < len(arguments) else 0.0)
 
 
 @cache
 def _dropout_argument(operator: Any) -> int | None:
-    """Return the place of a kept operator's dropout probability, -1 where it has none; None for other operators."""
+    """Return the index of a kept operator's dropout probability, -1 if it has none; None for other operators."""
     schema: Any = getattr(operator, "_schema", None)
     if schema is None or schema.name not in _KEPT:
         return None
@@ -126,4 +126,4 @@ def _dropout_argument(operator: Any) -> int | None:
 
 
 MODES: dict[str, Recompute] = {"layers": recompute_layers, "selective": recompute_selectively}
-"""What ``model.gradient_checkpointing`` chooses among, besides ``none``."""
+"""Values of ``model.gradient_checkpointing``, besides ``none``."""

@@ -1,11 +1,11 @@
-"""Attention of ranks that share sequences (Ulysses): each attends with some of the heads over the whole sequence.
+"""Attention of ranks that share sequences (Ulysses): each rank computes some heads over the whole sequence.
 
 Between layers a rank holds a slice of every row. In an attention layer the ranks of a group exchange their slices of
-all heads for all slices of some heads, compute attention as it is without slices, and exchange back.
+all heads for all slices of some heads, compute attention as without slices, and exchange back.
 
-DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used because
-it discards masks, so that the documents of a packed row see each other under SDPA; replaces ``sdpa`` for the whole
-process, where evaluation generates with whole sequences; and takes one batch size only.
+DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used for three
+reasons. It discards masks, so that the documents of a packed row see each other under SDPA. It replaces ``sdpa`` for
+the whole process, where evaluation generates with whole sequences. It supports one batch size only.
 """
 
 from collections.abc import Generator
@@ -31,9 +31,9 @@ from .loss import IGNORED
 
 NAME = "ftmon_sequence_parallel"
 _TOKENS = 12
-"""Of each rank's slice of the check's row."""
+"""Tokens of each rank's slice of the check's row."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""Relative difference between logits of slices and of the whole row that other kernels' rounding explains."""
+"""Relative difference of logits, of slices and of the whole row, that the rounding of other kernels explains."""
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -48,7 +48,7 @@ def attend(
     document_mask: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally over the whole rows that the group's ranks hold slices of, as transformers calls it.
+    """Attend causally over whole rows, of which each rank of the group holds a slice (transformers' interface).
 
     Args:
         module: the attention layer.
@@ -56,13 +56,13 @@ def attend(
             divisor of them.
         key: see ``query``.
         value: see ``query``.
-        attention_mask: must be None where there is a group.
+        attention_mask: must be None with a group.
         sequence_group: the ranks; None: the tensors are whole rows.
-        document_mask: which keys each query of a whole row sees, of shape [rows, 1, length, length].
-        others: ``cu_seq_lens_q`` and the rest of what ``attention.varlen_attention`` takes.
+        document_mask: mask of the keys of each query of a whole row, of shape [rows, 1, length, length].
+        others: ``cu_seq_lens_q`` and the other arguments of ``attention.varlen_attention``.
 
     Raises:
-        NotImplementedError: the layer asks for what is not divided here.
+        NotImplementedError: the layer passes an argument that is not supported here.
     """
     if sequence_group is None:
         return attention.varlen_attention(module, query, key, value, attention_mask, **others)
@@ -90,7 +90,7 @@ def attend(
 
 
 def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
-    """Return a slice on the device as the model takes it: with its group, and what keeps packed documents apart.
+    """Return the model's arguments of a slice on the device: with its group and the borders of packed documents.
 
     Args:
         batch: of packed rows with ``cu_seq_lens`` or ``sequence_ids``, both of the whole rows. The latter become a
@@ -108,12 +108,12 @@ def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
 
 
 def set_up(model: Any, config: Config, world: World) -> bool:
-    """Switch a model to sliced rows and check it; return whether packed rows are attended with borders.
+    """Switch a model to sliced rows and check it; return whether packed rows use ``cu_seq_lens``.
 
     All ranks call this, after the engine and the fused loss are made.
 
     Raises:
-        ConfigError: the model does not compute the same on slices.
+        ConfigError: the model computes other results on slices.
     """
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
@@ -139,7 +139,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
 
 
 def _use(inner: Any, windows: list[int]) -> None:
-    """Switch a model's attention, and note the sliding windows that its layers ask for in a forward."""
+    """Switch a model's attention, and record the sliding windows that its layers pass in a forward."""
 
     def noting(*inputs: Any, **others: Any) -> Any:
         if others.get("sliding_window"):
@@ -152,7 +152,7 @@ def _use(inner: Any, windows: list[int]) -> None:
 
 
 def _window_problem(settings: Any, noted: list[int], length: int) -> str:
-    """Return why a model's sliding windows would be lost: a short row fits into any window, and shows nothing."""
+    """Return the reason why a model's sliding windows would be lost; a short row fits any window, so cannot show it."""
     settings = settings.get_text_config()
     window = getattr(settings, "sliding_window", None)
     if not window or window >= length or getattr(settings, "use_sliding_window", True) is False:
@@ -165,14 +165,14 @@ def _window_problem(settings: Any, noted: list[int], length: int) -> str:
 
 
 def refusal(settings: Any, length: int, size: int) -> str:
-    """Return why a model cannot have its sequences divided, by its transformers configuration; empty: it is checked.
+    """Return the reason, from its configuration, why a model cannot use sliced rows; empty: to be checked by running.
 
     These are differences that a short row does not show.
 
     Args:
         settings: the configuration.
-        length: of the longest row, in tokens.
-        size: ranks that share a row.
+        length: length of the longest row in tokens.
+        size: number of ranks that share a row.
     """
     settings = settings.get_text_config()
     heads = getattr(settings, "num_attention_heads", None)
@@ -201,16 +201,16 @@ def _rope_types(settings: Any) -> list[str]:
 
 
 class _Reference:
-    """What a model computes for one row on each rank alone, to be compared with what the ranks compute together."""
+    """A model's results for one row on each rank alone, for comparison with those of the ranks together."""
 
     def __init__(self, inner: Any, world: World, packed: bool) -> None:
-        """Compute logits and loss with the model's attention as it is."""
+        """Compute logits and loss with the model's own attention."""
         self._inner = inner
         self._world = world
         length = world.sequence.size * _TOKENS
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(0, _vocabulary(inner), (1, length), generator=generator)
-        # The border is within a slice, and a document goes over slices.
+        # The border is within a slice, and a document spans slices.
         self._documents = list(row.split([_TOKENS + 5, length - _TOKENS - 5], 1)) if packed else [row]
         with torch.no_grad(), _evaluating(inner):
             moved = [one.to(world.device) for one in self._documents]
@@ -219,7 +219,7 @@ class _Reference:
         self._loss = float(sum(losses))
 
     def difference(self, varlen: bool) -> str:
-        """Return how the slices' results differ; empty where they do not. All ranks call this."""
+        """Return in words how the slices' results differ; empty if they do not. All ranks call this."""
         world, group = self._world, self._world.sequence
         problem = ""
         logits = other = loss = torch.zeros(())
@@ -236,7 +236,7 @@ class _Reference:
             return problem or "another rank cannot"
         start = group.rank * _TOKENS
         expected = self._logits[:, start : start + _TOKENS].float()
-        # The first slice sees nothing before it: the largest difference of all ranks counts.
+        # The first slice has no earlier tokens: the largest difference of all ranks counts.
         largest = ((logits.float() - expected).norm() / expected.norm().clamp(min=1e-9)).double()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         apart = float(largest)

@@ -1,4 +1,4 @@
-"""transformers' configuration of the model, and what can be checked of it before the model is made."""
+"""transformers' configuration of the model, and its checks before the model is made."""
 
 from typing import Any
 
@@ -23,16 +23,16 @@ def named_config(name: str) -> Any:
 
 
 def check(config: Config) -> tuple[Any, str]:
-    """Refuse a model that cannot be made, or that has no positions for the sequences to train on.
+    """Refuse a model that cannot be made, or that has too few positions for the training's sequences.
 
     Returns:
-        The model's configuration, and a note where sequences are longer than it was made for; empty: they are not.
+        The model's configuration, and a note if sequences exceed its positions (else empty).
 
     Raises:
         ConfigError: it is refused.
     """
     shape = named_config(config.model.name) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
-    # Of several lengths in one process those that the model can take are measured.
+    # Of several lengths in one process, those within the model's positions are measured.
     note = beyond(shape, min(config.debug.lengths, default=config.training.sequence_length))
     found = positions(shape)
     if note and found is not None and has_table(shape):

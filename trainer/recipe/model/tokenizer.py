@@ -1,4 +1,4 @@
-"""The tokenizer: the model's own, another one, or one trained on the data on the spot."""
+"""Loads the tokenizer: the model's own, another one, or one trained on the data."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ from ..config.schema import Config
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 TEXT_END = "<|endoftext|>"
-"""Not used, but Qwen2's tokenizer class adds it where it is missing, and would then outgrow the vocabulary."""
+"""Not used, but Qwen2's tokenizer class would add it if it is missing, and exceed the vocabulary."""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How text is cut before merging: Qwen2's rule. For that model type AutoTokenizer puts the model's own rules in the
-place of those in tokenizer.json (transformers 5.23, tokenization_auto.py), so ours must be the same."""
+"""Pre-tokenization rule of Qwen2. For that model type AutoTokenizer replaces the rules of tokenizer.json by the model's
+own (transformers 5.23, tokenization_auto.py), so ours must be the same."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -29,13 +29,13 @@ CHAT_TEMPLATE = (
 
 
 def load(config: Config, trained: Path | None) -> Any | None:
-    """Load the tokenizer that the configuration names, or the one trained before and left in the folder ``trained``.
+    """Load the configured tokenizer, or the one that was trained into the folder ``trained``.
 
     Returns:
-        A transformers tokenizer with a pad token, or None when one has to be trained.
+        A transformers tokenizer with a pad token, or None if one has to be trained.
 
     Raises:
-        ConfigError: the named one cannot be loaded.
+        ConfigError: the configured tokenizer cannot be loaded.
     """
     name = config.tokenizer.name or config.model.name
     if not name:
@@ -65,8 +65,8 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedToke
     """Train a byte-level BPE tokenizer.
 
     Args:
-        texts: gives the texts to learn from.
-        vocab_size: its size, special tokens included; fewer when the texts do not yield that many.
+        texts: returns the texts to train on.
+        vocab_size: its size, special tokens included; less if the texts do not yield that many.
     """
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.NFC()
@@ -91,7 +91,7 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedToke
 
 
 def loads_back(tokenizer: Any, folder: Path) -> bool:
-    """Return whether ``AutoTokenizer`` makes of a saved model's folder the tokenizer that was saved there."""
+    """Return whether ``AutoTokenizer`` loads from a saved model's folder the same tokenizer that was saved."""
     sample = "Why? It's 2 + 2 = 4, naïve café.\n\tdef add(a, b): return a + b  <|end|>"
     again: Any = AutoTokenizer.from_pretrained(str(folder))
     return len(again) == len(tokenizer) and again(sample)["input_ids"] == tokenizer(sample)["input_ids"]
@@ -105,7 +105,7 @@ def start_token(tokenizer: Any) -> int | None:
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Return the special tokens, which alone can end a turn, longest first."""
+    """Return the special tokens, longest first; only they can end a turn."""
     found = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
     found |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
     return sorted((token for token in found if token.strip()), key=len, reverse=True)
@@ -127,15 +127,15 @@ def _template_end(tokenizer: Any) -> int | None:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, ValueError, TypeError):
-        return None  # it refuses such a conversation
+        return None  # the template refuses such a conversation
     after = text.rpartition(content)[2]
-    # The longest first: of two that begin at the same place, the tokenizer takes that one.
+    # The longest first: of two that begin at the same place, the tokenizer uses that one.
     written = [token for token in special_tokens(tokenizer) if token in after]
     return tokenizer.convert_tokens_to_ids(min(written, key=after.index)) if written else None
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Name a tokenizer by what it does: its vocabulary and rules, its special tokens' roles, and its chat template."""
+    """Return a hash of a tokenizer: its vocabulary and rules, its special tokens' roles, and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     roles = sorted(tokenizer.special_tokens_map.items())

@@ -1,8 +1,8 @@
-"""AdamW whose running averages take 2 bytes or 1 an element, and whose parameters may be bf16 without an fp32 copy.
+"""AdamW with running averages of 2 bytes or 1 per element, and optionally bf16 parameters without an fp32 copy.
 
-The update is computed in fp32 and elementwise, so flat partitions of ZeRO are as good as whole parameters. It goes
-through a tensor in pieces, so temporaries do not grow with the model; compiled, each piece is one kernel. Tensors that
-are smaller are copied together into one piece: starting a kernel for each would take longer than the copies.
+The update is computed in fp32 and elementwise, so it works on flat partitions of ZeRO as on whole parameters. It
+processes a tensor in pieces, so temporaries do not grow with the model; compiled, each piece is one kernel. Smaller
+tensors are copied together into one piece: launching a kernel for each would take longer than the copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,17 @@ from .rounding import random_bits, salt, to_bfloat16
 _aten: Any = torch.ops.aten
 States = Literal["bf16", "8bit"]
 _PIECE = 1 << 23
-"""Elements that are updated at once: 32 MiB for each fp32 temporary. A multiple of a quantization block."""
+"""Elements updated at once: 32 MiB for each fp32 temporary. A multiple of a quantization block."""
 _COMPILED_PIECE = 1 << 25
-"""The same where a kernel has no temporaries, unless PyTorch falls back to running it uncompiled."""
+"""The same for compiled pieces, which have no temporaries unless PyTorch falls back to eager mode."""
 _COMPILED_LEAST = 1 << 12
-"""Fewer elements are not worth a kernel of their own, and their sizes would have it compiled again."""
+"""Smaller tensors are not worth a kernel of their own, and their sizes would cause recompilations."""
 _AVERAGES = ("exp_avg", "exp_avg_sq")
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 class _Part(NamedTuple):
-    """A parameter that is to be updated."""
+    """A parameter to be updated."""
 
     parameter: torch.Tensor
     state: dict[str, Any]
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
     """Its number in the group."""
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return some of its states, flat."""
+        """Return the flat states of these names."""
         return [self.state[name].view(-1) for name in names]
 
 
@@ -47,9 +47,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
         lr: learning rate.
         betas: decay of the running mean and of the running square.
         eps: added to the root of the running square.
-        seed: of the rounding. Ranks that update the same parameters need the same.
+        seed: seed of the rounding. Ranks that update the same parameters need the same.
         compiled: update each piece with one kernel made by torch.compile.
-        nearest: round bf16 to nearest: for comparison.
+        nearest: round bf16 to nearest, for comparison.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient are left alone."""
+        """Run one step; parameters without a gradient are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,9 +86,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update every parameter that has a gradient; who counts an optimizer's steps does not see it."""
+        """Update every parameter that has a gradient; hooks that count an optimizer's steps do not see it."""
         for number, group in enumerate(self.param_groups):
-            # Those that share all that an update computes with, in the order in which they come.
+            # Parameters with equal arguments of the update, in their order.
             alike: dict[Any, list[_Part]] = {}
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
@@ -119,7 +119,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
             self.state[parameter] = loaded
 
     def _bundles(self, parts: list[_Part]) -> Iterator[list[_Part]]:
-        """Yield parameters that are updated together: as many as a piece holds."""
+        """Yield groups of parameters that are updated together, as many as fit a piece."""
         bundle: list[_Part] = []
         elements = 0
         for part in parts:
@@ -137,7 +137,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
             yield bundle
 
     def _step(self, bundle: list[_Part], scalars: list[torch.Tensor], numbers: tuple[int, ...]) -> None:
-        """Update the parameters of a bundle; ``numbers``: what its rounding depends on, beside its size."""
+        """Update the parameters of a bundle; ``numbers``: arguments of its rounding, besides its size."""
         names = (*_AVERAGES, *(_SCALES if self._states == "8bit" else ()))
         parameters = [part.parameter.reshape(-1) for part in bundle]
         gradients = [part.parameter.grad.reshape(-1) for part in bundle if part.parameter.grad is not None]
@@ -150,7 +150,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
         if len(bundle) > 1:
             for tensors, made in zip((parameters, *states), (flat[0], *flat[2:]), strict=True):
                 _aten._foreach_copy_(tensors, made.split([len(tensor) for tensor in tensors]))
-        elif not bundle[0].parameter.is_contiguous():  # what is flat is a copy
+        elif not bundle[0].parameter.is_contiguous():  # its flat form is a copy
             bundle[0].parameter.copy_(flat[0].view(bundle[0].parameter.shape))
 
     def _in_pieces(
@@ -166,7 +166,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
         update = self._update if self.compiled_update is None or count < _COMPILED_LEAST else self.compiled_update
         for piece, start in enumerate(range(0, count, self._piece)):
             end = min(count, start + self._piece)
-            # Filled on the device: a copy from the host would make the host wait.
+            # Filled on the device: a copy from the host would block the host.
             salted = torch.full((), salt(*numbers, count, piece), dtype=torch.int32, device=device)
             arguments = (parameter[start:end], gradient[start:end], scalars, salted)
             here = [average[start:end] for average in averages]
@@ -192,7 +192,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
 def compiles(device: torch.device, states: States) -> bool:
     """Return whether torch.compile works here for the update of these states.
 
-    It needs Triton and a C compiler; where TORCHDYNAMO_DISABLE=1 is set, it gives the function back as it is.
+    It needs Triton and a C compiler; with TORCHDYNAMO_DISABLE=1 it returns the function unchanged.
     """
     weight = torch.nn.Parameter(torch.zeros(2 * _COMPILED_LEAST, dtype=torch.bfloat16, device=device))
     weight.grad = torch.ones_like(weight)
@@ -207,7 +207,7 @@ def compiles(device: torch.device, states: States) -> bool:
 
 
 def _scalars(group: dict[str, Any], step: int, device: torch.device) -> list[torch.Tensor]:
-    """Return what ``_adamw`` computes with, as tensors: a kernel is not compiled anew for each value."""
+    """Return the arguments of ``_adamw`` as tensors, so that a kernel is not recompiled for each value."""
     beta1, beta2 = group["betas"]
     values = (
         1.0 - group["lr"] * group["weight_decay"],
@@ -232,7 +232,7 @@ def _adamw(
 
 
 def _bits(like: torch.Tensor, salted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three independent sets of 16 random bits an element, in the lower halves."""
+    """Return three independent tensors with 16 random bits per element, in the lower halves."""
     first = random_bits(torch.arange(like.numel(), dtype=torch.int32, device=like.device), salted)
     # A hash of a hash: the upper half of the first is independent of its lower one.
     return first, first >> 16, random_bits(first, salted)

@@ -3,10 +3,10 @@
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): 256 elements share a scale, their
 largest magnitude, and each is one of 256 values of a dynamic tree code, whose spacing is relative over seven decades.
 
-Two things differ. Codes are chosen stochastically between the two neighbours: to nearest, a running average whose
-change in a step is below half a spacing would stay where it is (with beta2 = 0.999 it falls by 0.1 % a step at most,
-and codes are 1 % and more apart). And the root of the running square is held, which doubles its range; a positive one
-never becomes 0, which would make the step huge.
+There are two differences. Codes are rounded stochastically between the two neighbours: to nearest, a running average
+would not change if its change in a step is below half a spacing (with beta2 = 0.999 it falls by 0.1 % a step at most,
+and codes are 1 % and more apart). And the root of the running square is stored, which doubles its range; a positive
+one never becomes 0, which would make the step huge.
 """
 
 import torch
@@ -19,11 +19,11 @@ _DECADES = 7
 def code(signed: bool, device: torch.device) -> torch.Tensor:
     """Return the 256 values of the dynamic tree code in ascending order, fp32, from -1 or 0 to 1.
 
-    A byte's leading zeros give the decade, the bits behind the first one the place in it, from 0.1 to 1.
+    A byte's leading zeros are the decade, the bits after the first one the position in it, from 0.1 to 1.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
-        # An unsigned code has the sign's bit for the place.
+        # An unsigned code uses the sign's bit for the position.
         count = 1 << (decade + (0 if signed else 1))
         width = 0.9 / count
         places = [0.1 + width * (place + 0.5) for place in range(count)]
@@ -58,7 +58,7 @@ def encode(values: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> tup
     """
     blocks = _blocks(values)
     scales = blocks.abs().amax(dim=1)
-    # A block of zeros keeps them: any code times 0.
+    # A block of zeros stays zero: any code times 0.
     share = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).flatten()[: values.numel()]
     below = (torch.bucketize(share, table, out_int32=True, right=True) - 1).clamp(0, 254)
     low = torch.index_select(table, 0, below)

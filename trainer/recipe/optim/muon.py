@@ -1,7 +1,7 @@
 """Muon for the hidden matrices of a model, AdamW for the rest.
 
 DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
-orthogonalizes whole gradients before their shares reach the optimizer. ``torch.optim.Muon`` cannot: it would see flat
+orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` does not: it would receive flat
 partitions.
 """
 
@@ -16,9 +16,9 @@ def make(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer
     """Return the optimizer of a model's trainable parameters.
 
     Args:
-        model: the model, its parameters partitioned already under ZeRO-3.
+        model: the model, under ZeRO-3 with partitioned parameters.
         settings: section ``optimizer``.
-        on_gpu: on CPU ranks nothing is compiled: it would take minutes.
+        on_gpu: whether to compile; on CPU ranks that would take minutes.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -26,7 +26,7 @@ def make(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer
         torch.compiler.set_stance("force_eager")  # DeepSpeed's functions are decorated with torch.compile
     hidden, matrices, rest = split(model)
     for parameter in hidden:
-        parameter.use_muon = True  # DeepSpeed's ZeRO optimizers look at it
+        parameter.use_muon = True  # read by DeepSpeed's ZeRO optimizers
     adam = {"use_muon": False, "lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": settings.weight_decay, **adam},
@@ -48,7 +48,7 @@ def make(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer
 
 
 def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the trainable parameters: hidden matrices, other matrices, and what is no matrix."""
+    """Return the trainable parameters: hidden matrices, other matrices, and those that are no matrix."""
     ends = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Embedding)}
     output = model.get_output_embeddings()
     if output is not None:
@@ -58,7 +58,7 @@ def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     rest: list[Any] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # Under ZeRO-3 a parameter's own shape is that of nothing; ds_shape is the whole one's.
+            # Under ZeRO-3 a parameter's own shape is empty; ds_shape is the full one.
             dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
             is_hidden = dimensions == 2 and id(parameter) not in ends
             (hidden if is_hidden else matrices if dimensions >= 2 else rest).append(parameter)

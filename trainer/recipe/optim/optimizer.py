@@ -1,4 +1,4 @@
-"""AdamW in the variant that was asked for. The variants differ in their temporaries, and so in memory's peak."""
+"""Makes the configured variant of AdamW. The variants differ in their temporaries, and so in peak memory."""
 
 import threading
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from .schedule import factor
 from .support import SMALL_STATES
 
 _PATIENCE_S = 4.0
-"""After this long without a word a person wonders what is going on."""
+"""Seconds without output after which a note is printed."""
 
 
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters.
 
     Args:
-        model: the model, its parameters partitioned already under ZeRO-3.
-        config: the settled configuration.
+        model: the model, under ZeRO-3 with partitioned parameters.
+        config: the resolved configuration.
         world: the ranks.
-        log: prints a line for the person.
+        log: prints a line.
 
     Raises:
-        ConfigError: DeepSpeed's own Adam was asked for and cannot be built here.
+        ConfigError: DeepSpeed's own Adam is configured and cannot be built here.
     """
     settings = config.optimizer
     common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
@@ -41,7 +41,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         return muon.make(model, settings, world.on_gpu)
     if kind in SMALL_STATES:
         states = "8bit" if kind == "adamw_8bit" else "bf16"
-        # All or none: compiled and not, results differ in their last bits.
+        # All or none: results with and without compilation differ in their last bits.
         compiled = world.on_gpu and world.all_agree(not world.has_values or compiles(world.device, states))
         if world.on_gpu and not compiled:
             log(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
@@ -49,7 +49,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
             groups,
             states=states,
             compiled=compiled,
-            # At stage 0 all ranks update the same weights and must round them alike.
+            # At stage 0 all ranks update the same weights and must round them equally.
             seed=salt(config.training.seed, world.rank if config.zero.stage else 0),
             **common,
         )
@@ -61,7 +61,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         try:
             with Monitor().activity("compilation", "DeepSpeed's Adam, at its first use"):
                 made, problem = _deepspeed_adam(groups, common, offload), ""
-        except Exception as error:  # a compiler's, ninja's or the loader's own error: all mean that it is not there
+        except Exception as error:  # errors of the compiler, ninja or the loader: all mean that it is not available
             made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]
         finally:
             note.cancel()
@@ -80,14 +80,14 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
 
 
 def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return what makes the learning-rate scheduler of an optimizer, as DeepSpeed calls it."""
+    """Return the factory of an optimizer's learning-rate scheduler, as DeepSpeed calls it."""
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: factor(config.schedule, step, total_steps)
     )
 
 
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
-    """Set the learning rate of the next step after a resume: the present configuration wins."""
+    """Set the learning rate of the next step after a resume, by the present configuration."""
     groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
     peaks = [config.optimizer.muon_lr if group.get("use_muon") else config.optimizer.lr for group in groups]
     engine.lr_scheduler.base_lrs = peaks
@@ -99,7 +99,7 @@ def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> 
 def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into matrices, which decay, and the rest, which does not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Under ZeRO-3 a parameter's own shape is that of nothing; ds_shape is the whole one's.
+    # Under ZeRO-3 a parameter's own shape is empty; ds_shape is the full one.
     matrices = [parameter for parameter in trained if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2]
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in trained if id(parameter) not in chosen]

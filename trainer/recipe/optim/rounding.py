@@ -1,10 +1,11 @@
 """Stochastic rounding from fp32 to bf16, with random bits that are computed and not drawn.
 
-A value between two neighbours in bf16 becomes the upper one with the probability of its distance from the lower one, so
-its mean is the value. Updates below half a bf16 step are lost with rounding to nearest, and kept on average here.
+A value between two neighbours in bf16 becomes the upper one with a probability equal to its relative distance from the
+lower one, so its mean is the value. Updates below half a bf16 step are lost with rounding to nearest, and kept on
+average here.
 
-The random bits are a hash of seed, step, tensor and position: the same on every device, compiled or not, with nothing
-to save for a resume, and a dry run under fake tensors takes them like any other arithmetic.
+The random bits are a hash of seed, step, tensor and position: they are the same on every device, compiled or not, need
+no state for a resume, and run under fake tensors like any other arithmetic.
 """
 
 import torch
@@ -14,7 +15,7 @@ _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)
 """Multipliers of the 32-bit hash lowbias32 (https://nullprogram.com/blog/2018/07/31/), as signed integers."""
 _UPPER = -65536
-"""The bits of an fp32 number that bf16 has too: 0xFFFF0000."""
+"""Mask of the bits of an fp32 number that bf16 keeps: 0xFFFF0000."""
 
 
 def salt(*numbers: int) -> int:

@@ -9,7 +9,7 @@ def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     """Return the learning rate of a step as a share of the peak rate.
 
     Args:
-        schedule: its section of the configuration.
+        schedule: section ``schedule`` of the configuration.
         step: steps done before this one; 0 for the first.
         total_steps: steps of the whole run.
     """

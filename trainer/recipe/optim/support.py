@@ -1,4 +1,4 @@
-"""Which optimizer goes with which ZeRO stage, offload, adapters and precision. Nothing here imports torch.
+"""Compatibility of optimizers with ZeRO stages, offload, adapters and precision. Nothing here imports torch.
 
 docs/training.md, Optimizers, has the same as a table.
 """
@@ -10,7 +10,7 @@ SMALL_STATES = ("adamw_bf16", "adamw_8bit")
 
 
 def refusal(config: Config, precision: str) -> tuple[str, str] | None:
-    """Return the dotted path of a setting that does not go with the optimizer, and why; None: all do.
+    """Return the dotted path of a setting that is incompatible with the optimizer, and why; None: no such setting.
 
     Args:
         config: the configuration.
@@ -30,7 +30,7 @@ def refusal(config: Config, precision: str) -> tuple[str, str] | None:
         if config.lora.rank:
             return "optimizer.kind", "muon cannot be used with lora.rank: it is for whole matrices; use auto"
         if zero.stage and config.optimizer.max_grad_norm:
-            # stage_1_and_2.py and stage3.py: the norm is taken over the orthogonalized update.
+            # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
             return (
                 "optimizer.max_grad_norm",
                 "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
@@ -40,15 +40,15 @@ def refusal(config: Config, precision: str) -> tuple[str, str] | None:
 
 
 def states(config: Config) -> str:
-    """Name what a checkpoint's optimizer states are: only a run with the same can load them."""
+    """Return the name of a checkpoint's kind of optimizer states: only a run with the same kind can load them."""
     kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"
     return kind if config.optimizer.master_weights == "fp32" else f"{kind} without master weights"
 
 
 def state_bytes(config: Config) -> float:
-    """Return the optimizer states of a trained parameter in a checkpoint, master copy included, in bytes.
+    """Return the bytes of optimizer states per trained parameter in a checkpoint, master copy included.
 
-    Of Muon that is the most: hidden matrices have one running average instead of two.
+    For Muon this is an upper bound: hidden matrices have one running average instead of two.
     """
     # 8-bit averages have an fp32 scale for each block of 256.
     averages = {"adamw_bf16": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}.get(config.optimizer.kind, 8.0)
@@ -60,12 +60,12 @@ def state_bytes(config: Config) -> float:
 
 
 def converts(held: str) -> bool:
-    """Return whether states with this name go through DeepSpeed's universal format, to another number of ranks."""
+    """Return whether DeepSpeed's universal format converts states of this name to another number of ranks."""
     return held == "adamw"
 
 
 def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
-    """Return what does not go with ``optimizer.master_weights=none``."""
+    """Return a setting that is incompatible with ``optimizer.master_weights=none``, and why; None: no such setting."""
     path, zero = "optimizer.master_weights", config.zero
     if config.optimizer.kind not in SMALL_STATES:
         return path, f"none needs optimizer.kind={' or '.join(SMALL_STATES)}, which round stochastically"
@@ -74,7 +74,7 @@ def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
     if config.lora.rank:
         return path, "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
     if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
-        # engine.py, _do_optimizer_sanity_check: BF16_Optimizer, which keeps an fp32 copy.
+        # engine.py, _do_optimizer_sanity_check selects BF16_Optimizer, which keeps an fp32 copy.
         return (
             "zero.grad_accum_dtype",
             "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2",

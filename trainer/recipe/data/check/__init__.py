@@ -1,1 +1,1 @@
-"""What the model will see: a report on the training data before a run."""
+"""Report on the training data before a run."""

@@ -1,4 +1,4 @@
-"""Encodes a data set as a run would, and counts what the model will see."""
+"""Encodes a data set as a run does, and counts its tokens, labels and problems."""
 
 import hashlib
 import re
@@ -29,11 +29,11 @@ _MARKERS = re.compile(
 _WORDS = {"none", "null", "nan", "undefined", "n/a", "<na>"}
 _GARBLED = re.compile("\ufffd|\u00c3[\u0080-\u00bf\u00a0-\u00ff]|\u00e2\u20ac|\u00c2[\u00a0-\u00bf]")
 _LONG_ANSWER = 8
-"""Tokens from which on an answer is not expected twice."""
+"""Tokens of the shortest answer that is not expected twice."""
 
 
 class Sample(msgspec.Struct):
-    """A document to show."""
+    """A document for display."""
 
     place: str
     ids: list[int]
@@ -42,7 +42,7 @@ class Sample(msgspec.Struct):
 
 
 class Collected(msgspec.Struct):
-    """The counts, the tokens of each record, and documents to show."""
+    """The counts, the tokens of each record, and documents for display."""
 
     facts: Facts
     lengths: list[int]
@@ -54,8 +54,8 @@ def collect(config: Config, shown: int) -> Collected:
     """Encode all records of a configuration.
 
     Args:
-        config: with its paths settled.
-        shown: documents to keep for showing, from the first records.
+        config: the configuration, with resolved paths.
+        shown: number of documents to keep for display, from the first records.
 
     Raises:
         ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.
@@ -91,7 +91,7 @@ def collect(config: Config, shown: int) -> Collected:
 
 
 class _Counting:
-    """Counts over records, one after the other."""
+    """Counts records one by one."""
 
     def __init__(self, records: Records, config: Config, tokenizer: Any, facts: Facts) -> None:
         self.lengths: list[int] = []
@@ -169,14 +169,14 @@ class _Counting:
             self._answers[answer] = (number, whole)
 
     def finish(self) -> None:
-        """Count what an epoch holds."""
+        """Count the contents of an epoch."""
         facts, config = self._facts, self._config
         length = config.training.sequence_length
         facts.documents = len(self._documents)
         facts.tokens = round(sum(n * weight for n, weight in zip(self._documents, self._weights, strict=True)))
         rows = round(sum(self._weights))
         if config.data.packing and self._documents:
-            # Weights change how many documents there are, not how well they fit.
+            # Weights change the number of documents, not how well they are packed.
             packed = len(best_fit(self._documents, length))
             rows = round(packed * sum(self._weights) / len(self._weights))
             facts.padding = max(0, rows * length - facts.tokens)
@@ -192,7 +192,7 @@ class _Counting:
 
 
 def _padding(lengths: list[int], micro_batch: int, grouped: bool) -> int:
-    """Return the padding of an epoch: in batches of similar length, or in random ones (drawn once)."""
+    """Return the padding tokens of an epoch, in batches of similar length or in random ones (drawn once)."""
     order = numpy.array(lengths)
     if not grouped:
         order = numpy.random.default_rng(0).permutation(order)
@@ -201,7 +201,7 @@ def _padding(lengths: list[int], micro_batch: int, grouped: bool) -> int:
 
 
 def _records_alone(records: Records, config: Config, facts: Facts) -> None:
-    """Count what is known without tokens."""
+    """Count what needs no tokens."""
     for number in range(len(records)):
         facts.report.read += 1
         record = store.read(records, number)
@@ -214,7 +214,7 @@ def _records_alone(records: Records, config: Config, facts: Facts) -> None:
 
 
 def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
-    """Count what becomes of the evaluation's own records.
+    """Count the results of encoding the evaluation's own records.
 
     Raises:
         ConfigError: they cannot be read.
@@ -230,7 +230,7 @@ def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
 
 
 def _model_vocabulary(config: Config, shape: Any) -> int:
-    """Return the model's vocabulary; 0 where it is that of a tokenizer trained on the data."""
+    """Return the size of the model's vocabulary; 0 if it is that of a tokenizer trained on the data."""
     given = config.model.name or "vocab_size" in config.model.config
     size = getattr(shape.get_text_config(), "vocab_size", 0) if given else 0
     return size if isinstance(size, int) else 0

@@ -1,4 +1,4 @@
-"""What was counted in a data set, and what of it is wrong."""
+"""Counts of a data set, and the findings from them."""
 
 import msgspec
 
@@ -8,14 +8,14 @@ _REPEATED_SHARE, _REPEATED_LEAST = 0.05, 4
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something wrong with the data, or with how they would be trained on."""
+    """A problem of the data, or of their use in training."""
 
     kind: str
     count: int
     text: str
-    """What it is, in one sentence."""
+    """The problem, in one sentence."""
     fix: str
-    """What to do."""
+    """The fix."""
     first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
     """Place and details of the first records."""
 
@@ -35,19 +35,19 @@ class Facts(msgspec.Struct):
 
     report: Report = msgspec.field(default_factory=Report)
     max_refused: float = 1.0
-    """Share of the records above which a training refuses to start."""
+    """Share of refused records above which a training does not start."""
     formats: list[str] = msgspec.field(default_factory=list[str])
     """Format of each file."""
     template: str = ""
     """The chat template in use; empty for texts."""
     evaluation: Report = msgspec.field(default_factory=Report)
-    """Of the evaluation's own file or split."""
+    """Report on the evaluation's own file or split."""
     blank_lines: Listed = msgspec.field(default_factory=Listed)
     documents: int = 0
     rows: int = 0
     """Sequences of an epoch."""
     rows_a_step: int = 0
-    """Sequences of one optimizer step, where the number of ranks is known (else of one rank)."""
+    """Sequences of one optimizer step, over all ranks if their number is known, else of one rank."""
     tokens: int = 0
     """Tokens of an epoch, without padding."""
     label_tokens: int = 0
@@ -58,15 +58,15 @@ class Facts(msgspec.Struct):
     bos: str = ""
     """The token that begins a text, if the tokenizer has one."""
     bos_counts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    """Documents by how many such tokens they begin with."""
+    """Number of documents, by the number of such tokens at their beginning."""
     lengths: Lengths | None = None
     vocabulary: int = 0
     """Tokens of the tokenizer."""
     model_vocabulary: int = 0
-    """Those of the model; 0 where they are the tokenizer's."""
+    """Size of the model's vocabulary; 0: the tokenizer's."""
     duplicates: Listed = msgspec.field(default_factory=Listed)
     repeated: Listed = msgspec.field(default_factory=Listed)
-    """Records whose long answer other records have too."""
+    """Records with a long answer that other records share."""
     control: Listed = msgspec.field(default_factory=Listed)
     markers: Listed = msgspec.field(default_factory=Listed)
     words: Listed = msgspec.field(default_factory=Listed)
@@ -74,7 +74,7 @@ class Facts(msgspec.Struct):
     unknown: Listed = msgspec.field(default_factory=Listed)
     bos_twice: Listed = msgspec.field(default_factory=Listed)
     problem: str = ""
-    """Why nothing can be encoded: the tokenizer or its template."""
+    """Reason why nothing can be encoded: the tokenizer or its template."""
 
     @property
     def efficiency(self) -> float:
@@ -83,7 +83,7 @@ class Facts(msgspec.Struct):
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """Return what is wrong; nothing for clean data."""
+    """Return the findings; empty for clean data."""
     report = facts.report
     found: list[Finding] = []
     if facts.problem:

@@ -1,4 +1,4 @@
-"""The report as text: sentences, a histogram, and tokens coloured by whether they carry loss."""
+"""Renders the report as text: sentences, a histogram, and tokens coloured if they carry loss."""
 
 from itertools import groupby
 from typing import Any
@@ -41,7 +41,7 @@ class Painter:
 
 
 def render(collected: Collected, findings: list[Finding], painter: Painter, pad_to: int) -> str:
-    """Write the whole report."""
+    """Return the whole report as text."""
     facts = collected.facts
     parts = [_summary(facts, painter)]
     if collected.lengths and facts.lengths is not None:
@@ -124,7 +124,7 @@ def _sample(sample: Sample, tokenizer: Any, painter: Painter, pad_to: int) -> st
 
 
 def _plain(text: str, painter: Painter) -> str:
-    """Return text that a terminal shows as it is."""
+    """Return text without characters that a terminal would execute."""
     shown = "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
     if painter.ascii_only:
         shown = shown.encode("ascii", "backslashreplace").decode()
