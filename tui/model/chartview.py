@@ -33,7 +33,7 @@ def x_of(moment: HistoryPoint, axis: Axis, begun: float) -> float:
 
 
 class ChartView:
-    """The user's choices; without data of the run."""
+    """The user's choices, without data of the run."""
 
     def __init__(self) -> None:
         self.axis: Axis = "steps"
@@ -159,14 +159,14 @@ class ChartView:
 
 
 def span_of(moments: Sequence[HistoryPoint], axis: Axis, begun: float) -> tuple[float, float]:
-    """Return the first and the last place of moments on an axis."""
+    """Return the first and the last coordinate of moments on an axis."""
     if not moments:
         return 0.0, 1.0
     return x_of(moments[0], axis, begun), x_of(moments[-1], axis, begun)
 
 
 def column_of(x: float, low: float, high: float, columns: int) -> int:
-    """Return the column of a place on an axis that goes from ``low`` to ``high``; outside of it, beyond the edges."""
+    """Return the column of a coordinate on an axis from ``low`` to ``high``; beyond the edges if it is outside."""
     if high <= low:
         return 0
     return round((x - low) / (high - low) * (columns - 1))

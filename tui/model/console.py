@@ -52,7 +52,7 @@ class ConsoleSession:
         return min(self._waiting.values(), default=0.0)
 
     def sent(self, number: str, code: str, now: float) -> None:
-        """Note that code was sent as a command."""
+        """Record that code was sent as a command."""
         self.history = [one for one in self.history if one != code] + [code]
         self._from_history = None
         for index, line in enumerate(code.splitlines()):
@@ -101,7 +101,7 @@ class ConsoleSession:
         self.version += 1
 
     def recall(self, direction: int, now: str) -> str:
-        """Go back (-1) or forward (1) in the input history; after the newest entry is the current input."""
+        """Return the previous (-1) or next (1) entry of the input history; the current input follows the newest."""
         if not self.history:
             return now
         if self._from_history is None:

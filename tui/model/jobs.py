@@ -40,7 +40,7 @@ class JobRow:
 
     @property
     def outcome(self) -> str:
-        """The state in a word; ``oom`` if memory ran out."""
+        """The state in one word; ``oom`` if memory ran out."""
         return "oom" if self.state == "failed" and is_oom(self.text) else self.state
 
 

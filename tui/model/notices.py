@@ -1,4 +1,4 @@
-"""Notifications that are given by the terminal showing a run."""
+"""Notifications by the terminal that shows a run."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from .run import RunModel
 
 
 class TerminalNotices:
-    """Finds events of a run to notify of, from its creation on."""
+    """Finds events of a run that cause a notification, from its creation on."""
 
     def __init__(self, run: RunDir) -> None:
         notify = read_notify(run)

@@ -57,7 +57,7 @@ def highest_prediction(model: RunModel) -> Compared | None:
     if peak is None or rank is None or prediction is None or not comparable(rank, prediction):
         return None
     ranking = rank.memory.ranking
-    if ranking is None or ranking.first.bytes < peak.bytes * 0.99:  # the peak is of a phase that no prediction knows
+    if ranking is None or ranking.first.bytes < peak.bytes * 0.99:  # the peak is of a phase without a prediction
         return None
     return _of_mark(rank, prediction, ranking.first)
 
@@ -68,7 +68,7 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
         return found
     taken = [_of_composition(rank, prediction, one, mark.phase) for one in (rank.memory.highest, rank.memory.latest)]
     of_itself = next((one for one in taken if one is not None and one.measured_bytes == mark.bytes), None)
-    # The composition of another step will do: a prediction's error does not depend on the batch.
+    # The composition of another step is sufficient: a prediction's error does not depend on the batch.
     best = of_itself or max(filter(None, taken), key=lambda one: one.by_bytes * found.by_bytes, default=None)
     if best is None or not best.parts or best.by_bytes * found.by_bytes < 0:
         return found

@@ -35,7 +35,7 @@ def epoch_words(model: RunModel) -> str:
 
 
 def early_stop_words(stop: EarlyStop) -> str:
-    """Return why a training ended before its planned end: ``stopped early at step 14: no lower loss in ...``."""
+    """Return the reason of an early end of training: ``stopped early at step 14: no lower loss in ...``."""
     words = f"stopped early at step {stop.step:,}: no lower loss in {stop.evaluations:,} evaluation"
     words += "s" if stop.evaluations != 1 else ""
     if stop.best_loss is not None:

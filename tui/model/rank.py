@@ -34,7 +34,7 @@ class Peak:
 
     @property
     def place(self) -> str:
-        """Where it was, such as ``backward of step 12`` or ``eval after step 30``."""
+        """Its place, such as ``backward of step 12`` or ``eval after step 30``."""
         return f"{self.phase} {'after' if self.after else 'of'} step {self.step:,}"
 
 
@@ -46,7 +46,7 @@ class RankModel:
         self.hello: Hello | None = None
         self.state: RankStateName = "starting"
         self.state_text = ""
-        """Why it is in that state, in a few words."""
+        """Reason of its state, in a few words."""
         self.state_since = 0.0
         """When the state began, seconds since the epoch; 0 while unknown."""
         self.exit_code: int | None = None
@@ -55,7 +55,6 @@ class RankModel:
         """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
         """The last finished step."""
-        """Its record of the time after its last step, once it has ended."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
         """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
@@ -83,9 +82,9 @@ class RankModel:
         self.resident_bytes = 0
         """Latest known resident set size; 0 on CUDA."""
         self.dropped = 0
-        """Messages its probe says it has dropped."""
+        """Number of messages that its probe has dropped."""
         self.clock_offset = 0.0
-        """Seconds to add to its host's times to get the hub's."""
+        """Seconds to add to its host's times for the hub's time."""
         self.version = 0
         self.peak_flops: float | None = None
         """Data-sheet peak of its device for its data type, FLOP/s; None: not known."""
@@ -104,7 +103,7 @@ class RankModel:
 
     @property
     def collective(self) -> str:
-        """The collective call it is inside of; empty outside of one."""
+        """The collective call that it is in; empty outside one."""
         return self.beat.collective if self.beat else ""
 
     @property
@@ -119,7 +118,7 @@ class RankModel:
 
     @property
     def alive(self) -> bool:
-        """Whether its process lives according to the hub."""
+        """Whether its process is alive according to the hub."""
         return self.state not in ("gone", "finished")
 
     @property
@@ -155,7 +154,7 @@ class RankModel:
             return False
         started = step.started + self.clock_offset
         highest = self.peak.bytes if self.peak is not None else -1
-        # Fast path, since this runs for every step of every rank: most steps lie in one column.
+        # Fast path, since this runs for every step of every rank: most steps are in one column.
         column = int(started)
         at_once = column == int(started + step.host_us * 1e-6)
         allocated_peak = reserved_peak = resident_peak = EMPTY

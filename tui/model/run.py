@@ -111,7 +111,7 @@ class RunModel(RunState):
             info.grad_accumulation = hello.grad_accumulation
 
     def _stages(self, hello: telemetry.Hello) -> Iterable[telemetry.Hello]:
-        """Return hellos whose parameters are those of the whole model: one, or one of each pipeline stage."""
+        """Return the hellos that together have the whole model's parameters: one, or one of each pipeline stage."""
         if hello.pipeline_stage is None:
             return (hello,)
         known = (rank.hello for rank in self.ranks.values() if rank.hello is not None)
@@ -247,7 +247,7 @@ class RunModel(RunState):
         found.version += 1
         return found
 
-    # Functions and not bound methods: a model that refers to itself would outlive every seek until the collector runs.
+    # Functions, not bound methods: a model that refers to itself would survive a seek until garbage collection.
     _HANDLERS: ClassVar[dict[type, Callable[["RunModel", Any, Frame], None]]] = {
         telemetry.Step: _step,
         telemetry.Heartbeat: _beat,

@@ -22,10 +22,10 @@ FEWEST_STEPS = 40
 """Minimum number of recent steps kept in full per rank."""
 
 _NEAR_STEPS = 4
-"""Maximum difference in steps between ranks of one training that are in step."""
+"""Maximum difference in steps between synchronous ranks of one training."""
 
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
-"""States of a rank in which the run makes no progress."""
+"""Rank states in which the run makes no progress."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class RunInfo:
 
 
 def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
-    """Return the mean of the ranks' losses of one step, weighted by the label tokens beside them where all have some.
+    """Return the mean of the ranks' losses of one step, weighted by their label tokens if all ranks have some.
 
     None for no losses.
     """
@@ -73,7 +73,7 @@ class RunState:
         self.exit_code: int | None = None
         self.plan: telemetry.Plan | None = None
         self.prediction: Prediction | None = None
-        """The run's prediction, or why there is none; None: not received."""
+        """The run's prediction, or the reason for a missing one; None: not received."""
         self.ranks: dict[int, RankModel] = {}
         """By rank, in rank order."""
         self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}

@@ -26,7 +26,7 @@ class RunEntry(msgspec.Struct, frozen=True):
     """Whether its hub or launcher lives on this host."""
     created: float
     ended: float | None
-    """When it ended, or last sent a message; None while live."""
+    """Time of its end or last message; None while live."""
     host: str
     command: list[str]
     ranks: int
@@ -36,7 +36,7 @@ class RunEntry(msgspec.Struct, frozen=True):
     """Path of the recording; empty if there is none."""
     recording_bytes: int
     problem: str
-    """Why its recording cannot be read; empty if it can, or if there is none yet."""
+    """Reason why its recording cannot be read; empty if it can, or if there is none yet."""
     missing: str
     """Missing parts of the recording, in words."""
     open_errors: list[str] = []
@@ -44,7 +44,7 @@ class RunEntry(msgspec.Struct, frozen=True):
 
     @property
     def condition(self) -> str:
-        """Its state for a person: ``hung`` while it is live and an alert says that a rank is."""
+        """Its displayed state: ``hung`` while it is live and has an alert about a hung rank."""
         return "hung" if "hang" in self.open_errors else self.state
 
     def duration_s(self, now: float) -> float:

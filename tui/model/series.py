@@ -1,4 +1,4 @@
-"""A figure of each step over the whole run, bounded: buckets of 1, 2, 4, 8 ... steps that merge as the run grows."""
+"""A figure over all steps of a run in bounded memory: buckets of 1, 2, 4, 8 ... steps that merge as the run grows."""
 
 from dataclasses import dataclass
 

@@ -54,7 +54,7 @@ def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
 
 def _outermost(spans: list[Annotation]) -> list[Annotation]:
     """Return the spans that are not inside another; if one contains all others, those directly inside it."""
-    # By their beginnings, longer ones first: as long as the first reaches furthest, it holds all that follow.
+    # Sorted by beginning, longer ones first: if the first one ends last, it contains all others.
     furthest = max((span.end_us for span in spans[1:]), default=0)
     first = 0
     while first < len(spans) - 1 and spans[first].end_us >= furthest:

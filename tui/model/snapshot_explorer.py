@@ -154,7 +154,7 @@ class Explorer:
         return tree.weigh(live_stacks(self.replay, self.cursor), self.find)
 
     def entry_words(self) -> str:
-        """Return what happened at the cursor: ``alloc 4.64 GiB``."""
+        """Return the entry at the cursor in words: ``alloc 4.64 GiB``."""
         replay = self.replay
         if self.cursor < 0:
             return "before the first entry" if replay.entries else "the end; no history was recorded"

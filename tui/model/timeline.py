@@ -19,7 +19,7 @@ _SEVERITY_ORDER = {"info": 0, "warning": 1, "error": 2}
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a time: an alert's kind (``spike``, ``hang`` ...) and id."""
+    """An event on the timeline: an alert's kind (``spike``, ``hang`` ...) and id."""
 
     time: float
     kind: str
@@ -63,13 +63,13 @@ class Timeline:
 
     @property
     def start(self) -> float | None:
-        """When the oldest column begins, seconds since the epoch; None while empty."""
+        """Begin of the oldest column, seconds since the epoch; None while empty."""
         top = self._levels[-1]
         return float(top.first * top.span) if len(top) else None
 
     @property
     def end(self) -> float | None:
-        """When the newest column ends; None while empty."""
+        """End of the newest column; None while empty."""
         ends = [(level.first + len(level)) * level.span for level in self._levels if len(level)]
         # A coarse column ends later than its data; the finest level with data is the most precise.
         return float(ends[0]) if ends else None
@@ -227,7 +227,7 @@ class Timeline:
         level.lift(first, last, allocated, reserved, resident)
 
     def _add_level(self) -> None:
-        """Add a level above the coarsest, with everything that one holds."""
+        """Add a level above the coarsest, with the coarsest level's data."""
         below = self._levels[-1]
         level = Level(below.span * RATIO, below.first // RATIO)
         self._levels.append(level)

@@ -33,7 +33,7 @@ class HistoryPoint:
     step: int
     """The last step of the bucket; equal to the first if the bucket has one step."""
     t: float
-    """When the hub received the last step, seconds since the epoch."""
+    """Time at which the hub received the last step, seconds since the epoch."""
     tokens: float
     """Tokens of all ranks from the beginning of the job to this bucket's end."""
     loss: float | None = None
@@ -43,7 +43,7 @@ class HistoryPoint:
     grad_norm: float | None = None
     max_grad_norm: float | None = None
     tokens_per_second: float | None = None
-    """Of all ranks, without the time of evaluations and checkpoints."""
+    """Tokens per second of all ranks, without the time of evaluations and checkpoints."""
     mfu: float | None = None
     data_share: float | None = None
     """Share of the step in which a rank waits for data."""
@@ -217,9 +217,9 @@ class Training:
         """Sorted by step; one per step and name."""
         self.checkpoints: list[Checkpoint] = []
         self.activity: Activity | None = None
-        """The run's current activity besides steps; None: none is known."""
+        """The run's current activity besides steps; None if unknown."""
         self.early_stop: EarlyStop | None = None
-        """Why the training ended before its planned end; None: it did not."""
+        """The early end of the training, or None."""
         self.begun: list[Activity] = []
         """All activities, each from its first message."""
         self.version = 0
@@ -275,7 +275,7 @@ class Training:
         return min(known, key=lambda each: _finite(each.loss), default=None)
 
     def seconds_of(self, kind: str) -> float | None:
-        """Return how long an evaluation (``eval``) or a checkpoint pauses the training; None before the first."""
+        """Return the seconds for which an evaluation (``eval``) or checkpoint pauses training; None before any."""
         pauses = self._pauses[kind]
         if pauses:
             return sum(pauses) / len(pauses)
@@ -313,7 +313,7 @@ def _name(result: Evaluation | Checkpoint) -> str:
 
 
 def times_left(every: int, at_end: bool, step: int, total: int) -> int:
-    """Count the actions every n steps (0: never), and perhaps after the last, from ``step`` to ``total``."""
+    """Return the number of actions every n steps (0: never), and maybe after the last, from ``step`` to ``total``."""
     if step >= total:
         return 0
     left = total // every - step // every if every > 0 else 0

@@ -20,7 +20,7 @@ REASONS = {
     "leak": "after a leak",
     "oom": "at an out-of-memory error",
 }
-"""Why a step was captured."""
+"""Reasons of a step's capture, in words."""
 
 CPU_LABELS = {"other": "other, in the process"}
 
@@ -66,7 +66,7 @@ class Waterfall:
     ended: bool = False
     """Whether the rank has ended, so that its device's current use is unrelated to the peak."""
     taken_apart: bool = True
-    """False: only the peak itself is known."""
+    """Whether the parts are known; otherwise only the peak itself is."""
 
     @property
     def next(self) -> tuple[str, int] | None:
@@ -142,7 +142,7 @@ def next_phase(known: Iterable[str], phase: str, direction: int) -> str:
 
 def _parts(parts: dict[str, int], shown: set[str], on_cpu: bool) -> Iterable[Part]:
     begin = 0
-    # A part that this version does not know is shown under its own name, so that the sum stays what it is.
+    # A part unknown to this version is shown under its own name, so that the sum is correct.
     for name in (*PARTS, *sorted(set(parts) - set(PARTS))):
         if name in shown:
             size = parts.get(name, 0)

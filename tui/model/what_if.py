@@ -49,7 +49,7 @@ class WhatIf:
     done: list[str] = field(default_factory=list[str])
     """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""
-    """Why there is no answer; empty otherwise."""
+    """Reason of a missing answer; else empty."""
     answer: Answer | None = None
     version: int = 0
     """Incremented with every change."""
