@@ -1,4 +1,4 @@
-"""The app: one timer that applies new messages and lets the screen in view paint what changed."""
+"""The app: a timer applies new messages and repaints changes on the visible screens."""
 
 import time
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from .source.base import Source
 from .widgets.state.app_state import AppState
 
 FIRST_POLLS = 100
-"""Polls a second until the first ranks are there, so that they are painted as they come."""
+"""Polls per second until the first ranks have reported, so that they are painted at once."""
 
 FIRST_SECONDS = 3.0
-"""Seconds of such polling: ranks that need longer are still starting."""
+"""Time limit of that polling in seconds."""
 
 
 class FtmonApp(ThemedApp):
@@ -29,13 +29,13 @@ class FtmonApp(ThemedApp):
 
     Args:
         source: The run to show; None opens the list of runs.
-        ascii: Draw with ASCII only, whatever the locale.
+        ascii: Draw with ASCII only, regardless of the locale.
         read_only: Refuse all commands to the run.
-        fps: Paints a second.
-        light: Begin with the light theme.
-        play: Begin to play a recording at once.
-        open_run: Makes the source of a run chosen from the list.
-        notices: Finds events to notify in the terminal.
+        fps: Paints per second.
+        light: Start with the light theme.
+        play: Play a recording at once.
+        open_run: Returns the source of a run selected from the list.
+        notices: Finds events for notifications in the terminal.
     """
 
     TITLE = "ftmon"
@@ -61,7 +61,7 @@ class FtmonApp(ThemedApp):
         self._open_run = open_run or open_live_or_recorded
 
     def get_default_screen(self) -> Screen[Any]:
-        """Begin with the overview, or with the runs."""
+        """Return the first screen: the overview, or the list of runs."""
         if self.app_state.source is not None:
             return OverviewScreen(self.app_state)
         from .screens.runs import RunsScreen
@@ -69,7 +69,7 @@ class FtmonApp(ThemedApp):
         return RunsScreen(self.app_state)
 
     def on_mount(self) -> None:
-        """Start gathering and painting."""
+        """Start the source and the timer."""
         if self.app_state.source is not None:
             self.app_state.source.start()
             if self._play and self.app_state.source.transport.mode == "replay":
@@ -86,7 +86,7 @@ class FtmonApp(ThemedApp):
             self._hurry.pause()
 
     def pump(self) -> None:
-        """Apply new messages and paint; does nothing once the app closes, which removes widgets before timers."""
+        """Apply new messages and paint; no effect once the app closes, which removes widgets before timers."""
         if not self.is_running:
             return
         if self._ends():
@@ -98,7 +98,7 @@ class FtmonApp(ThemedApp):
             if source.transport.message:
                 self.app_state.show_message(source.transport.message, "warning")
                 source.transport.message = ""
-        for screen in reversed(self.screen_stack):  # what a dialog stands over is in view too
+        for screen in reversed(self.screen_stack):  # screens below a dialog are visible too
             self._tick(screen)
             if not screen.is_modal:
                 break
@@ -110,11 +110,11 @@ class FtmonApp(ThemedApp):
         if tick is not None and screen.is_mounted:
             try:
                 tick()
-            except (ArithmeticError, ValueError) as error:  # a figure that cannot be; the next one may be better
+            except (ArithmeticError, ValueError) as error:  # an impossible figure; later ones may be valid
                 self.app_state.show_message(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
 
     def _show_held(self) -> None:
-        """Open the out-of-memory screen once, when a rank begins to wait at such an error; never over a dialog."""
+        """Open the out-of-memory screen once when a rank is held at such an error; never over a dialog."""
         source = self.app_state.source
         if source is None or self.app_state.replaying or not isinstance(self.screen, MonitorScreen):
             return
@@ -128,7 +128,7 @@ class FtmonApp(ThemedApp):
                 self._driver.write(terminal_sequence(notice))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave out what means nothing on the screen in view."""
+        """Return False for actions without a meaning on the visible screen, which hides their keys."""
         del parameters
         if action == "oom" and not self.app_state.model.ooms:
             return False
@@ -140,18 +140,18 @@ class FtmonApp(ThemedApp):
         """Apply new messages and paint."""
         self.pump()
 
-    # What keys do on every screen.
+    # Keys of every screen.
 
     def action_toggle_play(self) -> None:
-        """Hold the view, or play on."""
+        """Pause or resume the view."""
         self._transport("toggle")
 
     def action_step(self, count: int) -> None:
-        """Go steps forward or back."""
+        """Move by steps, forward or back."""
         self._transport("step", count)
 
     def action_skip(self, seconds: float) -> None:
-        """Go seconds forward or back."""
+        """Move by seconds, forward or back."""
         self._transport("skip", seconds)
 
     def action_speed(self, direction: int) -> None:
@@ -175,25 +175,25 @@ class FtmonApp(ThemedApp):
         self.pump()
 
     def action_finer(self) -> None:
-        """Let a graph's column cover less time."""
+        """Reduce the time of a graph's column."""
         self.app_state.finer()
         self.pump()
 
     def action_coarser(self) -> None:
-        """Let a graph's column cover more time."""
+        """Increase the time of a graph's column."""
         self.app_state.coarser()
         self.pump()
 
     # Other screens.
 
     def show(self, screen: Screen[Any]) -> None:
-        """Put a screen on the overview, in place of any other."""
+        """Open a screen on the overview, in place of any other."""
         while len(self.screen_stack) > 1:
             self.pop_screen()
         self.push_screen(screen)
 
     async def action_back(self) -> None:
-        """Close the screen in view."""
+        """Close the visible screen."""
         if len(self.screen_stack) > 1:
             await self.pop_screen()
 
@@ -217,25 +217,25 @@ class FtmonApp(ThemedApp):
         self.show(LogsScreen(self.app_state))
 
     def action_stacks(self) -> None:
-        """Ask for the stacks of all ranks and show them."""
+        """Request the stacks of all ranks and show them."""
         from .screens.stacks import StacksScreen
 
         self.show(StacksScreen(self.app_state))
 
     def action_memory(self, phase: str = "") -> None:
-        """Show where the selected rank's memory goes."""
+        """Open the memory of the selected rank."""
         from .screens.memory import MemoryScreen
 
         self.show(MemoryScreen(self.app_state, phase))
 
     def action_events(self) -> None:
-        """Show what the allocators do."""
+        """Open the allocator events."""
         from .screens.events import EventsScreen
 
         self.show(EventsScreen(self.app_state))
 
     def action_training(self) -> None:
-        """Show the course of the training."""
+        """Open the training curves."""
         from .screens.training import TrainingScreen
 
         self.show(TrainingScreen(self.app_state))
@@ -255,7 +255,7 @@ class FtmonApp(ThemedApp):
             self.show(OomScreen(self.app_state, rank))
 
     def action_help(self) -> None:
-        """Explain the screen in view."""
+        """Open the help of the visible screen."""
         from .screens.help import HelpScreen
         from .screens.snapshot.help import SnapshotHelp
         from .screens.snapshot.screen import SnapshotScreen
@@ -265,14 +265,14 @@ class FtmonApp(ThemedApp):
             self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
-        """Ask for a step or a time and go there."""
+        """Ask for a step or time, and move there."""
         from .screens.goto import GotoDialog
 
         if self.app_state.source is not None:
             self.push_screen(GotoDialog(self.app_state))
 
     def action_kill(self) -> None:
-        """Ask what to end, and end it."""
+        """Open the dialog that ends the run or a rank."""
         from .screens.kill import KillDialog
 
         if self._may_act("kill"):
@@ -281,7 +281,7 @@ class FtmonApp(ThemedApp):
             self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
-        """Ask whether to save and end."""
+        """Open the dialog that requests to save and end."""
         from .screens.stop import StopDialog
 
         if self._may_act("stop"):
@@ -295,11 +295,11 @@ class FtmonApp(ThemedApp):
             self.show(RunsScreen(self.app_state))
 
     def on_runs_screen_opened(self, event: Any) -> None:
-        """Open the run that was chosen from the list."""
+        """Open the run that was selected from the list."""
         self.open_run(event.run)
 
     def open_run(self, run: RunDir) -> None:
-        """Show another run; what was open is closed."""
+        """Show another run, and close the present one."""
         try:
             source = self._open_run(run)
         except FtmonError as error:
@@ -317,7 +317,7 @@ class FtmonApp(ThemedApp):
             self.pop_screen()
         first = self.screen
         if not first._result_callbacks:
-            # Textual gives the default screen no result callback, and switch_screen takes one away.
+            # Textual gives the default screen no result callback, and switch_screen removes one.
             first._push_result_callback(first, None)
         self.switch_screen(OverviewScreen(fresh))
         self._hurry_until = time.monotonic() + FIRST_SECONDS
@@ -332,7 +332,7 @@ class FtmonApp(ThemedApp):
 
 
 def open_live_or_recorded(run: RunDir) -> Source:
-    """Make the source of a run directory: live, or of its recording when the run is over.
+    """Return the source of a run directory: live, or its recording if the run has ended.
 
     Raises:
         FtmonError: it cannot be opened.
@@ -350,7 +350,7 @@ def run_app(
     notices: TerminalNotices | None = None,
     ends: "Callable[[], bool]" = lambda: False,
 ) -> int:
-    """Show a run until the person leaves, or ``ends``; the source is closed then, its model stays readable.
+    """Show a run until the user leaves, or ``ends``; then the source is closed, and its model stays readable.
 
     Returns:
         0, or 1 if an error ended the app.
@@ -359,7 +359,7 @@ def run_app(
 
 
 def run_picker(*, ascii_only: bool = False) -> int:
-    """Show the list of runs, and the runs that are opened from it, until the person leaves; return as ``run_app``."""
+    """Show the list of runs, and the runs opened from it, until the user leaves; return as ``run_app``."""
     return _run(FtmonApp(ascii=ascii_only))
 
 
@@ -368,6 +368,6 @@ def _run(app: FtmonApp) -> int:
         app.run()
     finally:
         app.app_state.end_dry_runs()
-        if app.app_state.source is not None:  # of the run that was opened last; the others are closed
+        if app.app_state.source is not None:  # the source of the last opened run; the others are closed
             app.app_state.source.close()
     return app.return_code or 0

@@ -1,6 +1,6 @@
-"""plotext's figure. There is one for the process, so each picture starts from a cleared one.
+"""plotext's figure. There is one per process, so each picture starts by clearing it.
 
-Interface: plotext 6, ``plotext.figure.doc()``. Imported at the first picture: it loads a library of its own.
+Interface: plotext 6, ``plotext.figure.doc()``. Imported at the first picture, as it loads a library.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Color = tuple[int, int, int]
 
 
 def new_figure(width: int, height: int) -> Any:
-    """Return the figure without content, ``width`` x ``height`` cells, whatever the size of the terminal is."""
+    """Return the cleared figure of ``width`` x ``height`` cells, independent of the terminal's size."""
     import plotext
 
     plot: Any = plotext
@@ -27,8 +27,8 @@ def draw(
     """Add points, or the line through them.
 
     Args:
-        figure: what ``new_figure`` returned.
-        xs: their places, at least one.
+        figure: result of ``new_figure``.
+        xs: their coordinates, at least one.
         ys: their values.
         marker: a character, or plotext's name of a raster (``braille``: 2 x 4 points a cell, ``hd``: 2 x 2).
         line: join the points.
@@ -42,5 +42,5 @@ def draw(
 
 
 def rows(figure: Any, *, plain: bool = False) -> list[str]:
-    """Return the picture's rows from top to bottom, coloured by ANSI sequences unless they are to be plain."""
+    """Return the picture's rows from top to bottom, coloured by ANSI sequences unless ``plain``."""
     return figure.build().string(plain).splitlines()

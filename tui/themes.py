@@ -8,7 +8,7 @@ PALETTES = {palette.name: palette for palette in (DARK, LIGHT)}
 
 
 def theme_of(palette: Palette) -> Theme:
-    """Make Textual's theme of a palette."""
+    """Return Textual's theme of a palette."""
     return Theme(
         name=palette.name,
         primary=palette.accent,

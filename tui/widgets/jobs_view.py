@@ -1,4 +1,4 @@
-"""The jobs of a run on screen: a line each, and the selected one's peaks by rank and phase."""
+"""Draws the jobs of a run: a line each, and the selected one's peaks by rank and phase."""
 
 from collections.abc import Callable
 
@@ -15,14 +15,14 @@ from .drawing.wrapping import wrap
 from .plots.spark import spark
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
-"""The state of a run or rank whose sign stands for a job's."""
+"""State of a run or rank whose sign is used for a job's state."""
 _WIDE = 110
-"""Cells from which a line also has the number of ranks and the time it took; below, the command needs them."""
+"""Minimum cells of a line with the number of ranks and the duration; narrower ones use them for the command."""
 _ENDINGS_SHOWN = 8
 
 
 def head_line(width: int, theme: Theme) -> Line:
-    """Name the columns."""
+    """Draw the column heads."""
     ranks, time = (f"{'ranks':>6}", f"{'time':>10}") if width >= _WIDE else ("", "")
     text = f"  {'job':>3}  {'outcome':<11}{ranks}{'steps':>8}{'step time':>10}{'loss':>9}{'peak GiB':>9}{time}  command"
     return Line(cut(text, width, theme.glyphs.ellipsis), theme.style("dim"))
@@ -49,7 +49,7 @@ def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: boo
 
 
 def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: Theme) -> list[Line]:
-    """Draw one job in full: its command, why it failed, its loss, and the peaks of each rank by phase."""
+    """Draw the details of a job: its command, failure and loss, and each rank's peaks by phase."""
     dim = theme.style("dim")
     lines = [Line(f" job {job.number}: ", theme.style("accent", bold=True)).add(row.words, theme.style(bold=True))]
     if row.text:

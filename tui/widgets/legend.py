@@ -1,4 +1,4 @@
-"""The legends: what each sign on a screen means, drawn with the signs themselves."""
+"""Draws the legends of a screen's signs, with the signs themselves."""
 
 from collections.abc import Callable
 
@@ -111,7 +111,7 @@ PART_WORDS = {
 
 
 def part_legend(theme: Theme) -> list[Line]:
-    """Explain the parts of a memory peak by their colours (in stacked bars without colour: by their letters)."""
+    """Explain the colours of a memory peak's parts (in stacked bars without colour: their letters)."""
     lines = [_head("composition of a peak", theme)]
     for name, words in PART_WORDS.items():
         sample = PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  "
@@ -148,4 +148,4 @@ LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
     "parts": part_legend,
     "training": training_legend,
 }
-"""The parts a screen's help may name."""
+"""Legends by the names that a screen's help uses."""

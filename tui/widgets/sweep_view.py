@@ -1,4 +1,4 @@
-"""The parts of the sweep screen: its head with time and cost left, the table, and the curve that fills in."""
+"""The parts of the sweep screen: head with remaining time and cost, table, and curve."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _TICK_WIDTH = 10
 
 
 class SweepHead(Canvas):
-    """Two lines: name, state, how many are done; what is used and left."""
+    """Two lines: name, state and progress; used and remaining budget."""
 
     def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
         super().__init__(app_state, name=name)
@@ -30,17 +30,17 @@ class SweepHead(Canvas):
 
 
 class SweepTable(Canvas):
-    """A line for each configuration; where they do not all fit, those around the one under way until it is scrolled."""
+    """A line per configuration; if not all fit, those around the current one, until the user scrolls."""
 
     def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
         super().__init__(app_state, name=name)
         self._model = model
         self._below: int | None = None
-        """Lines between the last one shown and the table's end; None: as the configuration under way needs."""
+        """Lines between the last visible one and the table's end; None: follow the current configuration."""
         self._shown_below = 0
 
     def scroll(self, lines: int) -> None:
-        """Show what is so many lines further up, or down where negative."""
+        """Scroll up by lines, or down if negative."""
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -52,14 +52,14 @@ class SweepTable(Canvas):
 
 
 class SweepChart(Canvas):
-    """Peaks over the axis with whole numbers."""
+    """Peaks over the integer axis."""
 
     def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
         super().__init__(app_state, name=name)
         self._model = model
 
     def key(self) -> Any:
-        """Return what the drawing depends on."""
+        """Return a value that changes with the drawing."""
         return len(self._model.rows), self._model.state
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -80,7 +80,7 @@ def head_lines(model: SweepModel, at: float, width: int, theme: Theme) -> list[L
 
 
 def rows_below_current(rows: Sequence[TableRow], height: int) -> int:
-    """Return how many rows to leave out at the end, so that a third of those shown come after what is under way."""
+    """Return the number of rows to omit at the end, so that a third of the visible ones follow the current one."""
     verdicts = [row.verdict for row in rows]
     current = verdicts.index("running") if "running" in verdicts else len(rows) - 1
     return len(rows) - (current + 1 + height // 3)
@@ -89,7 +89,7 @@ def rows_below_current(rows: Sequence[TableRow], height: int) -> int:
 def table_lines(
     heads: Sequence[str], rows: Sequence[TableRow], width: int, height: int, below: int, theme: Theme
 ) -> list[Line]:
-    """Return the table, its head first; ``below`` rows at its end are left out."""
+    """Return the table, its head first, without the last ``below`` rows."""
     end = len(rows) - below
     shown = rows[max(0, end - height + 1) : end]
     widths = [
@@ -119,7 +119,7 @@ def _sign(verdict: str, theme: Theme) -> str:
 
 
 def chart_lines(dots: Dots | None, width: int, height: int, theme: Theme) -> list[Line]:
-    """Return the curve with ticks: measured peaks, predicted ones, and where it did not fit."""
+    """Return the curve with ticks: measured peaks, predicted ones, and values that did not fit."""
     points = [] if dots is None else [*dots.measured, *(point for curve in dots.predicted for point in curve)]
     xs = [] if dots is None else [x for x, _ in points] + dots.failed
     if dots is None or height < 4 or width < _TICK_WIDTH + 12 or not xs:

@@ -1,4 +1,4 @@
-"""The base of every widget here: it paints lines, and refreshes only the lines that changed since the last paint."""
+"""Base class of the widgets: paints lines, and refreshes only lines that changed since the last paint."""
 
 from typing import Any
 
@@ -14,10 +14,9 @@ from ..state.app_state import AppState
 class Canvas(Widget, can_focus=False):
     """A widget that draws ``Line``s.
 
-    A subclass gives ``draw`` (the lines, at most as many as the widget is high) and may give ``key`` (a small value
-    that differs whenever the drawing would): while the key stays, ``tick`` costs one comparison. Textual sends what a
-    dirty region covers and nothing is compared cell by cell, so the comparison of lines here is what keeps the line to
-    the terminal quiet.
+    A subclass defines ``draw`` (the lines, at most as many as the widget is high) and optionally ``key`` (a small value
+    that changes whenever the drawing would). While the key is equal, ``tick`` costs one comparison. Textual sends all
+    of a dirty region without comparing cells, so this class compares lines to limit the output to the terminal.
     """
 
     ALLOW_SELECT = False
@@ -33,11 +32,11 @@ class Canvas(Widget, can_focus=False):
 
     @property
     def theme(self) -> Theme:
-        """The palette and glyphs in force."""
+        """The current palette and glyphs."""
         return self.app_state.theme
 
     def key(self) -> Any:
-        """Return a value that changes whenever the drawing would; None draws every time."""
+        """Return a value that changes whenever the drawing would; None: always draw."""
         return None
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -58,7 +57,7 @@ class Canvas(Widget, can_focus=False):
         try:
             lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
         except (ArithmeticError, ValueError, OSError) as error:
-            # A recording may hold figures that no calendar and no graph has; the rest of the screen can do without.
+            # A recording may contain figures outside any calendar or graph; the other widgets are still drawn.
             lines = [Line(f" cannot be drawn: {type(error).__name__}: {error}", base).fit(width, base)]
         lines.extend(Line(" " * width, base) for _ in range(height - len(lines)))
         if not before or self._strips[0].cell_length != width:
@@ -76,7 +75,7 @@ class Canvas(Widget, can_focus=False):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        """Give Textual one line."""
+        """Return one line for Textual."""
         if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
             return self._strips[y]
         return Strip.blank(self.size.width, self.theme.base)
@@ -87,15 +86,15 @@ class Canvas(Widget, can_focus=False):
 
     @property
     def plain(self) -> str:
-        """What is drawn now, as text."""
+        """The present drawing as text."""
         return "\n".join(line.plain.rstrip() for line in self._lines)
 
 
 def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, int, int]:
-    """Find the columns to send of a changed line: x, y, width, height of a region.
+    """Return the region of a changed line to send: x, y, width, height.
 
-    Textual sends a partial line from its left end, so only an unchanged right end is worth leaving out. Where wide
-    characters make cells and characters differ, the line is sent whole.
+    Textual sends a partial line from its left end, so only an unchanged right end can be omitted. A line with wide
+    characters, where cells and characters differ, is sent whole.
     """
     if sum(len(text) for text, _ in new.parts) != width:
         return 0, y, width, 1

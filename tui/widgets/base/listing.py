@@ -1,11 +1,11 @@
-"""A list that scrolls: a selection that moves, a window that keeps it in view, and following the newest item."""
+"""A scrolling list with a selection that is kept in view, optionally following the newest item."""
 
 from ..drawing.line import Line
 from .canvas import Canvas
 
 
 class Listing(Canvas):
-    """A list of lines, one an item. A subclass counts the items and draws one."""
+    """A list with one line per item. A subclass counts the items and draws one."""
 
     selected = 0
     top = 0
@@ -14,7 +14,7 @@ class Listing(Canvas):
     empty = "nothing here"
 
     def count(self) -> int:
-        """Count the items."""
+        """Return the number of items."""
         raise NotImplementedError
 
     def item(self, index: int, width: int, selected: bool) -> Line:
@@ -22,12 +22,12 @@ class Listing(Canvas):
         raise NotImplementedError
 
     def head(self, width: int) -> list[Line]:
-        """Draw what stands above the items."""
+        """Draw the lines above the items."""
         del width
         return []
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the items in view, with a scroll mark at the right where there are more."""
+        """Draw the visible items, with a scroll mark at the right if there are more."""
         head, total = self.head(width), self.count()
         room = max(1, height - len(head))
         if self.follow:
@@ -59,7 +59,7 @@ class Listing(Canvas):
         self.tick(force=True)
 
     def page(self, direction: int) -> None:
-        """Move by a screenful."""
+        """Move by one screen."""
         self.move(direction * max(1, self.size.height - 2))
 
     def go_to(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""The fixed parts of a screen: the summary at the top; the alert strip, the replay bar and the keys at the foot."""
+"""The fixed parts of a screen: summary at the top; alert strip, replay bar and keys at the bottom."""
 
 from textual.binding import Binding
 
@@ -14,7 +14,7 @@ from .canvas import Canvas
 
 
 class SummaryBar(Canvas):
-    """The top of a screen: two lines, or one where its height is one."""
+    """The top of a screen: two lines, or one if its height is one."""
 
     def key(self) -> Summary:
         """Return the summary itself."""
@@ -33,12 +33,12 @@ class AlertStrip(Canvas):
     """A rule with the scale of graphs, and the latest alerts."""
 
     def key(self) -> tuple[object, ...]:
-        """Change with the alerts and the scale."""
+        """Return a value that changes with the alerts and the scale."""
         alerts = self.app_state.model.alerts
         return id(alerts), alerts.version, self.app_state.scale_words
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the rule and the alerts: what stands first, then the newest."""
+        """Draw the rule and the alerts: unresolved ones first, then the newest."""
         theme, alerts = self.theme, self.app_state.model.alerts
         lines = [self._rule(width)]
         shown = pressing(list(alerts))[: height - 1]
@@ -66,15 +66,15 @@ class AlertStrip(Canvas):
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:
-    """Order alerts by urgency: standing ones, newest first, then resolved ones."""
+    """Return alerts by urgency: unresolved ones, newest first, then resolved ones."""
     return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
 
 
 class ReplayBar(Canvas):
-    """The scrubber of a replay or of a live run rewound."""
+    """The scrubber of a replay or of a rewound live run."""
 
     def key(self) -> object:
-        """Return the playback itself, its time as it is shown."""
+        """Return the playback itself, with its displayed time."""
         source = self.app_state.source
         if source is None:
             return ()
@@ -89,16 +89,16 @@ class ReplayBar(Canvas):
 
 
 class KeyBar(Canvas):
-    """The keys of the screen in view on one line, most needed first; a message takes its place for a few seconds."""
+    """The keys of the visible screen on one line, the most needed first; messages replace it for a few seconds."""
 
     def key(self) -> object:
-        """Change with the message and the keys."""
+        """Return a value that changes with the message and the keys."""
         transport = self.app_state.source.transport if self.app_state.source else None
         keys = tuple(binding.key for binding in self.shown_bindings())
         return self.app_state.message, keys, transport is not None and transport.playing
 
     def shown_bindings(self) -> list[Binding]:
-        """List the screen's bindings that belong on the bar: its own first, in a replay those of the replay first."""
+        """Return the bindings on the bar: the screen's own first, in a replay those of the replay first."""
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
@@ -114,7 +114,7 @@ class KeyBar(Canvas):
         return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw as many keys as fit; help and detach always do."""
+        """Draw as many keys as fit, always with help and detach."""
         del height
         text, tone = self.app_state.message
         if text:
@@ -163,5 +163,5 @@ _NAMES = {
 
 
 def key_words(binding: Binding, theme: Theme) -> str:
-    """Write a binding's key as it stands on a keyboard."""
+    """Return a binding's key as labelled on a keyboard."""
     return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

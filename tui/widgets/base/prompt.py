@@ -1,4 +1,4 @@
-"""A line to type into: the filter after ``/``, and the place to go to."""
+"""An input line, for the filter after ``/`` and for the position to go to."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Prompt(Canvas, can_focus=True):
         self.text = ""
 
     def key(self) -> object:
-        """Change with the text and the focus."""
+        """Return a value that changes with the text and the focus."""
         return self.text, self.has_focus
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -49,7 +49,7 @@ class Prompt(Canvas, can_focus=True):
         return [line]
 
     def on_key(self, event: Key) -> None:
-        """Edit."""
+        """Edit the text."""
         if event.key in ("enter", "escape"):
             self._consume(event)
             self.post_message(self.Done(self.text, event.key == "enter"))

@@ -1,1 +1,1 @@
-"""Lines, colours, glyphs and figures: what every widget is painted with."""
+"""Lines, colours, glyphs and number formats of all widgets."""

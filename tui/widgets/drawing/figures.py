@@ -1,4 +1,4 @@
-"""Numbers as they stand on screen: short, in fixed places, units written where they first appear."""
+"""Formats numbers for the screen: short, with fixed places, with units at their first appearance."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def mib_signed(count: float) -> str:
 
 
 class Unit(NamedTuple):
-    """A unit for a whole table: its name, and how sizes and changes are written in it."""
+    """The unit of a whole table: its name, and the formats of sizes and changes."""
 
     name: str
     size: Callable[[float], str]
@@ -44,7 +44,7 @@ class Unit(NamedTuple):
 
 
 def gib_fixed(count: float) -> str:
-    """Format bytes as GiB with two decimals whatever their size, for columns: ``37.40``, ``0.04``."""
+    """Format bytes as GiB with always two decimals, for columns: ``37.40``, ``0.04``."""
     return f"{count / GIB:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""The characters the app draws with, each with a plain ASCII twin. All are one cell wide."""
+"""The characters of the app, each with an ASCII replacement. All are one cell wide."""
 
 import locale
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Glyphs:
-    """One character (or short text) for each thing the app draws."""
+    """Characters (or short texts) by their use."""
 
     eighths: str
     """Nine characters from an empty cell to a full one, filled from the bottom."""
     across: str
     """Characters from an empty cell to a full one, filled from the left."""
     reserved: str
-    """Reserved memory where colour cannot distinguish it from allocated memory."""
+    """Reserved memory without colour, to distinguish it from allocated memory."""
     peak: str
     spike: str
     rule: str
     cross: str
     bar: str
-    """Between columns."""
+    """Separator of columns."""
     dot: str
-    """Between words."""
+    """Separator of words."""
     selected: str
     marked: str
     unmarked: str
@@ -36,7 +36,7 @@ class Glyphs:
     track: str
     track_past: str
     back: str
-    """Points at what stands to its left."""
+    """Pointer to the left."""
     ellipsis: str
     scroll: str
     degree: str
@@ -47,7 +47,7 @@ class Glyphs:
 
     @property
     def is_ascii(self) -> bool:
-        """Return whether nothing but ASCII is drawn."""
+        """Whether all glyphs are ASCII."""
         return self.eighths.isascii()
 
 
@@ -143,7 +143,7 @@ ASCII = Glyphs(
 
 
 def choose(ascii_only: bool) -> Glyphs:
-    """Return the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
+    """Return the glyphs for this terminal: ASCII on request, or if the locale cannot print block characters."""
     if ascii_only:
         return ASCII
     encoding = locale.getpreferredencoding(False)

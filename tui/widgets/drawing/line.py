@@ -1,4 +1,4 @@
-"""Building one screen line from styled pieces: cheap, measured in cells, cut or padded to a width."""
+"""Builds screen lines from styled pieces, measured in cells, cut or padded to a width."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from ....protocol.text import sanitize
 
 
 def width_of(text: str) -> int:
-    """Measure text in terminal cells."""
+    """Return the width of text in terminal cells."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """Shorten text to at most ``width`` cells, the last one an ellipsis when something was left out."""
+    """Return text cut to at most ``width`` cells, with an ellipsis at the end if it is cut."""
     if width <= 0:
         return ""
     if width_of(text) <= width:
@@ -25,7 +25,7 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def tail(text: str, width: int) -> str:
-    """Return the end of a text that fits in ``width`` cells."""
+    """Return the end of a text, at most ``width`` cells."""
     text = text[-width:] if width > 0 else ""
     while width_of(text) > width:
         text = text[1:]
@@ -33,7 +33,7 @@ def tail(text: str, width: int) -> str:
 
 
 def fitting(parts: Iterable[str], gap: str, width: int) -> str:
-    """Join as many of the first parts as fit in ``width`` cells."""
+    """Return as many of the first parts as fit in ``width`` cells, joined."""
     joined = ""
     for part in parts:
         longer = joined + gap + part if joined else part
@@ -44,7 +44,7 @@ def fitting(parts: Iterable[str], gap: str, width: int) -> str:
 
 
 class Line:
-    """A line in the making. Neighbouring pieces of one style become one segment."""
+    """A line under construction. Adjacent pieces of one style become one segment."""
 
     __slots__ = ("parts", "width")
 
@@ -55,7 +55,7 @@ class Line:
             self.add(text, style)
 
     def add(self, text: str, style: Style) -> "Line":
-        """Append text; control characters are removed from it, whatever its source."""
+        """Append text without its control characters."""
         if text:
             if not text.isprintable():
                 text = sanitize(text)
@@ -95,12 +95,12 @@ class Line:
         return "".join(text for text, _ in self.parts)
 
     def strip(self) -> Strip:
-        """Turn it into what Textual draws."""
+        """Return the line as Textual's strip."""
         return Strip([Segment(text, style) for text, style in self.parts], self.width)
 
 
 def spread(left: Line, right: Line, width: int, style: Style) -> Line:
-    """Put lines at the left and right end of ``width`` cells; the left one is cut when both do not fit."""
+    """Return a line of ``width`` cells with lines at its ends; the left one is cut if both do not fit."""
     room = width - right.width
     if room < 1:
         return left.fit(width, style)
@@ -108,7 +108,7 @@ def spread(left: Line, right: Line, width: int, style: Style) -> Line:
 
 
 def beside(lines: Iterable[Line], gap: str, style: Style) -> Line:
-    """Join lines with a gap between them, empty lines left out."""
+    """Return the non-empty lines joined with a gap."""
     joined = Line()
     for line in lines:
         if line.width:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Palette:
-    """Every colour a widget may use, as ``#rrggbb``. The colour of a phase is the same on every screen."""
+    """All colours of widgets, as ``#rrggbb``. A phase has the same colour on every screen."""
 
     name: str
     dark: bool
     background: str
     raised: str
-    """Behind a selected line or a dialog."""
+    """Background of a selected line or a dialog."""
     text: str
     dim: str
     faint: str

@@ -1,4 +1,4 @@
-"""How a renderer draws: palette, glyphs, and whether colour may be used at all."""
+"""Settings of drawing: palette, glyphs, and whether colour is used."""
 
 from functools import lru_cache
 
@@ -31,7 +31,7 @@ def _style(fg: str | None, bg: str | None, bold: bool, dim: bool, reverse: bool)
 
 
 class Theme:
-    """Palette, glyphs and colour, with the styles made of them.
+    """Palette, glyphs and colour, with the resulting styles.
 
     A tone is the name of a colour of the palette (``text``, ``dim``, ``accent`` ...) or a colour ``#rrggbb``. Without
     colour a style keeps only bold, dim and reverse.
@@ -45,7 +45,7 @@ class Theme:
 
     @property
     def plain_graphs(self) -> bool:
-        """Return whether graphs must keep their parts apart by character, not by colour."""
+        """Whether graphs must distinguish their parts by characters instead of colours."""
         return not self.color or self.glyphs.is_ascii
 
     def tone(self, name: str) -> str:

@@ -9,7 +9,7 @@ from .line import width_of
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break text at blanks into lines of at most ``width`` cells; longer words are broken too."""
+    """Return text broken at blanks into lines of at most ``width`` cells; longer words are broken too."""
     width = max(8, width)
     lines: list[str] = []
     line = ""

@@ -1,4 +1,4 @@
-"""Alerts as lines: the strip at the foot of the overview, the rows of the alert list, and one alert in full."""
+"""Draws alerts: the strip at the bottom of the overview, the rows of the alert list, and an alert's details."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,14 @@ from .cause_lines import cause_lines, stack_lines
 from .scrubber import time_of_day
 
 _MOMENTS = ("last_recorded", "since", "time", "started")
-"""Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
+"""Evidence that is a time, if it is large enough (``_EPOCH``: seconds since 1970, in 2001)."""
 _EPOCH = 1e9
 _RANKS = ("hung", "waiting")
 """Evidence that is a list of ranks."""
 
 
 def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
-    """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
+    """Draw one alert on one line: time, severity, title, and at the right whether it is resolved."""
     ground = "raised" if selected else "background"
     glyph, tone = theme.severity(alert.severity)
     over = alert.resolved
@@ -50,7 +50,7 @@ def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, h
 def alert_detail(
     alert: Alert, width: int, theme: Theme, cause: Cause | None = None, unfolded: bool = False
 ) -> list[Line]:
-    """Draw one alert in full: what, where, what it means, the code it came from where that is known, the evidence."""
+    """Draw an alert's details: title, place, explanation, the code that caused it if known, the evidence."""
     base, dim = theme.base, theme.style("dim")
     glyph, tone = theme.severity(alert.severity)
     lines = [
@@ -97,7 +97,7 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
 def evidence_lines(
     evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3, unit: str = ""
 ) -> list[Line]:
-    """Draw evidence as names and figures in the units that the names end in; ``unit`` is of names without one."""
+    """Draw evidence as names and figures in the units of the names' suffixes; ``unit``: for names without one."""
     base, dim = theme.base, theme.style("dim")
     names = {
         key: f"ranks {key}" if key in _RANKS and isinstance(value, list) else words(key)
@@ -120,7 +120,7 @@ def evidence_lines(
 
 
 def words(key: str) -> str:
-    """Turn a field name into words, its unit left to the figure."""
+    """Return a field name as words, without its unit, which the figure has."""
     key = key.removesuffix("_per_s")
     for suffix in ("_bytes", "_us", "_ms", "_s", "_seconds"):
         key = key.removesuffix(suffix)

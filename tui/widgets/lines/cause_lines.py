@@ -1,4 +1,4 @@
-"""Which code a spike came from: its size, what finding it out cost, and the stacks with the bytes each allocated."""
+"""Draws the code that caused a spike: its size, the cost of recording it, and the stacks with their bytes."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap
 
 SHORT_LIST = 3
-"""Stacks that are shown while the list is folded."""
+"""Stacks shown while the list is folded."""
 
 
 def cause_lines(
     cause: Cause, verdict: SpikeVerdict | None, width: int, theme: Theme, unfolded: bool = False
 ) -> list[Line]:
-    """Draw a cause: a head, what the hub made of it, the evidence, and its stacks.
+    """Draw a cause: a head, the hub's verdict, the evidence, and its stacks.
 
     Args:
-        cause: what the rank found.
-        verdict: what the hub made of it; None where it made nothing of it.
+        cause: the rank's report.
+        verdict: the hub's verdict, or None.
         width: cells.
-        theme: how.
-        unfolded: all stacks with all frames, not the first ones in short.
+        theme: settings of drawing.
+        unfolded: whether to draw all stacks with all frames, instead of the first ones in short.
     """
     lines = [cause_head(cause, theme)]
     for index, words in enumerate(verdict_words(verdict) if verdict is not None else []):
@@ -79,5 +79,5 @@ def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
 
 
 def stack_lines(groups: Sequence[StackGroup], width: int, theme: Theme) -> list[Line]:
-    """Draw stacks in short, as in an alert's evidence."""
+    """Draw stacks in short form, as in an alert's evidence."""
     return [_group_line(group, group.bytes, width, theme) for group in groups]

@@ -1,4 +1,4 @@
-"""One line of a rank's output, as it stands in the logs and below a rank."""
+"""Draws one line of a rank's output, for the logs and the rank screen."""
 
 from ....protocol.text import sanitize
 from ...model.logs import LogEntry

@@ -1,4 +1,4 @@
-"""The bar of a replay, and of a live run rewound: state, speed, time, alerts marked on a track, step, way back."""
+"""Draws the bar of a replay, or of a rewound live run: state, speed, time, a track with alerts, step, keys."""
 
 import time as clock
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ..drawing.theme import Theme
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """Where a replay stands; times are seconds since the epoch."""
+    """Position of a replay; times are seconds since the epoch."""
 
     first: float
     last: float
@@ -18,7 +18,7 @@ class Playback:
     speed: float
     step: int = 0
     live: bool = False
-    """The run continues: the bar shows the way back to it."""
+    """Whether the run is live, so that the bar shows the key that returns to it."""
     seeking: bool = False
     marks: tuple[tuple[float, str], ...] = ()
     """(time, severity) of every alert."""

@@ -1,4 +1,4 @@
-"""The two lines at the top of every screen: is it training, how far, how fast, and will it fit."""
+"""Draws the two lines at the top of every screen: state, progress, speed, and peak memory."""
 
 from dataclasses import dataclass
 
@@ -10,33 +10,33 @@ from ..drawing.theme import Theme
 from ..plots.spark import spark
 
 WITH_EVALUATION = 92
-"""Columns from which on the second line has the evaluation's loss too."""
+"""Minimum columns of a second line with the evaluation's loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The run at one moment; seconds, bytes; None: not known."""
+    """Figures of a run at one moment; seconds, bytes; None: not known."""
 
     name: str
     state: str = "starting"
     trouble: str = ""
     """Trouble of ranks in a few words, such as ``1 hung, 3 waiting``."""
     job: int = 0
-    """The number of the job, where the run has several."""
+    """Number of the job if the run has several, else 0."""
     activity: str = ""
     """Current activity other than steps, shown instead of the run's state: ``evaluation 12/40``."""
     step: int = 0
     total_steps: int | None = None
     epochs: str = ""
-    """Epochs that are done and planned, where there is room: ``1.25 / 3``."""
+    """Finished and planned epochs, shown if there is room: ``1.25 / 3``."""
     seconds_left: float | None = None
     stalled_seconds: int | None = None
     """Seconds for which ranks have blocked the run; None while it makes progress."""
     ended: str = ""
-    """How the run ended, once it has."""
+    """How the run ended; empty before."""
     loss: float | None = None
     losses_by_name: tuple[tuple[str, float], ...] = ()
-    """The loss of each engine or optimizer where several train."""
+    """Loss of each engine or optimizer if several train."""
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None
     tokens_per_second: float | None = None
@@ -48,9 +48,9 @@ class Summary:
     predicted: int = 0
     """Predicted peak, with that batch, of the phase with the highest peak; 0: not known."""
     parted: bool = False
-    """They differ by more than the prediction's expected error."""
+    """Whether peak and prediction differ by more than the prediction's expected error."""
     setup: str = ""
-    """Parameters, ZeRO stage, ranks: shown where there is room."""
+    """Parameters, ZeRO stage, ranks; shown if there is room."""
     connection: str = ""
     """Problem of the source, such as ``the hub is gone: reconnecting``."""
 
@@ -61,10 +61,10 @@ def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
 
 
 def first_line(summary: Summary, width: int, theme: Theme) -> Line:
-    """Draw name, state, step and time left; a wide line also shows what is being trained.
+    """Draw name, state, step and time left; a wide line also shows the setup.
 
-    Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state. If the run
-    stands still, that word goes before the time.
+    In a narrow line trouble is kept: the name is cut, then the time left is omitted, then the word of the state. If the
+    run makes no progress, that word is omitted before the time.
     """
     base = theme.base
     progress = _progress(summary, theme)
@@ -88,7 +88,7 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
 
 
 def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) -> Line:
-    """Draw them; in so little ``room`` (columns; 0: there is enough) without the word of the state beside trouble."""
+    """Draw name and state; with limited ``room`` (columns; 0: enough) without the word of the state beside trouble."""
     base = theme.base
     left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
     left.add(cut(summary.name, name_width, theme.glyphs.ellipsis), theme.style(bold=True)).add("   ", base)
@@ -129,7 +129,7 @@ def _time(summary: Summary, theme: Theme) -> Line:
 
 
 def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
-    """Draw the highest peak against capacity, and the prediction; nothing before the first peak."""
+    """Draw the highest peak relative to capacity, and the prediction; empty before the first peak."""
     dim = theme.style("dim")
     if not summary.peak:
         return Line()
@@ -142,7 +142,7 @@ def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -
 
 
 def second_line(summary: Summary, width: int, theme: Theme) -> Line:
-    """Draw the loss with its sparkline, throughput, step time and the highest peak against capacity."""
+    """Draw the loss with its sparkline, throughput, step time and the highest peak relative to capacity."""
     dim, base = theme.style("dim"), theme.base
     peak = _peak(summary, "highest peak " if width >= 76 else "peak ", theme)
     rates: list[Line] = []

@@ -1,4 +1,4 @@
-"""Lines of the allocator screen: rates by phase, the course over the sampled steps, the other ranks."""
+"""Draws the allocator screen: rates by phase, graphs over the sampled steps, the other ranks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,11 +14,11 @@ from ..drawing.theme import Theme
 from ..plots.memory_graph import Column, Scale, memory_graph
 
 _LABEL = 33
-"""Cells before a graph: what it shows, and its latest figure."""
+"""Cells before a graph, for its name and latest figure."""
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
-    """Draw the rule with the rank and the step that was sampled last."""
+    """Draw the rule with the rank and the latest sampled step."""
     rule = theme.style("rule")
     line = Line(theme.glyphs.rule, rule).add(" allocator of ", theme.style("dim"))
     line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))
@@ -32,7 +32,7 @@ def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
 
 
 def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
-    """Draw the table of the last sampled step: a head, a line a phase, and the step as a whole."""
+    """Draw the table of the last sampled step: a head, a line per phase, and the whole step."""
     last = rank.allocator.last
     if last is None:
         return []
@@ -70,7 +70,7 @@ def _grown(size: int) -> str:
 
 
 def course_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list[Line]:
-    """Draw the course of the sampled steps, each graph ``height`` rows high, and that of unused memory over the run."""
+    """Draw graphs over the sampled steps, each ``height`` rows high, and of unused memory over the run."""
     samples = rank.allocator.samples
     if not samples:
         return []
@@ -87,7 +87,7 @@ def course_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list
 
 
 def unused_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list[Line]:
-    """Draw how much of what is reserved was not allocated at the peaks, over the whole run: fragmentation, mostly."""
+    """Draw the part of reserved memory not allocated at the peaks, over the whole run: mostly fragmentation."""
     room = max(8, width - _LABEL - 1)
     columns = rank.timeline.whole(room)
     shares = [
@@ -100,7 +100,7 @@ def unused_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list
 
 
 def unused_share(rank: RankModel) -> float | None:
-    """Return the share of reserved memory that was not allocated at the last step's peak; None: not known."""
+    """Return the share of reserved memory not allocated at the last step's peak; None: not known."""
     last = rank.last
     if last is None or rank.on_cpu or not last.phases:
         return None
@@ -110,7 +110,7 @@ def unused_share(rank: RankModel) -> float | None:
 
 
 def free_line(rank: RankModel, width: int, theme: Theme) -> Line | None:
-    """Draw what the unused memory consists of: whether a large allocation finds a place in it."""
+    """Draw the parts of unused memory, which show whether a large allocation fits into it."""
     last = rank.allocator.last
     if last is None or not last.reserved_bytes:
         return None
@@ -125,7 +125,7 @@ def free_line(rank: RankModel, width: int, theme: Theme) -> Line | None:
 
 
 def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:
-    """Draw how often the allocator had to give its cache back to the device before it could go on, and when."""
+    """Draw the number and steps of the allocator's retries, each a flush of its cache to the device."""
     retries = rank.allocator.retries or 0
     line = Line(f" {'retries (cudaMalloc flushes)':<{_LABEL}}", theme.style("warning" if retries else "dim"))
     if not retries:
@@ -141,7 +141,7 @@ def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:
 def _graph(
     label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, theme: Theme
 ) -> list[Line]:
-    """Draw one graph with its label and latest figure at the left of its foot; pooled by maximum to the room."""
+    """Draw a graph with its label and latest figure at the bottom left; values are pooled by maximum to the room."""
     shown = stretched(pooled(values, room), room)
     rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme)
     lines = [Line()] if height > 2 else []
@@ -154,7 +154,7 @@ def _graph(
 
 
 def _toned(row: Line, tone: str, theme: Theme) -> Line:
-    """Colour a graph drawn in the tone of allocated memory in another."""
+    """Return a row drawn in the tone of allocated memory in another tone."""
     if tone == "allocated" or theme.plain_graphs:
         return row
     solid, ground = theme.style("text", "allocated"), theme.style("allocated")
@@ -169,7 +169,7 @@ def _toned(row: Line, tone: str, theme: Theme) -> Line:
 
 
 def pooled(values: Sequence[int], width: int) -> list[int]:
-    """Reduce values to at most ``width`` by the highest of neighbours."""
+    """Return at most ``width`` values, each the highest of its neighbours."""
     if len(values) <= width:
         return list(values)
     edges = [index * len(values) // width for index in range(width + 1)]
@@ -177,13 +177,13 @@ def pooled(values: Sequence[int], width: int) -> list[int]:
 
 
 def stretched(values: Sequence[int], width: int) -> list[int]:
-    """Draw each value over as many cells as fill most of ``width``, eight at the most."""
+    """Repeat each value over as many cells as fill most of ``width``, at most eight."""
     cells = max(1, min(8, width // max(1, len(values))))
     return [value for value in values for _ in range(cells)]
 
 
 def rank_lines(ranks: Sequence[RankModel], selected: int, height: int, theme: Theme) -> list[Line]:
-    """Draw a line a rank, the selected one in view: its last sampled step, its retries, its unused memory."""
+    """Draw a line per rank, the selected one in view: last sampled step, retries, unused memory."""
     if len(ranks) < 2 or height < 3:
         return []
     head = f"   rank{'step':>9}{'allocations':>13}{'allocated':>12}{'grew':>12}{'retries':>9}{'unused':>8}"

@@ -1,4 +1,4 @@
-"""The memory of one rank as lines: where a step's peak comes from, which phase leads, and what made the last spike."""
+"""Draws the memory of one rank: the composition of a step's peak, the leading phase, the cause of the last spike."""
 
 from dataclasses import dataclass
 
@@ -28,30 +28,30 @@ class MemoryChoice:
     phase: str = ""
     """Empty: the phase with the highest peak."""
     highest: bool = False
-    """The analysed step with the run's highest peak, in place of the latest."""
+    """Whether to show the analysed step with the run's highest peak instead of the latest."""
     unfolded: bool = False
-    """All stacks of the cause, with all frames."""
+    """Whether to show all stacks of the cause, with all frames."""
 
 
 def composition_of(rank: RankModel, choice: MemoryChoice) -> Composition | None:
-    """Return the step that is in view."""
+    """Return the composition of the visible step."""
     return rank.memory.highest if choice.highest else rank.memory.latest
 
 
 def fall_of(rank: RankModel, choice: MemoryChoice, sample: DeviceSample | None) -> Waterfall | None:
-    """Make the waterfall in view; None before the first step."""
+    """Return the visible waterfall; None before the first step."""
     composition = composition_of(rank, choice)
     made = waterfall(rank, composition, choice.phase, sample) if composition is not None else None
     return made or unanalysed(rank, choice.phase, sample)
 
 
 def cause_of(rank: RankModel, phase: str) -> Cause | None:
-    """Return the cause to show with a phase: its own, else that of the largest transient there is."""
+    """Return the cause to show with a phase: its own, else that of the largest transient."""
     return rank.memory.causes.get(phase) or rank.memory.cause
 
 
 def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, theme: Theme) -> list[Line]:
-    """Draw the step's peak, the next phase, and the choice of phases."""
+    """Draw the step's peak, the next phase, and the selection of phases."""
     dim, base = theme.style("dim"), theme.base
     top, highest = fall.standing[0]
     at_top = fall.phase == top
@@ -99,17 +99,17 @@ def body_lines(
     theme: Theme,
     prediction: Prediction | None = None,
 ) -> list[Line]:
-    """Draw what scrolls: the waterfall, what limits it, the lead in words, and the cause of the last spike.
+    """Draw the scrolling part: the waterfall, its limits, the lead in words, and the cause of the last spike.
 
     Args:
-        rank: the rank in view.
+        rank: the visible rank.
         fall: its waterfall.
-        choice: what a person chose.
-        verdict: the hub's cause of the last spike, if any.
-        why: why no step was analysed yet and what comes; shown in that case only.
+        choice: the user's selections.
+        verdict: the hub's verdict on the last spike, if any.
+        why: reason why no step was analysed yet; shown in that case only.
         width: cells.
-        theme: how.
-        prediction: of the run, to be shown beside it.
+        theme: settings of drawing.
+        prediction: the run's prediction, for comparison.
     """
     cause = cause_of(rank, fall.phase)
     note = ""
@@ -143,7 +143,7 @@ def body_lines(
 
 
 def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, theme: Theme) -> list[Line]:
-    """Draw the phases' peaks beside the prediction, or why there is nothing to compare."""
+    """Draw the phases' peaks with the prediction, or the reason why they cannot be compared."""
     if prediction is None:
         return []
     found = compared_phases(rank, prediction)

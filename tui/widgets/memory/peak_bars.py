@@ -1,4 +1,4 @@
-"""What each rank's peak is made of, as stacked bars side by side: wide for a few ranks, a column each for hundreds."""
+"""Draws the composition of each rank's peak as stacked bars: wide for a few ranks, a column each for hundreds."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ PART_FILLS = {
     "unattributed": "?",
     "unused": "-",
 }
-"""Characters of the parts where colour cannot distinguish them."""
+"""Characters of the parts without colour."""
 
 _AXIS = 8
 _WIDEST = 20
@@ -31,16 +31,16 @@ _WIDEST = 20
 def peak_bars(
     bars: Sequence[RankBar], phase: str, selected: int, capacity: int, width: int, height: int, theme: Theme
 ) -> list[Line]:
-    """Draw the bars with an axis at the left, the ranks below, and the parts' colours at the foot.
+    """Draw the bars with an axis at the left, the ranks below, and the parts' colours at the bottom.
 
     Args:
         bars: one for each rank, in rank order.
-        phase: the phase they are of; empty for each rank's highest.
-        selected: the rank that is marked.
-        capacity: bytes of the smallest device, for words at the top; 0: not known.
+        phase: the phase of the peaks; empty for each rank's highest.
+        selected: the marked rank.
+        capacity: bytes of the smallest device, for the text at the top; 0: not known.
         width: cells.
         height: lines.
-        theme: how.
+        theme: settings of drawing.
     """
     groups = grouped(bars, max(1, width - _AXIS - 1))
     legend = _legend(bars, width, theme)
@@ -59,18 +59,18 @@ def peak_bars(
 
 
 def grouped(bars: Sequence[RankBar], columns: int) -> list[Sequence[RankBar]]:
-    """Put ranks into at most ``columns`` groups of neighbours, all but the last of one size."""
+    """Return ranks in at most ``columns`` groups of neighbours, all but the last of equal size."""
     size = max(1, -(-len(bars) // max(1, columns)))
     return [bars[at : at + size] for at in range(0, len(bars), size)]
 
 
 def _shown(group: Sequence[RankBar]) -> RankBar:
-    """Choose who stands for a group: the rank with the highest peak."""
+    """Return the representative of a group: the rank with the highest peak."""
     return max(group, key=lambda bar: bar.peak)
 
 
 def _fill(bar: RankBar, top: int, rows: int, plain: bool) -> list[tuple[str, int, int]]:
-    """Give part, first and last eighth of a row, from the foot up."""
+    """Return part, first and last eighth of a row, from the bottom up."""
     found: list[tuple[str, int, int]] = []
     at = total = 0
     for name, size in bar.parts:
@@ -153,7 +153,7 @@ def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, t
 
 
 def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, theme: Theme) -> Line:
-    """Draw each peak below its bar where that fits, else the selected rank's and the extremes as text."""
+    """Draw each peak below its bar if that fits, else the selected rank's and the extremes as text."""
     bars = [bar for group in groups for bar in group]
     if cell >= 6 and len(groups) == len(bars):
         line = Line(f"{'GiB':>{_AXIS - 2}}  ", theme.style("dim"))
@@ -174,7 +174,7 @@ def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int,
 
 
 def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
-    """Name the parts that are there, with their colours, in as many lines as they need."""
+    """Draw the names of the existing parts with their colours, in as many lines as they need."""
     names = dict.fromkeys(name for bar in bars for name, _ in bar.parts)
     order = [name for name in PART_FILLS if name in names] + [name for name in names if name not in PART_FILLS]
     lines = [Line(" ", theme.base)]

@@ -1,4 +1,4 @@
-"""The phase table of a rank's last step: time, memory at start, end and peak, what stayed, what came and went."""
+"""Draws the phase table of a rank's last step: time, memory at start, end and peak, growth and transient."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from ..drawing.line import Line
 from ..drawing.theme import Theme
 
 _SMALL = 2 * 2**30
-"""A step whose peak is below this is shown in MiB."""
+"""Peaks below this are shown in MiB."""
 
 
 def phase_table(table: Sequence[PhaseRow], width: int, theme: Theme) -> list[Line]:
-    """Draw the table: a head and a line a phase; the phase that makes the step's peak is marked."""
+    """Draw the table: a head and a line per phase; the phase with the step's peak is marked."""
     dim = theme.style("dim")
     resident = any(row.resident is not None for row in table)
     device = any(row.device_ms is not None for row in table)

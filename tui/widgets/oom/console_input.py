@@ -1,4 +1,4 @@
-"""The line of a console: edited in place, continued over several lines where Python would, with a history."""
+"""The input line of a console, continued over several lines as in Python, with a history."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ..state.app_state import AppState
 
 
 class ConsoleInput(Canvas, can_focus=True):
-    """One piece of code in the making. Enter posts ``Entered`` once Python would run it; escape posts ``Left``."""
+    """Edits one piece of code. Enter posts ``Entered`` once the code is complete; escape posts ``Left``."""
 
     @dataclass
     class Entered(Message):
@@ -33,12 +33,12 @@ class ConsoleInput(Canvas, can_focus=True):
         super().__init__(app_state, name=name)
         self.session: ConsoleSession | None = None
         self.before = ""
-        """Lines that are complete, of code that is not; each ends with a newline."""
+        """Earlier lines of incomplete code; each ends with a newline."""
         self.text = ""
         self.cursor = 0
 
     def key(self) -> object:
-        """Change with the text, the cursor and the focus."""
+        """Return a value that changes with the text, the cursor and the focus."""
         return self.before, self.text, self.cursor, self.has_focus
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -60,7 +60,7 @@ class ConsoleInput(Canvas, can_focus=True):
         return [line]
 
     def on_key(self, event: Key) -> None:
-        """Edit."""
+        """Edit the code."""
         if event.key == "enter":
             self._enter()
         elif event.key == "escape":
@@ -76,7 +76,7 @@ class ConsoleInput(Canvas, can_focus=True):
         self.tick()
 
     def on_paste(self, event: Paste) -> None:
-        """Insert pasted text: whole lines are lines of the code."""
+        """Insert pasted text; its whole lines become lines of the code."""
         event.stop()
         code = self.before + self.text[: self.cursor] + event.text.replace("\r\n", "\n").replace("\r", "\n")
         self._put("".join(each for each in code if each == "\n" or each.isprintable()) + self.text[self.cursor :])
@@ -128,7 +128,7 @@ class ConsoleInput(Canvas, can_focus=True):
         code = self.before + self.text
         if not code.strip():
             self._put("")
-        # As in Python's own console an empty line ends a block.
+        # As in Python's own console, an empty line ends a block.
         elif is_complete(code) or (self.before and not self.text.strip()):
             self._put("")
             self.post_message(self.Entered(code.rstrip("\n")))

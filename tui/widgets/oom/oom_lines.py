@@ -1,4 +1,4 @@
-"""The report of an out-of-memory error, drawn: verdict, remedies, figures, batch, the other ranks, where it failed."""
+"""Draws the report of an out-of-memory error: verdict, remedies, figures, batch, other ranks, failing code."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,27 +21,27 @@ from ..memory.peak_bars import PART_FILLS
 from .what_if_lines import what_if_lines
 
 _MOST_WIDE = 118
-"""Sentences get no longer than this: longer lines are hard to read."""
+"""Widest sentence: longer lines are hard to read."""
 _FRAMES, _HOLDERS = 16, 8
 _TWO_COLUMNS = 150
-"""From this width on what the report rests on stands beside what it means."""
+"""Minimum width for the evidence beside the verdict."""
 _WIDE = 100
-"""From this width on there is room for reserved memory beside the collective a rank was in."""
+"""Minimum width for a rank's reserved memory beside its collective."""
 
 
 def report_lines(
     case: OomCase, model: RunModel, place: str, acts: bool, width: int, theme: Theme, what_if: WhatIf | None = None
 ) -> list[Line]:
-    """Draw a report, top to bottom; in a wide terminal in two columns: the verdict, and its evidence.
+    """Draw a report; in a wide terminal in two columns, the verdict and its evidence.
 
     Args:
         case: the error.
-        model: the run, for what is going on now.
-        place: where its snapshot is, in words.
-        acts: whether anything can be done to the rank from here.
+        model: the run, for its present state.
+        place: place of its snapshot, in words.
+        acts: whether commands to the rank are possible.
         width: cells.
-        theme: how.
-        what_if: changes of the run that were predicted, or are.
+        theme: settings of drawing.
+        what_if: predicted changes of the run, also while they are computed.
     """
     asked = what_if or WhatIf()
     if width < _TWO_COLUMNS:
@@ -75,7 +75,7 @@ def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: i
 
 
 def _rest(case: OomCase, place: str, width: int, theme: Theme) -> list[Line]:
-    """List what it was made of, and where everybody was."""
+    """Draw the composition of memory, and the places of all ranks."""
     oom, lines = case.oom, list[Line]()
     if oom.parts:
         lines += _section("allocated was", _parts(oom, width, theme), theme)
@@ -138,7 +138,7 @@ def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _parts(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
-    """Draw what was allocated by part, a bar each against the largest."""
+    """Draw allocated bytes by part, each with a bar relative to the largest."""
     total = max(1, sum(oom.parts.values()))
     largest = max(1, *oom.parts.values())
     labels = LABELS | (CPU_LABELS if oom.measure != "cuda" else {})
@@ -171,7 +171,7 @@ def _holders(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _place(frames: list[str]) -> str:
-    """Name a stack by its innermost frame, and the innermost of the person's own code."""
+    """Return the place of a stack: its innermost frame, and the innermost one in user code."""
     parts = [split_frame(frame) for frame in reversed(frames)]
     if not parts:
         return "no Python stack recorded"

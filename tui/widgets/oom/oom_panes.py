@@ -1,4 +1,4 @@
-"""The parts of the out-of-memory screen: head with its views, the report that scrolls, the console's output."""
+"""The parts of the out-of-memory screen: head with its views, scrolling report, console output."""
 
 import time
 
@@ -19,23 +19,23 @@ VIEWS = ("report", "stacks", "blocks", "segments", "console")
 
 
 class OomCanvas(Canvas):
-    """Something that is drawn of one error."""
+    """Base class of a part that shows one error."""
 
     case_key: CaseKey | None = None
 
     @property
     def case(self) -> OomCase | None:
-        """The error in view; None where it is unknown at the moment shown."""
+        """The visible error; None if it is unknown at the displayed moment."""
         return self.app_state.model.ooms.get(self.case_key)
 
 
 class OomHead(OomCanvas):
-    """Whose error it is, the verdict in one line, and the views."""
+    """The rank of the error, the verdict in one line, and the views."""
 
     view = "report"
 
     def key(self) -> object:
-        """Change with the case, the view, and each second of being held."""
+        """Return a value that changes with the case, the view, and each second of being held."""
         model, case = self.app_state.model, self.case
         held = int(model.now - held_since(model, case)) if case is not None and held_since(model, case) else -1
         return model.ooms.version, id(model.ooms), self.case_key, self.view, held
@@ -89,12 +89,12 @@ class OomReportView(OomCanvas):
 
     top = 0
     place = ""
-    """Where the snapshot is, in words."""
+    """Place of the snapshot, in words."""
     acts = False
-    """Whether anything can be done to the rank from here."""
+    """Whether commands to the rank are possible."""
 
     def key(self) -> object:
-        """Change with the case; while its rank is held, with each second."""
+        """Return a value that changes with the case; while its rank is held, with each second."""
         model, case = self.app_state.model, self.case
         held = int(model.now) if case is not None and held_since(model, case) else 0
         asked = self._what_if
@@ -108,7 +108,7 @@ class OomReportView(OomCanvas):
         return runs.found if runs is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the part in view, and a mark where there is more."""
+        """Draw the visible part, and a mark if there is more."""
         case, theme = self.case, self.theme
         if case is None:
             return [Line(" the run has no out-of-memory error at this moment", theme.style("dim"))]
@@ -129,16 +129,16 @@ class OomReportView(OomCanvas):
 
 
 class ConsoleOutput(OomCanvas):
-    """What was typed and what came back, the newest at the foot."""
+    """The console's input and output, the newest at the bottom."""
 
     session: ConsoleSession | None = None
     refusal = ""
-    """Why there is no console here; empty where there is one."""
+    """Reason why there is no console; empty if there is one."""
     back = 0
     """Lines scrolled back from the newest."""
 
     def key(self) -> object:
-        """Change with the session; while code runs, with each second."""
+        """Return a value that changes with the session; while code runs, with each second."""
         session = self.session
         waiting = int(self.app_state.model.now) if session is not None and session.waiting_since else 0
         return id(session), session.version if session else 0, self.refusal, self.back, waiting
@@ -166,7 +166,7 @@ class ConsoleOutput(OomCanvas):
         return lines[max(0, end - height) : end]
 
     def scroll(self, lines: int) -> None:
-        """Scroll back (negative) or forth."""
+        """Scroll back (negative) or forward."""
         self.back = max(0, self.back - lines)
         self.tick(force=True)
 

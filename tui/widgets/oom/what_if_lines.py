@@ -1,4 +1,4 @@
-"""Changes of a run, each predicted by a dry run of this job, as a table below an out-of-memory error's verdict."""
+"""Draws predicted changes of a run, each from a dry run of its job, as a table below an out-of-memory verdict."""
 
 import time
 
@@ -13,7 +13,7 @@ _MOST_WIDE = 118
 
 
 def what_if_lines(found: WhatIf, width: int, theme: Theme) -> list[Line]:
-    """Draw how far the dry runs are, or what they found; nothing before they were asked for."""
+    """Draw the progress or results of the dry runs; empty before their request."""
     if found.state == "none":
         return []
     lines = [Line(), Line(" what if: verified by dry runs of this job", theme.style("accent", bold=True))]

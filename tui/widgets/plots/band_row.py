@@ -1,4 +1,4 @@
-"""A row of bands below a timeline: phases in their colours, other spans in two tones in turn, each with its name."""
+"""Draws a row of named bands below a timeline: phases in their colours, other spans in two alternating tones."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +12,10 @@ def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int,
     """Draw the bands over ``width`` columns.
 
     Args:
-        bands: in their order, none over another.
-        column_of: gives an entry's column, from below 0 to beyond ``width`` when it is out of view.
+        bands: in order, without overlap.
+        column_of: returns an entry's column, below 0 or beyond ``width`` if it is out of view.
         width: cells.
-        theme: how.
+        theme: settings of drawing.
     """
     owner = [-1] * width
     for number, band in enumerate(bands):

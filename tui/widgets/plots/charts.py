@@ -21,7 +21,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart over steps. ``unit`` belongs to the y axis; ``floor`` keeps zero in view."""
+    """A chart over steps. ``unit``: of the y axis; ``floor``: whether the axis includes zero."""
 
     title: str
     unit: str
@@ -41,7 +41,7 @@ def chart_lines(chart: Chart, width: int, height: int, theme: Theme) -> list[Lin
 
 
 def _markers(theme: Theme) -> tuple[list[str], list[str]]:
-    """Give plotext's marker of each series, and the sign of it in the legend."""
+    """Return plotext's marker of each series, and its sign in the legend."""
     if theme.glyphs.is_ascii:
         return ["*", "o", "."], ["*", "o", "."]
     return (["braille"] * 3, ["━", "━", "━"]) if theme.color else (["braille", "+", "x"], ["⠶", "+", "x"])
@@ -77,7 +77,7 @@ def _rgb(color: str) -> tuple[int, int, int]:
 
 
 def _line(ansi: str, width: int, theme: Theme) -> Line:
-    """Turn a row of plotext's output into a line: its colours on our ground, everything else dim."""
+    """Return a row of plotext's output as a line: its colours on the theme's background, the rest dim."""
     text = Text.from_ansi(ansi)
     dim = theme.style("dim")
     line = Line()

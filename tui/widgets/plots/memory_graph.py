@@ -1,8 +1,8 @@
-"""The memory graph: allocated solid, reserved a lighter tone behind it, capacity the top edge, the peak a line.
+"""Draws the memory graph: allocated solid, reserved in a lighter tone behind it, capacity at the top, the peak a line.
 
-A character cell has two colours, and block characters fill it from below in eighths: so in the cell where allocated
-memory ends the background is the tone of reserved memory, and in the cell where reserved memory ends it is the
-screen's. Both boundaries are drawn to an eighth of a row unless they fall into the same cell.
+A character cell has two colours, and block characters fill it from below in eighths. So the background is the tone of
+reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved memory ends. Both
+boundaries are drawn to an eighth of a row unless they fall into the same cell.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ class Column(NamedTuple):
 
     allocated: int
     reserved: int
-    """What is drawn behind: reserved memory on a GPU, the resident set on a CPU."""
+    """The figure behind: reserved memory on a GPU, the resident set on a CPU."""
     mark: str = ""
-    """The severity of an alert that falls into the column; a ``spike`` colours it too."""
+    """Severity of an alert in the column; a ``spike`` colours it too."""
     spike: bool = False
 
 
@@ -33,14 +33,14 @@ class Scale(NamedTuple):
 
 
 def eighths(count: float, top: float, height: int) -> int:
-    """Convert bytes to eighths of a row, at least one for what is not zero, at most the whole height."""
+    """Convert bytes to eighths of a row, at least one unless zero, at most the whole height."""
     if count <= 0 or top <= 0:
         return 0
     return max(1, min(height * 8, round(count / top * height * 8)))
 
 
 def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
-    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: nothing known."""
+    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data."""
     shown = list(columns[-width:])
     shown = [None] * (width - len(shown)) + shown
     tops = [_reach(column, scale.top, height) for column in shown]
@@ -74,11 +74,11 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
 
 
 def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell from how far both parts reach above its floor, in eighths."""
+    """Draw one cell from both parts' heights above its bottom, in eighths."""
     blocks = theme.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
-        # A blank on a coloured ground: a full block leaves seams in some fonts.
+        # A blank on a coloured background: a full block leaves seams in some fonts.
         return " ", theme.style("text", solid)
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
@@ -91,7 +91,7 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, them
 
 
 def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell with characters alone: for terminals without colour or without block characters."""
+    """Draw one cell with characters alone, for terminals without colour or block characters."""
     del spike
     glyphs = theme.glyphs
     if allocated > 0:

@@ -1,4 +1,4 @@
-"""The phase bar: the shares of a step, each in its phase's colour and labelled where its part is wide enough."""
+"""Draws the phase bar: the shares of a step, each in its phase's colour and labelled if it is wide enough."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ SHORT = {
 """Short names of phases; ``wait`` is time inside collective calls, subtracted from the phases it fell in."""
 
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
-"""Characters of the phases' parts where colour cannot distinguish them."""
+"""Characters of the phases' parts without colour."""
 
 
 def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
@@ -43,7 +43,7 @@ def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, fig
 
 
 def cells_of(shares: Sequence[float], width: int) -> list[int]:
-    """Divide ``width`` cells by shares: at least one cell for half a percent or more, the sum kept."""
+    """Divide ``width`` cells by shares: at least one cell for half a percent or more, with the same sum."""
     exact = [share * width for share in shares]
     cells = [max(1 if share >= 0.005 else 0, int(value)) for share, value in zip(shares, exact, strict=True)]
     target = min(width, round(sum(exact)))

@@ -1,6 +1,6 @@
-"""A plot without axes as cells of a known size, drawn by plotext (imported at the first plot).
+"""Draws a plot without axes as cells of a known size, by plotext (imported at the first plot).
 
-Columns go from the window's first place to its last, so a cursor and marks can be put over the cells.
+Columns span the window's coordinates, so a cursor and marks can be drawn over the cells.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from ..drawing.line import Line
 from ..drawing.theme import Theme
 
 Kind = Literal["points", "line", "marks"]
-"""``points``: single dots; ``line``: a line, a thick one where there is no colour; ``marks``: a sign for each value."""
+"""``points``: single dots; ``line``: a line, thick without colour; ``marks``: a sign for each value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values to draw over places."""
+    """Values over coordinates."""
 
     kind: Kind
     tone: str
@@ -41,7 +41,7 @@ def sign_of(kind: Kind, theme: Theme) -> str:
 def plot_cells(
     curves: Sequence[Curve], width: int, height: int, xs: tuple[float, float], ys: tuple[float, float], theme: Theme
 ) -> list[list[Cell]]:
-    """Draw curves into ``height`` rows of ``width`` cells; values beyond the range of ``ys`` are drawn at its edge."""
+    """Return curves as ``height`` rows of ``width`` cells; values beyond the range of ``ys`` are at its edge."""
     figure = new_figure(width, height)
     figure.axes(False)
     low, high = xs if xs[1] > xs[0] else (xs[0] - 0.5, xs[0] + 0.5)
@@ -49,7 +49,7 @@ def plot_cells(
     for number, curve in enumerate(curves):
         if not curve.xs:
             continue
-        # Only colour distinguishes the curves here: where there is none, and where two tones are alike.
+        # One colour per curve identifies it in plotext's output, also without colour or with equal tones on screen.
         color = (number + 1, 0, 0)
         tones[f"#{number + 1:02x}0000"] = curve.tone
         values = [min(max(value, ys[0]), ys[1]) for value in curve.ys]
@@ -85,7 +85,7 @@ def put_cursor(rows: list[list[Cell]], column: int, theme: Theme) -> None:
 
 
 def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
-    """Turn cells into a line."""
+    """Return cells as a line."""
     line = Line()
     for character, tone in cells:
         line.add(character, theme.style(tone))

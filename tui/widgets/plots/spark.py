@@ -1,4 +1,4 @@
-"""A sparkline one row high, for figures that have no natural ceiling (the loss, a step's time)."""
+"""Draws a sparkline of one row, for figures without a natural maximum (the loss, a step's time)."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from ..drawing.theme import Theme
 
 
 def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
-    """Draw the newest values, oldest left, between their own lowest and highest; None and NaN leave a gap."""
+    """Draw the newest values, oldest left, scaled to their own range; None and NaN leave a gap."""
     shown = pool_mean(values, width)
     known = [value for value in shown if value is not None]
     line = Line()
@@ -20,7 +20,7 @@ def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = 
 
 
 def pool_mean(values: Sequence[float | None], width: int) -> list[float | None]:
-    """Reduce values to at most ``width`` by averaging neighbours; a group without a known value stays None."""
+    """Return at most ``width`` means of neighbours; a group without a known value is None."""
     known = [value if value is not None and value == value else None for value in values]
     if len(known) <= width or width <= 0:
         return known

@@ -1,4 +1,4 @@
-"""The waterfall: composition of a peak, one row per part, each bar starting at the end of the one above."""
+"""Draws the waterfall: composition of a peak, one row per part, each bar starting at the end of the one above."""
 
 from ....protocol.analysis.estimates.live import FLOOR_BYTES
 from ....protocol.messages.prediction import PredictedPhase
@@ -12,11 +12,11 @@ _FIGURE = 8
 _PREDICTED = 11
 _DIFFERENCE = 10
 _SMALL = 2**30
-"""A waterfall that reaches less far than this is in MiB."""
+"""A waterfall of a smaller extent is in MiB."""
 
 
 def unit_of(fall: Waterfall) -> str:
-    """Name the unit of a waterfall's figures."""
+    """Return the unit of a waterfall's figures."""
     return "GiB" if fall.extent >= _SMALL else "MiB"
 
 
@@ -37,19 +37,19 @@ def waterfall_lines(
     """Draw the rows.
 
     Args:
-        fall: what to draw.
+        fall: the waterfall.
         width: cells.
-        theme: how.
-        note: text beside the bar of the temporaries, where there is room: what they are.
-        expected: the phase's prediction, in columns of its own; None: there is none.
+        theme: settings of drawing.
+        note: description of the temporaries beside their bar, if there is room.
+        expected: the phase's prediction, drawn in extra columns, or None.
         error: expected error of the prediction, as a share.
-        warning: text in the row of their heads.
+        warning: text in the row of these columns' heads.
     """
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
     def beside(size: int, predicted: int | None) -> Line:
-        """Draw the prediction of a row and the difference to it; blanks where nothing was predicted."""
+        """Draw the prediction of a row and the difference to it; blanks without a prediction."""
         if expected is None:
             return Line()
         if predicted is None:
@@ -143,7 +143,7 @@ def _row(
 def bar(begin: int, length: int, extent: int, width: int, theme: Theme, tone: str) -> Line:
     """Draw a bar from ``begin`` over ``length`` on a scale of ``extent``, as ``width`` cells; both ends to an eighth.
 
-    Anything at all is drawn, if only as an eighth of a cell.
+    The smallest length is drawn as an eighth of a cell.
     """
     if length <= 0 or width <= 0:
         return Line(" " * max(0, width), theme.base)
@@ -158,7 +158,7 @@ def bar(begin: int, length: int, extent: int, width: int, theme: Theme, tone: st
     if first % 8:
         end = min(8, last - cell * 8)
         if end == 8:
-            # The left part of this cell is the ground, the rest the bar: a left block in the ground's colour.
+            # The left part of this cell is background, the rest the bar: a left block in the background's colour.
             line.add(across[first % 8], theme.style("background", tone))
         else:
             line.add(across[max(1, end - first % 8)], theme.style(tone))
@@ -179,14 +179,14 @@ def _plain_bar(first: int, last: int, width: int, theme: Theme) -> Line:
 
 
 def _beside(line: Line, note: str, end: int, extent: int, width: int, theme: Theme, figures: int) -> Line:
-    """Put words after a bar, or before it, where they fit."""
+    """Add words after a bar, or before it, if they fit."""
     text = f"{theme.glyphs.spike} {note}"
     after = figures + 4 + int(end / extent * (width - figures - 2))
     if after + len(text) < width:
         return line.fit(after, theme.base).add(text, theme.style("warning"))
     made = Line()
     for index, (piece, style) in enumerate(line.parts):
-        # What stands between the figure and the bar is one piece of blanks.
+        # The gap between the figure and the bar is one piece of blanks.
         if (
             index
             and not made.plain.endswith(text)

@@ -1,4 +1,4 @@
-"""The card of one rank: its title in the rule above, the memory graph, figures, phase shares, the device's health."""
+"""Draws the card of one rank: title in the rule, memory graph, figures, phase shares, the device's health."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def title(view: RankView, width: int, theme: Theme, selected: bool) -> Line:
 
 
 def name(view: RankView, theme: Theme) -> str:
-    """Name a rank: ``GPU 0 · rank 0``, with its host where there are several."""
+    """Return a rank's name: ``GPU 0 · rank 0``, with its host if there are several."""
     parts = [view.device, f"rank {view.rank}", view.host]
     return f" {theme.glyphs.dot} ".join(part for part in parts if part)
 
@@ -66,7 +66,7 @@ def state_words(view: RankView) -> str:
 
 
 def figures(view: RankView, width: int, theme: Theme) -> Line:
-    """Draw allocated, peak and what is behind, in GiB."""
+    """Draw allocated, peak, and reserved (on the CPU resident) memory, in GiB."""
     solid, behind = view.words
     parts = ((solid, view.allocated, "text"), ("peak", view.peak, "peak"), (behind, view.behind, "dim"))
     line = Line()
@@ -92,7 +92,7 @@ def figures(view: RankView, width: int, theme: Theme) -> Line:
 
 
 def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
-    """Draw phase shares and health in two lines; a trouble whose text is longer than a line gets both."""
+    """Draw phase shares and health in two lines; a problem with a longer text uses both."""
     if view.in_trouble and width_of(view.text) + 2 > width:
         glyph, tone = theme.state(view.state)
         style = theme.style(tone)
@@ -103,7 +103,7 @@ def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
 
 
 def health(view: RankView, width: int, theme: Theme) -> Line:
-    """Draw utilisation, power and temperature; for a rank with a problem, its position instead."""
+    """Draw utilisation, power and temperature; for a rank with a problem its text instead."""
     if view.in_trouble or (view.text and view.state in ("starting", "failed")):
         glyph, tone = theme.state(view.state)
         return Line(cut(f"{glyph} {view.text or view.state}", width, theme.glyphs.ellipsis), theme.style(tone)).fit(

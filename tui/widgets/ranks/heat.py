@@ -1,4 +1,4 @@
-"""The heat map: a cell a rank; colour and figure show how full its memory gets, a glyph its state."""
+"""Draws the heat map: a cell per rank, with colour and figure for peak memory, and a glyph for its state."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from ..state.rank_view import RankView
 from .card import name, state_words
 
 GROUP = 8
-"""Ranks between gaps: the devices of an ordinary node."""
+"""Ranks between gaps: the devices of a usual node."""
 
 LABEL = 5
 """Cells of the rank number at the left of a row."""
@@ -24,19 +24,19 @@ _SIZES = sorted(
 
 
 class Grid(NamedTuple):
-    """How cells are laid out: cells of ``width`` x ``height`` characters, ``columns`` of them in a row."""
+    """Layout of the cells: ``width`` x ``height`` characters each, ``columns`` per row."""
 
     width: int
     height: int
     columns: int
 
     def rows(self, ranks: int) -> int:
-        """Rows of cells for ``ranks``."""
+        """Return the number of rows of cells for ``ranks``."""
         return -(-ranks // self.columns)
 
 
 def plan(ranks: int, width: int, height: int) -> Grid:
-    """Choose the largest cells with which all ranks fit, else the smallest (the map then scrolls)."""
+    """Return the layout with the largest cells with which all ranks fit, else the smallest (the map then scrolls)."""
     grid = Grid(2, 1, GROUP)
     for cell_width, cell_height in _SIZES:
         groups = max(1, (width - LABEL + 1) // (GROUP * cell_width + 1))
@@ -84,7 +84,7 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, the
 
 
 def _text(view: RankView, width: int, theme: Theme) -> str:
-    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell its tens."""
+    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell only its tens."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
@@ -96,7 +96,7 @@ def _text(view: RankView, width: int, theme: Theme) -> str:
 
 
 def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
-    """Give ink and ground of a cell."""
+    """Return foreground and background of a cell."""
     palette = theme.palette
     if view.state in ("finished", "starting"):
         return palette.dim, palette.raised
@@ -104,13 +104,13 @@ def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
         return palette.on_color, theme.tone(theme.state(view.state)[1])
     if not view.peak:
         return palette.dim, palette.raised
-    # The ramp runs away from the background: the ink changes where its own contrast would end.
+    # The ramp departs from the background: the foreground changes where its contrast would end.
     deep = min(1.0, view.share) >= 0.45
     return (palette.on_color if deep else palette.text), theme.heat(view.share)
 
 
 def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
-    """Draw the figures of the selected rank, and at the right what the colours mean."""
+    """Draw the figures of the selected rank, and at the right the legend of colours."""
     glyph, tone = theme.state(view.state)
     line = Line(f" {theme.glyphs.selected} ", theme.style("accent")).add(f"{glyph} ", theme.style(tone))
     line.add(name(view, theme), theme.style("accent", bold=True))

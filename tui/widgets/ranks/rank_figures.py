@@ -1,4 +1,4 @@
-"""The figures of one rank in a few lines: process, batch, loss, memory, device, allocator, and ftmon's own cost."""
+"""Draws the figures of one rank: process, batch, loss, memory, device, allocator, and ftmon's own cost."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ Pairs = list[tuple[str, str]]
 
 
 def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, theme: Theme) -> list[Line]:
-    """Draw the figures as name and value pairs, as many to a line as fit."""
+    """Draw the figures as name and value pairs, as many per line as fit."""
     lines = [_pairs(_process(rank), width, theme)]
     lines.append(_pairs(_training(rank), width, theme))
     lines.append(_pairs(_memory(rank, view), width, theme))

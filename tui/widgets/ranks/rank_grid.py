@@ -1,4 +1,4 @@
-"""All ranks at once: cards while they fit, then one line each, then a heat map; with a selection that arrows move."""
+"""Shows all ranks: as cards if they fit, else one line each, else a heat map; with a selection moved by arrows."""
 
 from typing import Literal, NamedTuple
 
@@ -15,14 +15,14 @@ from . import heat, rows
 from .card import FIXED_LINES, card
 
 CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
-"""The smallest card with all figures."""
+"""Size of the smallest card with all figures."""
 
 _RATIO = 6.0
-"""Preferred width to height of a card."""
+"""Preferred ratio of width to height of a card."""
 
 
 class Plan(NamedTuple):
-    """How ranks are drawn: ``columns`` cards or rows beside each other."""
+    """Layout of ranks: ``columns`` cards or rows side by side."""
 
     mode: Literal["cards", "rows", "heat", "empty"]
     columns: int = 1
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
 
 def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Plan | None:
-    """Arrange cards so that all fit and none is left too flat or too tall; None when they do not fit."""
+    """Return a layout in which all cards fit and none is too flat or too tall; None if they do not fit."""
     best: tuple[float, Plan] | None = None
     for columns in range(1, min(4, ranks, max(1, width // CARD_WIDTH)) + 1):
         lines = -(-ranks // columns)
@@ -54,7 +54,7 @@ def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Pla
 
 
 def plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
-    """Choose how to draw ``ranks`` ranks in ``width`` x ``height`` cells."""
+    """Return the layout of ``ranks`` ranks in ``width`` x ``height`` cells."""
     if ranks == 0:
         return Plan("empty")
     row_columns = max(1, min(width // rows.NARROWEST, -(-ranks // max(1, height - 1))))
@@ -74,15 +74,15 @@ def plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
 
 
 class Waiting(Canvas):
-    """What is shown before the first rank: that it is waited for, and what the run prints meanwhile."""
+    """Shown before the first rank: a note, and the run's output meanwhile."""
 
     def key(self) -> object:
-        """Change with the log."""
+        """Return a value that changes with the log."""
         model = self.app_state.model
         return id(model.logs), model.logs.version, model.state, model.ended
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the words and the end of the log."""
+        """Draw the note and the end of the log."""
         theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
@@ -109,7 +109,7 @@ class Card(Canvas):
         self.tick()
 
     def key(self) -> object:
-        """Change with the view, the columns of the graph, the scale and the selection."""
+        """Return a value that changes with the view, the columns of the graph, the scale and the selection."""
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return ()
@@ -135,7 +135,7 @@ class Card(Canvas):
 
 
 class RowPart(Canvas):
-    """One part of the rows of ranks, such as all graphs: a widget of its own, as Textual sends lines from its edge."""
+    """One column of the rows of ranks, such as all graphs; a separate widget, as Textual sends lines from its edge."""
 
     def __init__(self, app_state: AppState, part: int) -> None:
         super().__init__(app_state)
@@ -150,7 +150,7 @@ class RowPart(Canvas):
         self.tick()
 
     def key(self) -> object:
-        """Change with the views; the graphs always check, and refresh what differs."""
+        """Return a value that changes with the views; None for the graphs, which are always redrawn and compared."""
         if self.part == 1:
             return None
         selected = self.app_state.selected if self.part == 0 else None
@@ -199,7 +199,7 @@ class HeatMap(Canvas):
         self.tick()
 
     def key(self) -> object:
-        """Change with what cells show."""
+        """Return a value that changes with the contents of cells."""
         chosen = next((view for view in self.views if view.rank == self.app_state.selected), None)
         return [(view.state, round(view.share, 2)) for view in self.views], chosen
 
@@ -264,7 +264,7 @@ class RankGrid(Container):
             self._waiting.tick()
 
     def _rebuild(self, width: int, height: int) -> None:
-        """Make the widgets of the plan, each at its place."""
+        """Make the widgets of the layout."""
         self.remove_children()
         self._cards, self._parts, self._heat, self._waiting = [], [], None, None
         if self.plan.mode == "cards":
@@ -283,7 +283,7 @@ class RankGrid(Container):
 
     def _build_cards(self, width: int) -> None:
         columns, lines = self.plan.columns, self.plan.rows
-        # All cards are as tall as each other, so that their graphs compare; spare lines stay empty.
+        # All cards have equal heights, so that their graphs are comparable; spare lines stay empty.
         tall, y = self.plan.card_height, 0
         for line in range(lines):
             for column in range(columns):
@@ -328,7 +328,7 @@ class RankGrid(Container):
         self.first = max(0, min(self.first, total - shown))
 
     def move(self, dx: int, dy: int) -> None:
-        """Move the selection by cells of the grid that is drawn."""
+        """Move the selection by cells of the present layout."""
         if not self._views:
             return
         if self.plan.mode == "cards":

@@ -1,4 +1,4 @@
-"""One line a rank, for more ranks than cards fit: state, a small graph, figures, phase shares, health."""
+"""Draws one line per rank if cards do not fit: state, a small graph, figures, phase shares, health."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from ..state.rank_view import RankView
 from .card import health_words, state_words
 
 NARROWEST = 76
-"""Smallest width of a row in cells; two rows stand side by side from twice that on."""
+"""Minimum width of a row in cells; from twice that on there are two rows side by side."""
 
 
 class Parts(NamedTuple):
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
 
 def parts(width: int) -> Parts:
-    """Divide a row's width."""
+    """Return the parts of a row of this width."""
     label, figures = 16, 21
     rest = max(20, width - label - figures)
     phases = min(44, max(20, rest * 2 // 5))
@@ -33,7 +33,7 @@ def parts(width: int) -> Parts:
 
 
 def label(view: RankView, width: int, height: int, theme: Theme, selected: bool) -> list[Line]:
-    """Draw rank number and state; below them the device and its spikes."""
+    """Draw rank number and state, and below them the device and the number of spikes."""
     glyph, tone = theme.state(view.state)
     line = Line(theme.glyphs.selected if selected else " ", theme.style("accent"))
     line.add(f"{view.rank:>3} ", theme.style("accent" if selected else "text", bold=True))
@@ -55,7 +55,7 @@ def label(view: RankView, width: int, height: int, theme: Theme, selected: bool)
 
 
 def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
-    """Draw a memory graph; in a single row without the peak's line, which would hide it. Tall rows get a gap above."""
+    """Draw a memory graph; in a single row without the peak's line, which would hide it. Tall rows have a gap above."""
     peak = scale.peak if height > 2 else 0
     gap = [Line(" " * width, theme.base)] if height > 2 else []
     lines = memory_graph(columns, width - 2, height - len(gap), Scale(scale.top, peak), theme)
@@ -63,7 +63,7 @@ def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scal
 
 
 def figures(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
-    """Draw allocated, peak and what is behind, in GiB, in fixed places; below them the peak's share of the device."""
+    """Draw allocated, peak, and reserved (resident) memory in GiB; below them the peak's share of the device."""
     line = Line(f"{_size(view.allocated):>6}", theme.base)
     line.add(f"{_size(view.peak):>7}", theme.style("peak")).add(f"{_size(view.behind):>7}", theme.style("dim"))
     share = f"{view.share * 100:>11.0f} %" if view.capacity else ""
@@ -75,7 +75,7 @@ def _size(count: int) -> str:
 
 
 def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
-    """Draw the phase shares, and the device's health below or beside them; for a rank in trouble, what it does."""
+    """Draw the phase shares, and the device's health below or beside them; for a rank in trouble its text."""
     trouble = Line(cut(view.text, width - 1, theme.glyphs.ellipsis), theme.style(theme.state(view.state)[1]))
     in_trouble = view.in_trouble and bool(view.text)
     if height > 1:
@@ -93,7 +93,7 @@ def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
 
 
 def fill(lines: list[Line], width: int, height: int, theme: Theme) -> list[Line]:
-    """Make a row's part ``height`` lines: in a tall row the text stands at the foot, beside the graph's floor."""
+    """Extend a row's part to ``height`` lines, with the text at the bottom, beside the graph's bottom."""
     shown = lines[:height]
     blank = [Line() for _ in range(height - len(shown))]
     return [line.fit(width, theme.base) for line in [*blank, *shown]]

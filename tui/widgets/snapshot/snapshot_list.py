@@ -1,4 +1,4 @@
-"""The list below the timeline: the rows of the view that is chosen."""
+"""The list below the timeline: the rows of the selected view."""
 
 from collections.abc import Sequence
 
@@ -41,11 +41,11 @@ class SnapshotList(Listing):
         self._made_of: object = None
 
     def key(self) -> object:
-        """Change with the explorer and the selection."""
+        """Return a value that changes with the explorer and the selection."""
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
-        """Return the rows, made again only when the explorer changed."""
+        """Return the rows, cached until the explorer changes."""
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
@@ -62,7 +62,7 @@ class SnapshotList(Listing):
         return rows[self.selected] if self.selected < len(rows) else None
 
     def head(self, width: int) -> list[Line]:
-        """Draw the views, the one in view standing out, and what the list is narrowed to."""
+        """Draw the names of the views, the visible one highlighted, and the list's filters."""
         theme, explorer = self.theme, self.explorer
         titles = _TITLES if width >= 100 else _SHORT
         left = Line(theme.glyphs.rule, theme.style("rule"))
@@ -121,7 +121,7 @@ class SnapshotList(Listing):
         line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim", ground))
 
     def _map(self, piece: Piece, room: int, line: Line) -> None:
-        """Draw a segment's blocks: how full each cell is; what waits for a stream has the colour of a warning."""
+        """Draw a segment's blocks by the fill of each cell; blocks that wait for a stream have the warning colour."""
         theme = self.theme
         full, waiting = [0.0] * room, [False] * room
         scale = room / max(1, piece.size)
@@ -133,7 +133,7 @@ class SnapshotList(Listing):
                 full[cell] += max(0.0, min(end, cell + 1) - max(begin, cell))
                 waiting[cell] |= block.state == PENDING
         for share, waits in zip(full, waiting, strict=True):
-            # Anything at all is drawn, and nothing less than full looks full.
+            # The smallest block is drawn, and only a full cell looks full.
             level = 0 if share <= 0 else 8 if share >= 0.999 else max(1, min(7, int(share * 8)))
             glyph = theme.glyphs.eighths[level] if level else theme.glyphs.reserved if theme.plain_graphs else " "
             line.add(glyph, theme.style("warning" if waits else "allocated", "reserved"))

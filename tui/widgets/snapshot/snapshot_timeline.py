@@ -1,4 +1,4 @@
-"""The timeline of a snapshot: allocated and reserved over the window, and below it cursor, marks, peak and errors."""
+"""Draws the timeline of a snapshot: allocated and reserved, and below them cursor, marks, peak and errors."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..state.view_models import nice_top
 
 _AXIS = 7
 _BANDS, _BANDS_TALL, _TALL = 1, 3, 14
-"""Rows of bands there is room for, and from which height on there is room for more."""
+"""Rows of bands, rows in a tall timeline, and its minimum height."""
 
 
 class _Pooled(NamedTuple):
@@ -25,7 +25,7 @@ class _Pooled(NamedTuple):
 
 
 class SnapshotTimeline(Canvas):
-    """Both curves by trace entry, each column the highest of its entries."""
+    """Both curves by trace entry; a column has the highest of its entries."""
 
     def __init__(self, app_state: AppState, explorer: Explorer, name: str) -> None:
         super().__init__(app_state, name=name)
@@ -33,7 +33,7 @@ class SnapshotTimeline(Canvas):
         self._pooled: _Pooled | None = None
 
     def key(self) -> object:
-        """Change with the explorer."""
+        """Return a value that changes with the explorer."""
         return self.explorer.version
 
     def pooled(self, width: int) -> _Pooled:
@@ -45,7 +45,7 @@ class SnapshotTimeline(Canvas):
             span = explorer.last - explorer.first + 1
             starts = [explorer.first + column * span // width for column in range(width + 1)]
             columns = [
-                # A curve's position is its moment and one: position 0 is before the first entry.
+                # A curve's position is its moment plus one: position 0 is before the first entry.
                 Column(
                     max(replay.allocated[begin + 1 : max(begin + 2, end + 1)]),
                     max(replay.reserved[begin + 1 : max(begin + 2, end + 1)]),
@@ -56,21 +56,21 @@ class SnapshotTimeline(Canvas):
         return self._pooled
 
     def column_of(self, moment: int, width: int) -> int:
-        """Find the column of a moment; -1 when it is out of view."""
+        """Return the column of a moment; -1 if it is out of view."""
         explorer = self.explorer
         if not explorer.first <= moment <= explorer.last:
             return -1
-        # The last column that begins at or before the moment.
+        # The last column with a begin at or before the moment.
         return min(width - 1, self._column(moment, width))
 
     def _column(self, moment: int, width: int) -> int:
-        """Find a moment's column wherever it is: below 0 or beyond ``width`` when it is out of view."""
+        """Return a moment's column, below 0 or beyond ``width`` if it is out of view."""
         explorer = self.explorer
         span = explorer.last - explorer.first + 1
         return ((moment - explorer.first + 1) * width - 1) // span
 
     def moment_beside(self, columns: int) -> int:
-        """Return the moment that lies some columns from the cursor: at least one entry further."""
+        """Return the moment at a distance of columns from the cursor, at least one entry away."""
         width = max(1, self.size.width - _AXIS)
         explorer = self.explorer
         span = explorer.last - explorer.first + 1
@@ -150,11 +150,11 @@ class SnapshotTimeline(Canvas):
         ]
         room = width - left.width - len(" GiB ")
         if words := explorer.annotation_words():
-            # The figures at the ends are always there.
+            # The figures at the ends are always drawn.
             most = min(40, room - figures[0].width - figures[-1].width - 3)
             left.add(f"  {cut(words, most, theme.glyphs.ellipsis)}", theme.style("accent"))
             room = width - left.width - len(" GiB ")
-        # The two in the middle give way first: they hardly differ from allocated.
+        # The two in the middle are omitted first: they hardly differ from allocated.
         for optional in (2, 1):
             if sum(figure.width for figure in figures) > room:
                 del figures[optional]

@@ -1,1 +1,1 @@
-"""State shared by the screens, and the model's values as the widgets draw them."""
+"""State shared by the screens, and the model's values in the widgets' form."""

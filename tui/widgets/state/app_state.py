@@ -14,7 +14,7 @@ from ..drawing.theme import Theme
 from .view_models import Views, nice_top
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Seconds a graph's column may cover."""
+"""Choices of the seconds per graph column."""
 
 ViewName = Literal["auto", "cards", "rows", "heat"]
 VIEWS: tuple[ViewName, ...] = ("auto", "cards", "rows", "heat")
@@ -31,23 +31,23 @@ class AppState:
         self.read_only = read_only
         self.views = Views()
         self.selected = 0
-        """The rank selected on every screen; initially the first."""
+        """The selected rank of every screen; initially the first."""
         self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
         self.held = HeldWatch()
         self.chart = ChartView()
-        """Window, cursor and axis of the training screen, which outlive it."""
+        """Window, cursor and axis of the training screen, kept after it is closed."""
         self.consoles: dict[int, ConsoleSession] = {}
-        """Sessions with ranks that are held, by rank: they outlive the screen that shows them."""
+        """Console sessions with held ranks, by rank, kept after their screen is closed."""
         self.dry_runs: dict[CaseKey, DryRuns] = {}
-        """Predictions of changes, by the error they are of; they outlive its screen, too."""
+        """Predictions of changes, by their error, kept after its screen is closed."""
         self._zoom: bool | None = None
         self._message: tuple[str, str, float] = ("", "", 0.0)
         self._empty = RunModel()
 
     def end_dry_runs(self) -> None:
-        """End the predictions that are under way."""
+        """End the predictions under way."""
         for one in self.dry_runs.values():
             one.close()
         self.dry_runs.clear()
@@ -61,7 +61,7 @@ class AppState:
     def zoom(self) -> bool:
         """Whether graphs reach to the run's highest peak instead of the device's capacity.
 
-        On the CPU they do unless a person chose otherwise: there the capacity is the host's, shared by all ranks.
+        On the CPU this is the default, as the capacity is the host's, shared by all ranks.
         """
         if self._zoom is not None:
             return self._zoom
@@ -73,7 +73,7 @@ class AppState:
 
     @property
     def run_peak(self) -> int:
-        """The run's highest peak over all ranks, bytes; before the first step, the most that is held now."""
+        """The run's highest peak over all ranks, bytes; before the first step, the highest present figure."""
         peak = self.model.peak
         if peak is not None:
             return peak.bytes
@@ -81,7 +81,7 @@ class AppState:
 
     @property
     def scale_words(self) -> str:
-        """Return a text with the scale of graphs and the length of a column."""
+        """Return text with the scale of graphs and the length of a column."""
         model = self.model
         capacities = {rank.capacity_bytes for rank in model.ranks.values() if rank.capacity_bytes}
         cpu = any(rank.on_cpu for rank in model.ranks.values())
@@ -95,15 +95,15 @@ class AppState:
         return f"{top}, 1 column = {self.span} s"
 
     def finer(self) -> None:
-        """Make a graph's column cover less time."""
+        """Reduce the time of a graph's column."""
         self.span = SPANS[max(0, SPANS.index(self.span) - 1)]
 
     def coarser(self) -> None:
-        """Make a graph's column cover more time."""
+        """Increase the time of a graph's column."""
         self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
 
     def next_view(self) -> None:
-        """Go to the next way of drawing ranks."""
+        """Select the next layout of ranks."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
 
     @property
@@ -113,17 +113,17 @@ class AppState:
         return transport is not None and (transport.mode != "live" or not transport.playing)
 
     def show_message(self, text: str, tone: str = "accent") -> None:
-        """Show a line at the foot for a few seconds."""
+        """Show a line at the bottom for a few seconds."""
         self._message = (text, tone, time.monotonic() + MESSAGE_SECONDS)
 
     @property
     def message(self) -> tuple[str, str]:
-        """The line to show at the foot, with its tone; empty when there is none."""
+        """The line to show at the bottom, with its tone; empty if there is none."""
         text, tone, until = self._message
         return (text, tone) if text and time.monotonic() < until else ("", "")
 
     def select_valid(self) -> None:
-        """Keep the selection on a rank that exists."""
+        """Move the selection to an existing rank."""
         ranks = self.model.ranks
         if ranks and not self.chosen:
             self.selected = next(iter(ranks))

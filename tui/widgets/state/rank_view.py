@@ -1,9 +1,9 @@
-"""What a card, a row or a heat cell shows of one rank: plain values, ready to draw."""
+"""The values of one rank for a card, a row or a heat cell."""
 
 from dataclasses import dataclass
 
 TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
-"""Rank states that are shown in place of power and temperature."""
+"""Rank states shown in place of power and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,20 +14,20 @@ class RankView:
     device: str
     """``GPU 0`` or ``CPU``."""
     host: str = ""
-    """Empty where the run has one host only."""
+    """Empty if the run has one host only."""
     state: str = "starting"
     text: str = ""
-    """Why it is in that state."""
+    """Reason of its state."""
     state_seconds: float | None = None
-    """How long it has been in trouble."""
+    """Seconds for which it has been in trouble."""
     measure: str = "cuda"
     capacity: int = 0
     allocated: int = 0
     peak: int = 0
     peak_phase: str = ""
-    """The phase that made it."""
+    """The phase of the peak."""
     behind: int = 0
-    """Reserved on a GPU, resident on a CPU."""
+    """Reserved memory on a GPU, resident set on a CPU."""
     spikes: int = 0
     shares: tuple[tuple[str, float], ...] = ()
     step_seconds: float | None = None
@@ -40,7 +40,7 @@ class RankView:
 
     @property
     def in_trouble(self) -> bool:
-        """Return whether its state needs attention."""
+        """Whether its state needs attention."""
         return self.state in TROUBLE
 
     @property

@@ -1,4 +1,4 @@
-"""From the model to what the widgets draw: rank views, memory columns, the summary, the playback. Cached by version."""
+"""Converts the model to the widgets' values: rank views, memory columns, summary, playback. Cached by version."""
 
 from math import floor
 
@@ -30,12 +30,12 @@ class Views:
         self._hosts: tuple[int, bool] = (-1, False)
 
     def ranks(self, model: RunModel) -> list[RankView]:
-        """Make the views of all ranks, in rank order."""
+        """Return the views of all ranks, in rank order."""
         several = len({rank.hello.host for rank in model.ranks.values() if rank.hello}) > 1
         return [self.rank(model, rank, several) for rank in model.ranks.values()]
 
     def rank(self, model: RunModel, rank: RankModel, several_hosts: bool = False) -> RankView:
-        """Make the view of one rank."""
+        """Return the view of one rank."""
         hello, sample, cpu = rank.hello, model.device_of(rank), rank.on_cpu
         pace = self._pace(rank)
         return RankView(
@@ -78,7 +78,7 @@ class Views:
 
 
 def _steady(size: int) -> int:
-    """Round bytes to what is shown, so that an invisible change draws nothing."""
+    """Round bytes to the displayed precision, so that an invisible change causes no redraw."""
     return size // 2**20 * 2**20 if size < 2**30 else size // (10 * 2**20) * (10 * 2**20)
 
 
@@ -93,12 +93,12 @@ def _device_name(rank: RankModel) -> str:
 
 
 def throttle_of(sample: DeviceSample | None) -> str:
-    """Return what slows a device down unintended; empty: nothing does."""
+    """Return the reason why a device is throttled; empty if it is not."""
     return next((reason for reason in sample.throttle_reasons if reason in HINDERING), "") if sample else ""
 
 
 def columns_of(columns: Columns, cpu: bool) -> list[Column | None]:
-    """Turn a timeline's columns into the graph's: behind allocated stands reserved, on the CPU the resident set."""
+    """Convert a timeline's columns to the graph's: behind allocated is reserved, on the CPU the resident set."""
     behind = columns.resident if cpu else columns.reserved
     return [
         None
@@ -111,7 +111,7 @@ def columns_of(columns: Columns, cpu: bool) -> list[Column | None]:
 
 
 class History:
-    """The newest columns of one rank's timeline; between two spans of time only the last columns are read again."""
+    """Caches the newest columns of one rank's timeline; within a span of time only the last columns are read again."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -119,7 +119,7 @@ class History:
         self._columns: list[Column | None] = []
 
     def columns(self, rank: RankModel, width: int, now: float, span: int) -> list[Column | None]:
-        """Return the last ``width`` columns of ``span`` seconds up to ``now``; the same list while nothing changed."""
+        """Return the last ``width`` columns of ``span`` seconds up to ``now``; the same list without a change."""
         timeline = rank.timeline
         key = (id(timeline), id(rank.last), width, span, floor(now / span), len(timeline.marks))
         if key == self._key:
@@ -136,7 +136,7 @@ class History:
 
 
 def nice_top(peak: int) -> int:
-    """Round bytes up to a calm figure in GiB (1, 1.25, 1.5, 2 ... times a power of ten) for the zoomed scale."""
+    """Round bytes up to a round figure in GiB (1, 1.25, 1.5, 2 ... times a power of ten) for the zoomed scale."""
     if peak <= 0:
         return 2**30
     size, power = peak / 2**30, 1.0
@@ -148,13 +148,13 @@ def nice_top(peak: int) -> int:
 
 
 def scale_of(view: RankView, zoom: bool, run_peak: int) -> Scale:
-    """Return a rank's scale: its device's capacity, or zoomed the run's highest peak, common to all ranks."""
+    """Return a rank's scale: its device's capacity, or if zoomed the run's highest peak, common to all ranks."""
     top = nice_top(run_peak) if zoom or not view.capacity else view.capacity
     return Scale(top, view.peak)
 
 
 def summary_of(model: RunModel, connection: Connection, read_only: bool = False) -> Summary:
-    """Make the summary of a run."""
+    """Return the summary of a run."""
     info, fit, peak, rates = model.info, model.fit, model.peak, model.rates
     losses = tuple(float(f"{value:.4g}") for value in model.losses.means(60))
     expected = highest_prediction(model)
@@ -192,20 +192,20 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
 
 
 def trouble_words(model: RunModel) -> str:
-    """Count the ranks in trouble: ``1 hung, 3 waiting``."""
+    """Return the number of ranks by trouble: ``1 hung, 3 waiting``."""
     counts = model.rank_states()
     order = ("hung", "held", "gone", "unreachable", "stopped", "waiting")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts.get(state)) if not model.ended else ""
 
 
 def stalled_seconds(model: RunModel) -> int | None:
-    """Return how long ranks in trouble have blocked a run, in whole seconds; None while it makes progress."""
+    """Return the whole seconds for which ranks in trouble have blocked a run; None while it makes progress."""
     since = [rank.state_since for rank in model.ranks.values() if rank.state in TROUBLE]
     return floor(max(0.0, model.now - min(since))) if since and not model.ended else None
 
 
 def setup_words(model: RunModel) -> str:
-    """Return what is being trained: parameters, ZeRO stage, precision, ranks."""
+    """Return the setup in words: parameters, ZeRO stage, precision, ranks."""
     info = model.info
     words = [info.model.rsplit("/", 1)[-1]] if info.model else []
     if info.parameters:
@@ -222,7 +222,7 @@ def setup_words(model: RunModel) -> str:
 
 
 def connection_words(connection: Connection, model: RunModel, read_only: bool) -> str:
-    """Return the trouble of the connection to the run; empty: none."""
+    """Return the problem of the connection to the run; empty without one."""
     if connection.state == "hub-gone":
         return connection.text or "no hub: the ranks train on, looking for a new one"
     if connection.state == "connecting":
@@ -237,7 +237,7 @@ def connection_words(connection: Connection, model: RunModel, read_only: bool) -
 
 
 def playback_of(transport: Transport, model: RunModel) -> Playback:
-    """Make the bar of a replay, or of a live run rewound."""
+    """Return the playback of a replay, or of a rewound live run."""
     return Playback(
         first=transport.first,
         last=transport.last,

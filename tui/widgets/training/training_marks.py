@@ -1,4 +1,4 @@
-"""The lines under the plots of the training screen: marks of events, the axis, and the events at the cursor."""
+"""Draws the lines under the plots of the training screen: marks of events, the axis, the events at the cursor."""
 
 from bisect import bisect_left
 from math import floor, log10
@@ -18,7 +18,7 @@ _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 
 
 
 def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
-    """Return what is marked in the window: column, sign, tone, words; what matters most comes last."""
+    """Return the marks in the window: column, sign, tone, words; the most important last."""
     theme = scene.theme
     found: list[tuple[int, str, str, str]] = []
     for checkpoint in scene.model.training.checkpoints:
@@ -66,7 +66,7 @@ def marks_line(scene: Scene) -> Line:
 
 
 def axis_line(scene: Scene) -> Line:
-    """Draw round figures under their columns; the newest step's own figure is in the head."""
+    """Draw round figures under their columns; the newest step's figure is in the head."""
     theme = scene.theme
     text = [" "] * scene.columns
     free = 0
@@ -117,7 +117,7 @@ def foot(scene: Scene) -> Line:
         part = f"steps {scene.seen[0].first_step:,} to {scene.seen[-1].step:,} of {scene.all[-1].step:,}"
     right = Line(f" {part}, over {view.axis} ", dim)
     if here:
-        # At the cursor the gravest comes first, else the newest.
+        # At the cursor the most severe is first, else the newest.
         _, sign, tone, words = here[-1] if column is not None else max(here, key=lambda mark: mark[0])
         more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
         latest = "latest mark: " if column is None else ""

@@ -1,4 +1,4 @@
-"""What all parts of one drawing of the training screen share: the window, its columns, the step shown."""
+"""State shared by the parts of one drawing of the training screen: window, columns, displayed step."""
 
 from bisect import bisect_left
 
@@ -8,11 +8,11 @@ from ...model.training import HistoryPoint, smoothed
 from ..drawing.theme import Theme
 
 GUTTER = 9
-"""Columns before a plot: the values of its rows."""
+"""Columns before a plot, for the values of its rows."""
 
 
 class Scene:
-    """What all parts of one drawing share."""
+    """State shared by the parts of one drawing."""
 
     def __init__(self, model: RunModel, view: ChartView, width: int, theme: Theme) -> None:
         self.model, self.view, self.theme = model, view, theme
@@ -25,12 +25,12 @@ class Scene:
         at = view.at_cursor(self.all)
         self.moment = self.all[at] if at is not None else None
         self.over = view.smoothed_steps(self.all[-1].step - self.all[0].first_step + 1 if self.all else 0)
-        """Steps the loss is smoothed over."""
+        """Number of steps over which the loss is smoothed."""
         self.smooth = smoothed(self.all, 1 - 1 / self.over)
         self.smooth_at = self.smooth[at] if at is not None else None
 
     def x(self, moment: HistoryPoint) -> float:
-        """Return a moment's place on the axis in use."""
+        """Return a moment's coordinate on the selected axis."""
         return x_of(moment, self.view.axis, self.begun)
 
     def column(self, moment: HistoryPoint) -> int:
@@ -45,7 +45,7 @@ class Scene:
         return self.column(self.moment)
 
     def moment_of(self, step: int) -> HistoryPoint | None:
-        """Find the moment of a step; None for one outside of the window."""
+        """Return the moment of a step; None outside the window."""
         if not self.seen or not self.seen[0].first_step <= step <= self.seen[-1].step:
             return None
         place = bisect_left(self.seen, step, key=lambda moment: moment.step)

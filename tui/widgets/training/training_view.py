@@ -1,4 +1,4 @@
-"""The training screen as lines: the loss with its evaluations, a second figure, marks, and the values at the cursor."""
+"""Draws the training screen: loss with evaluations, a second figure, marks, and the values at the cursor."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from .training_marks import axis_line, foot, marks_line
 from .training_scene import GUTTER, Scene
 
 _FIXED = 6
-"""Rows that are no plot: the head, two titles, the marks, the axis, the foot."""
+"""Rows besides the plots: head, two titles, marks, axis, foot."""
 _EACH = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """How one of the figures of the second pane is called and written."""
+    """Name and format of a figure of the second pane."""
 
     title: str
     write: Callable[[float], str]
     floor: bool = False
     zero: bool = False
-    """The axis begins at zero however far all values are from it."""
+    """Whether the axis always begins at zero."""
     extreme: str = ""
-    """The attribute with the highest of the steps that share a moment."""
+    """Attribute with the highest value of a moment's steps."""
 
 
 def _percent(value: float) -> str:
@@ -70,7 +70,7 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
 
 
 def _rooms(rows: int, panes: int) -> list[int]:
-    """Divide the rows: the loss has more than each of the others."""
+    """Divide the rows among the panes; the loss has the most."""
     rows = max(rows, 2 * (panes + 1))
     each = max(2, rows * 2 // (2 * panes + 3))
     return [rows - each * panes, *([each] * panes)]
@@ -80,7 +80,7 @@ def _rooms(rows: int, panes: int) -> list[int]:
 
 
 def _head(scene: Scene) -> Line:
-    """Draw the rule with the step shown: the cursor's, or the newest."""
+    """Draw the rule with the displayed step: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
     line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
@@ -158,7 +158,7 @@ def _loss_title(scene: Scene) -> Line:
 
 
 def _evaluation_at(scene: Scene) -> Evaluation | None:
-    """Find the evaluation that was the last one at the moment shown."""
+    """Return the latest evaluation at the displayed moment."""
     evaluations = with_loss(scene.model.training.evaluations)
     if scene.moment is None or not evaluations:
         return None
@@ -252,7 +252,7 @@ def _plot(
 
 
 def _pooled(scene: Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Return the last value of each half column of the window, with its place."""
+    """Return the last value of each half column of the window, with its coordinate."""
     found: dict[int, tuple[float, float]] = {}
     for moment, value in zip(scene.seen, values, strict=True):
         if value is not None and isfinite(value):
@@ -262,7 +262,7 @@ def _pooled(scene: Scene, values: Sequence[float | None]) -> list[tuple[float, f
 
 
 def _extremes(scene: Scene, low: str, high: str, otherwise: str) -> list[tuple[float, float, float]]:
-    """Return the lowest and the highest value of each half column of the window, with its place."""
+    """Return the lowest and the highest value of each half column of the window, with its coordinate."""
     found: dict[int, tuple[float, float, float]] = {}
     for moment in scene.seen:
         lowest, highest = getattr(moment, low), getattr(moment, high)
