@@ -1,4 +1,4 @@
-"""The alerts: a list, and the selected one in full with its evidence."""
+"""The alerts: a list, and the details of the selected one with its evidence."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -21,13 +21,13 @@ from .memory import MemoryScreen
 
 
 class AlertList(Listing):
-    """Standing alerts first, then resolved ones, each newest first."""
+    """Unresolved alerts first, then resolved ones, each newest first."""
 
     empty = "no alerts: nothing to report"
     text = ""
 
     def alerts(self) -> list[Alert]:
-        """List the alerts that pass the filter."""
+        """Return the alerts that pass the filter."""
         wanted = self.text.casefold()
         found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
@@ -39,11 +39,11 @@ class AlertList(Listing):
         return alerts[min(self.selected, len(alerts) - 1)] if alerts else None
 
     def key(self) -> object:
-        """Change with the alerts and the filter."""
+        """Return a value that changes with the alerts and the filter."""
         return id(self.app_state.model.alerts), self.app_state.model.alerts.version, self.text, self.selected
 
     def count(self) -> int:
-        """Count the alerts."""
+        """Return the number of alerts."""
         return len(self.alerts())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
@@ -52,15 +52,15 @@ class AlertList(Listing):
 
 
 class AlertDetail(Canvas):
-    """The selected alert in full."""
+    """The details of the selected alert."""
 
     alert: Alert | None = None
     top = 0
     unfolded = False
-    """All stacks of a spike's cause, with all frames."""
+    """Whether to show all stacks of a spike's cause, with all frames."""
 
     def key(self) -> object:
-        """Change with the alert, and with what is known of its cause."""
+        """Return a value that changes with the alert and its cause."""
         return self.alert, self.top, self.unfolded, id(self._cause())
 
     def _cause(self) -> Cause | None:
@@ -109,13 +109,13 @@ class AlertsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give list, detail and filter."""
+        """Return list, details and filter."""
         yield AlertList(self.app_state, name="alert-list")
         yield AlertDetail(self.app_state, name="alert-detail")
         yield Prompt(self.app_state, "filter", "kind, rank or words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Draw what changed."""
+        """Draw changes."""
         detail, alerts = self.query_one(AlertDetail), self.query_one(AlertList)
         detail.alert = alerts.chosen
         super().tick()
@@ -137,7 +137,7 @@ class AlertsScreen(MonitorScreen):
         self.tick()
 
     async def action_open_alert(self) -> None:
-        """Open the rank; of a spike or leak, show its cause in full, or in short again; of a failed allocation all."""
+        """Open the rank; for a spike or leak, toggle the full cause; for a failed allocation, open its report."""
         alert = self.query_one(AlertList).chosen
         if alert is not None and alert.kind in ("spike", "leak"):
             detail = self.query_one(AlertDetail)
@@ -149,13 +149,13 @@ class AlertsScreen(MonitorScreen):
             await self.run_action(f"app.oom({alert.rank})" if out_of_memory else "app.open")
 
     def action_memory(self) -> None:
-        """Go to where the memory of the alert's rank and phase goes."""
+        """Open the memory of the alert's rank and phase."""
         alert = self.query_one(AlertList).chosen
         if alert is not None and self._select_rank(alert):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
     def _select_rank(self, alert: Alert | None) -> bool:
-        """Select the rank of an alert; show a message where it has none."""
+        """Select the rank of an alert; show a message if it has none."""
         if alert is None:
             return False
         cause_rank = alert.evidence.get("cause_rank")
@@ -175,21 +175,21 @@ class AlertsScreen(MonitorScreen):
             self.app_state.show_message(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:
-        """Return which ranks the selected alert is about."""
+        """Return the ranks of the selected alert."""
         return suggested(self.app_state.model, self.app_state.selected, self.query_one(AlertList).chosen)
 
     def action_filter(self) -> None:
-        """Type a filter."""
+        """Open the filter prompt."""
         self.add_class("filtering")
         self.query_one(Prompt).focus()
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Filter as one types."""
+        """Apply the filter at each change."""
         self.query_one(AlertList).text = event.text
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep the filter, or end it."""
+        """Keep or clear the filter."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
             prompt.text = self.query_one(AlertList).text = ""

@@ -19,11 +19,11 @@ SMALLEST = (60, 16)
 """Columns and rows that the screens need."""
 
 TALL = 30
-"""From this many rows on there is room for more alerts."""
+"""Minimum rows with room for more alerts."""
 
 
 def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: str | None = None) -> Binding:
-    """Make a binding: ``label`` stands on the key bar (after ``bar``, if given), ``what`` in help and the palette."""
+    """Return a binding; ``label`` is for the key bar (after ``bar``, if given), ``what`` for help and the palette."""
     return Binding(keys, action, label, show=show, key_display=bar, tooltip=what)
 
 
@@ -60,7 +60,7 @@ COMMON_KEYS: list[BindingType] = [
 
 
 class TooSmall(Canvas):
-    """What is shown in a terminal too small for the screens."""
+    """Shown in a terminal too small for the screens."""
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the terminal's size and the required one."""
@@ -74,17 +74,17 @@ class TooSmall(Canvas):
 
 
 class MonitorScreen(Screen[Any]):
-    """A screen on one run. A subclass gives its body, and ticks what is in it."""
+    """A screen of one run. A subclass defines its body, and updates it in ``tick``."""
 
     BINDINGS: ClassVar[list[BindingType]] = COMMON_KEYS
-    AUTO_FOCUS: ClassVar[str | None] = ""  # else an unrequested filter would get every key
+    AUTO_FOCUS: ClassVar[str | None] = ""  # else a filter would receive every key
     TITLE_LINES: int = 2
     NAME = ""
     """Name of the screen in help."""
     WHAT = ""
     """Description of the screen in a few sentences."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
-    """Actions of the app that mean nothing on this screen."""
+    """Actions of the app that do not apply to this screen."""
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 
@@ -97,7 +97,7 @@ class MonitorScreen(Screen[Any]):
         return ()
 
     def compose(self) -> ComposeResult:
-        """Lay the screen out."""
+        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SummaryBar(self.app_state, name="summary", classes="short" if self.TITLE_LINES == 1 else None)
         yield from self.body()
@@ -109,17 +109,17 @@ class MonitorScreen(Screen[Any]):
         self.tick()
 
     def on_screen_resume(self) -> None:
-        """Paint what changed while another screen was in front."""
+        """Paint changes made while another screen was in front."""
         self.tick()
 
     def on_resize(self, event: Resize) -> None:
-        """Show a message when the terminal is too small."""
+        """Show a message if the terminal is too small."""
         self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "small")
         self.set_class(event.size.height >= TALL, "tall")
         self.call_after_refresh(self.tick)
 
     def tick(self) -> None:
-        """Draw what changed; called by the app's one timer."""
+        """Draw changes; called by the app's timer."""
         self.set_class(self.app_state.replaying, "replaying")
         for widget in self.canvases():
             widget.tick()
@@ -129,19 +129,19 @@ class MonitorScreen(Screen[Any]):
         return suggested(self.app_state.model, self.app_state.selected)
 
     def canvases(self) -> list[Canvas]:
-        """List the canvases directly on the screen."""
+        """Return the canvases directly on the screen."""
         return [child for child in self.children if isinstance(child, Canvas) and child.display]
 
 
 class SelectedRankScreen(MonitorScreen):
-    """A screen on the selected rank, with the action that selects a neighbour."""
+    """A screen of the selected rank, with an action that selects a neighbour."""
 
     def in_question(self) -> set[int]:
-        """Return the rank in view."""
+        """Return the visible rank."""
         return {self.app_state.selected}
 
     def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank."""
+        """Select a neighbouring rank."""
         ranks = list(self.app_state.model.ranks)
         if self.app_state.selected in ranks:
             index = ranks.index(self.app_state.selected) + delta

@@ -1,4 +1,4 @@
-"""What dialogs that act share: the two buttons, and the answers to a command as they come."""
+"""Parts of dialogs that send commands: the two buttons, and the answers to a command."""
 
 from rich.style import Style
 
@@ -10,7 +10,7 @@ from ..widgets.lines.alert_lines import wrap
 
 
 def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
-    """Draw two buttons; the chosen one is filled and in brackets."""
+    """Draw two buttons; the selected one is filled and in brackets."""
 
     def button(text: str, chosen: bool, tone: str) -> Line:
         if chosen:

@@ -1,4 +1,4 @@
-"""A dialog that sends one command after yes, the default being no, and then shows what comes of it."""
+"""A dialog that sends one command after yes (the default is no), and then shows its outcome."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from .dialog import Dialog
 
 
 class CommandDialog(Dialog):
-    """A subclass draws the question and the progress, binds keys to the actions here, and names the command."""
+    """A subclass draws the question and the progress, binds keys to the actions here, and defines the command."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "close", "no", tooltip="do nothing"),
@@ -18,17 +18,17 @@ class CommandDialog(Dialog):
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
     ]
     yes = False
-    """The answer that is chosen."""
+    """Whether yes is selected."""
     sent = ""
     """The command's id; empty until it is sent."""
 
     def command(self) -> Verb | None:
-        """Return what to send for yes; None: not possible yet, and the reason was shown."""
+        """Return the command to send for yes; None if it is not possible yet, after showing the reason."""
         raise NotImplementedError
 
     @property
     def record(self) -> CommandRecord | None:
-        """The command, once it was sent."""
+        """The sent command, or None."""
         source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
@@ -39,17 +39,17 @@ class CommandDialog(Dialog):
         super().tick()
 
     def paint(self) -> None:
-        """Draw at once, in the size that is needed now."""
+        """Draw at once, in the needed size."""
         self.fit()
         self.panel.tick(force=True)
 
     def action_other(self) -> None:
-        """Choose the other answer."""
+        """Select the other answer."""
         self.yes = not self.yes
         self.panel.tick()
 
     def action_answer(self) -> None:
-        """Do what is chosen."""
+        """Run the selected answer."""
         if self.sent or not self.yes:
             self.dismiss(None)
         else:

@@ -1,4 +1,4 @@
-"""Sends commands by one key from a screen: refused at once where impossible, else shown as answers come."""
+"""Sends commands by one key from a screen: refused at once if impossible, else their answers are shown."""
 
 from ...protocol.messages.control import Result
 from ...protocol.messages.verbs import Verb
@@ -14,7 +14,7 @@ _DONE = {
 
 
 def refusal(app_state: AppState, verb: str) -> str:
-    """Return why a command cannot be sent to the run, in words; empty if it can."""
+    """Return the reason why a command cannot be sent to the run; empty if it can."""
     source = app_state.source
     if app_state.read_only:
         return f"read-only: {verb} is refused"
@@ -25,7 +25,7 @@ def refusal(app_state: AppState, verb: str) -> str:
 
 
 class CommandStatus:
-    """Sends commands and shows their state at the foot of the screen."""
+    """Sends commands and shows their state at the bottom of the screen."""
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
@@ -48,7 +48,7 @@ class CommandStatus:
         return bool(self._open)
 
     def tick(self) -> None:
-        """Show news of the sent commands."""
+        """Show new answers to the sent commands."""
         source = self._app_state.source
         for number in list(self._open) if source is not None else []:
             record = source.commands.get(number) if source is not None else None
@@ -68,7 +68,7 @@ class CommandStatus:
 
 
 def result_words(verb: str, result: Result) -> str:
-    """Return a command's result on one line; of a snapshot, its path; of native stacks, why a rank has none."""
+    """Return a command's result in one line; for a snapshot its path; for native stacks why a rank has none."""
     paths = snapshot_paths(result)
     if verb == "snapshot" and result.ok and paths:
         return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
@@ -85,12 +85,12 @@ def snapshot_paths(result: Result) -> list[str]:
 
 
 def without_native(result: Result) -> dict[str, str]:
-    """Return why there are no native frames, by rank, in the answers of a ``stacks`` command that asked for them."""
+    """Return reasons of missing native frames, by rank, from the answers to a ``stacks`` command for them."""
     return _told(result, "no_native")
 
 
 def _told(result: Result, field: str) -> dict[str, str]:
-    """Return a text of the ranks' answers, by rank; ranks without it are left out."""
+    """Return a text field of the ranks' answers, by rank; ranks without it are omitted."""
     answers = result.data.get("answers")
     found: dict[str, str] = {}
     for rank, answer in answers.items() if isinstance(answers, dict) else ():

@@ -1,4 +1,4 @@
-"""What dialogs share: a panel in the middle, drawn line by line, that closes with escape."""
+"""Base of dialogs: a panel in the middle, drawn line by line, that closes with escape."""
 
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ class Panel(Canvas):
 
 
 class Dialog(ModalScreen[Any]):
-    """A question over the screen behind it. A subclass gives its lines, its size, and what keys do."""
+    """A question over the screen behind it. A subclass defines its lines, its size, and its keys."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close", tooltip="do nothing")]
     WIDTH = 76
@@ -36,7 +36,7 @@ class Dialog(ModalScreen[Any]):
 
     @property
     def theme(self) -> Theme:
-        """The palette and glyphs in force."""
+        """The current palette and glyphs."""
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
@@ -48,7 +48,7 @@ class Dialog(ModalScreen[Any]):
         raise NotImplementedError
 
     def wanted_height(self) -> int:
-        """Return how many lines the dialog needs."""
+        """Return the number of lines that the dialog needs."""
         return len(self.lines(self.inner_width, 1000))
 
     @property
@@ -57,7 +57,7 @@ class Dialog(ModalScreen[Any]):
         return min(self.WIDTH, self.app.size.width - 2) - 4
 
     def fit(self) -> None:
-        """Give the panel the size of its content, within the terminal."""
+        """Set the panel to the size of its content, within the terminal."""
         styles = self.panel.styles
         if self.theme.glyphs.is_ascii:
             styles.border = ("ascii", self.theme.tone("accent"))
@@ -74,11 +74,11 @@ class Dialog(ModalScreen[Any]):
         self.fit()
 
     def tick(self) -> None:
-        """Paint what changed."""
+        """Paint changes."""
         self.panel.tick()
 
     def action_leave(self) -> None:
-        """Close; where something is under way, leave the app, which does not end it."""
+        """Close the dialog; while a command is under way leave the app, which does not end the command."""
         if getattr(self, "sent", ""):
             self.app.exit()
         else:

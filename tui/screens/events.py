@@ -22,14 +22,14 @@ from ..widgets.ranks.card import name
 from .base import TALL, SelectedRankScreen, key
 
 _HIGH = 46
-"""From this many rows on graphs are five rows high."""
+"""Minimum rows for graphs of five rows."""
 
 
 class EventsCanvas(Canvas):
-    """The whole of the screen between summary and keys."""
+    """The screen between summary and keys."""
 
     def key(self) -> object:
-        """Change with each sampled step, and with each step for the figures that every step has."""
+        """Return a value that changes with each sampled step, and with each step for the figures of every step."""
         model = self.app_state.model
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
@@ -38,7 +38,7 @@ class EventsCanvas(Canvas):
         return id(rank), rank.allocator.version, id(rank.last), others
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the table, the graphs, and the ranks where there is room."""
+        """Draw the table, the graphs, and if there is room the ranks."""
         model, theme = self.app_state.model, self.theme
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
@@ -89,5 +89,5 @@ class EventsScreen(SelectedRankScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the one canvas."""
+        """Return the canvas."""
         yield EventsCanvas(self.app_state, name="body")

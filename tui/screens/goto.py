@@ -1,4 +1,4 @@
-"""The dialog that asks where to go: a step, a time, a jump or a share."""
+"""The dialog that asks for a position: a step, a time, a jump or a share."""
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -10,19 +10,19 @@ from .dialog import Dialog
 
 
 class GotoDialog(Dialog):
-    """Asks for a position and seeks to it; an invalid answer is shown at the foot of the screen."""
+    """Asks for a position and seeks to it; an error is shown at the bottom of the screen."""
 
     WIDTH = 60
 
     def compose(self) -> ComposeResult:
-        """Return the words and the line to type into."""
+        """Return the text and the input line."""
         with Vertical(id="goto", classes="dialog"):
             self.panel.remove_class("dialog")
             yield self.panel
             yield Prompt(self.app_state, "go to", name="place")
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the forms that may be typed."""
+        """Draw the accepted forms."""
         source = self.app_state.source
         if source is None:
             return []
@@ -36,7 +36,7 @@ class GotoDialog(Dialog):
         ]
 
     def fit(self) -> None:
-        """Lay out words and line."""
+        """Lay out text and input line."""
         self.panel.styles.height = 3
         box = self.query_one("#goto")
         if self.theme.glyphs.is_ascii:
@@ -44,12 +44,12 @@ class GotoDialog(Dialog):
         box.styles.width, box.styles.height = self.inner_width + 4, 6
 
     def on_mount(self) -> None:
-        """Begin typing at once."""
+        """Focus the input line."""
         self.fit()
         self.query_one(Prompt).focus()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Go there."""
+        """Seek to the position."""
         source = self.app_state.source
         if event.accepted and event.text.strip() and source is not None:
             source.transport.goto(event.text.strip())

@@ -1,4 +1,4 @@
-"""Help: the screen in view in a few sentences, the signs it uses, and its keys."""
+"""Help: the visible screen in a few sentences, its signs, and its keys."""
 
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ class HelpScreen(Dialog):
         self.top = 0
 
     def content(self, width: int) -> list[Line]:
-        """Return all lines, however many."""
+        """Return all lines."""
         theme = self.theme
         lines = [Line(f"{self.behind.NAME}", theme.style("accent", bold=True)), Line()]
         lines += [Line(row, theme.base) for row in wrap(self.behind.WHAT, width - 2)]
@@ -49,7 +49,7 @@ class HelpScreen(Dialog):
         return [*own, *(each for each in common if each.action not in actions and each.key not in keys)]
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the part in view, and how to see the rest."""
+        """Draw the visible part, and the keys that show the rest."""
         content = self.content(width)
         if len(content) <= height:
             return content

@@ -1,4 +1,4 @@
-"""The jobs of a run: what each of a driver script's trainings came to."""
+"""The jobs of a run: the results of a driver script's trainings."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -26,16 +26,16 @@ class JobList(Listing):
         return job_rows(model.jobs, model.now)
 
     def key(self) -> object:
-        """Change with the jobs, the selection, and each second that one goes on."""
+        """Return a value that changes with the jobs, the selection, and while a job runs with each second."""
         model = self.app_state.model
         return model.job, tuple(model.jobs.values()), self.selected, int(model.now)
 
     def count(self) -> int:
-        """Count the jobs."""
+        """Return the number of jobs."""
         return len(self.app_state.model.jobs)
 
     def head(self, width: int) -> list[Line]:
-        """Name the columns."""
+        """Draw the column heads."""
         return [head_line(width, self.theme)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
@@ -45,19 +45,19 @@ class JobList(Listing):
 
 
 class JobDetail(Canvas):
-    """The selected job in full."""
+    """The details of the selected job."""
 
     number = 0
     top = 0
 
     def key(self) -> object:
-        """Change with the job."""
+        """Return a value that changes with the job."""
         model = self.app_state.model
         losses = model.losses_of(self.number)
         return self.number, self.top, model.jobs.get(self.number), losses.version if losses is not None else 0
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the part in view."""
+        """Draw the visible part."""
         model = self.app_state.model
         job = model.jobs.get(self.number)
         if job is None:
@@ -74,7 +74,7 @@ class JobDetail(Canvas):
 
 
 class JobsScreen(MonitorScreen):
-    """What each job came to."""
+    """The results of each job."""
 
     NAME = "jobs"
     WHAT = (
@@ -101,7 +101,7 @@ class JobsScreen(MonitorScreen):
         yield JobDetail(self.app_state, name="job")
 
     def tick(self) -> None:
-        """Draw what changed."""
+        """Draw changes."""
         listing, detail = self.query_one(JobList), self.query_one(JobDetail)
         listing.styles.height = min(listing.count() + 2, max(4, self.size.height // 3))
         listing.tick()

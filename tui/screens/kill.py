@@ -1,4 +1,4 @@
-"""The dialog that ends ranks or the run: what, where, what follows; the default is no; afterwards, what came of it."""
+"""The dialog that ends ranks or the run: targets, signal, consequences, then the outcome. The default is no."""
 
 from typing import ClassVar
 
@@ -13,17 +13,17 @@ from .command_dialog import CommandDialog
 from .kill_targets import Targets, signal_line, target_line, what_follows
 
 SIGNALS = ("", "INT", "TERM", "KILL")
-"""What may be sent; empty escalates: INT, then TERM, then KILL."""
+"""Signals to choose from; empty escalates: INT, then TERM, then KILL."""
 
 _LISTED = 6
-"""Targets in view at once."""
+"""Number of visible targets."""
 
 
 class KillDialog(CommandDialog):
-    """Choose targets and a signal, then no or yes; ``marked`` are the ranks marked at first.
+    """Selects targets and a signal, then no or yes; ``marked`` are the initially marked ranks.
 
-    The cursor stands on one of: the targets (the run, then each rank), the signal, the buttons. It begins on the
-    buttons, with ``No`` chosen, and nothing is sent but by ``Yes`` while something is marked.
+    The cursor is on a target (the run, then each rank), the signal, or the buttons. It starts on the buttons, with
+    ``No`` selected. Only ``Yes`` sends the command, and only while a target is marked.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -49,11 +49,11 @@ class KillDialog(CommandDialog):
 
     @property
     def buttons(self) -> int:
-        """The cursor's place on the buttons."""
+        """The cursor's position on the buttons."""
         return len(self.targets.ranks) + 2
 
     def command(self) -> Kill | None:
-        """Kill what is marked."""
+        """Return the command that kills the marked targets."""
         if not self.targets.any:
             self.app_state.show_message("nothing is marked: space marks a rank, a the whole run", "warning")
             return None
@@ -61,7 +61,7 @@ class KillDialog(CommandDialog):
         return Kill(self.targets.chosen, SIGNALS[self.signal])
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the question, or what comes of it."""
+        """Draw the question, or its outcome."""
         del height
         theme, model = self.theme, self.app_state.model
         dim = theme.style("dim")
@@ -119,7 +119,7 @@ class KillDialog(CommandDialog):
             self.paint()
 
     def action_answer(self) -> None:
-        """Do what is chosen: on a target mark it, on the buttons close or kill."""
+        """On a target, mark it; on the buttons, close or kill."""
         if self.sent:
             self.dismiss(None)
         elif self.cursor < self.buttons - 1:

@@ -12,15 +12,15 @@ from ..widgets.drawing.theme import Theme
 from ..widgets.lines.alert_lines import wrap
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
-"""States of a rank that does not recover by itself and holds up the others; waiting ranks are not among them."""
+"""States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
 
 _NAMED = 6
-"""Ranks that are named one by one; more are counted."""
+"""Maximum number of ranks named one by one; more are counted."""
 
 
 @dataclass
 class Targets:
-    """The ranks that can be ended, the marked ones, and whether it is the whole run."""
+    """The ranks that can be ended, the marked ones, and whether the whole run is marked."""
 
     ranks: list[int]
     marked: set[int] = field(default_factory=set[int])
@@ -30,7 +30,7 @@ class Targets:
 
     @classmethod
     def of(cls, model: RunModel, marked: set[int]) -> "Targets":
-        """List a run's living ranks, some marked; where that is all of them, or there is but one, the run."""
+        """Return a run's living ranks, some marked; if all are marked, or there is only one, the whole run."""
         ranks = [rank.rank for rank in model.ranks.values() if rank.alive]
         marked = marked & set(ranks)
         if len(ranks) <= 1 or len(marked) == len(ranks):
@@ -39,22 +39,22 @@ class Targets:
 
     @property
     def any(self) -> bool:
-        """Return whether there is anything to end."""
+        """Whether anything is marked."""
         return self.whole or bool(self.marked)
 
     @property
     def chosen(self) -> list[int]:
-        """The ranks as a command carries them: none means the run."""
+        """The ranks in the form of a command: empty means the run."""
         return [] if self.whole else sorted(self.marked)
 
     @property
     def first_marked(self) -> int:
-        """The place of the first marked rank in the list."""
+        """Position of the first marked rank in the list."""
         return next((index for index, rank in enumerate(self.ranks) if rank in self.marked), 0)
 
     @property
     def words(self) -> str:
-        """Name what is marked: ``the whole run``, ``rank 3``, ``ranks 1, 2``, ``12 ranks``, ``nothing``."""
+        """Text for the marked targets: ``the whole run``, ``rank 3``, ``ranks 1, 2``, ``12 ranks``, ``nothing``."""
         if self.whole:
             return "the whole run"
         if not self.marked:
@@ -74,14 +74,14 @@ class Targets:
             self.marked ^= {self.ranks[row - 1]}
 
     def remember(self, model: RunModel) -> None:
-        """Note what the targets hold of their devices now."""
+        """Record the device memory of the targets."""
         for number in self.chosen or self.ranks:
             rank = model.ranks.get(number)
             if rank is not None:
                 self.before[number] = _held(model, rank)
 
     def aftermath(self, model: RunModel, width: int, theme: Theme) -> list[Line]:
-        """Draw each target's state and the device memory it held and holds."""
+        """Draw each target's state, and its device memory before and now."""
         lines: list[Line] = []
         numbers = list(self.before)
         if not self.whole:
@@ -116,12 +116,12 @@ def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set
 
     Args:
         model: the run.
-        selected: the rank the cursor is on, which need not have been put there for this.
-        alert: the alert in view, if one is.
+        selected: the selected rank, possibly selected for another purpose.
+        alert: the visible alert, if any.
 
     Returns:
-        The stuck ranks that the alert names, else the alert's rank while it stands; without an alert the
-        selected rank if it is stuck (and not all are), else those that are; and the selected rank where none is.
+        The stuck ranks that the alert names, else the alert's rank while it is unresolved. Without an alert: the
+        selected rank if it is stuck (and not all are), else all stuck ranks, else the selected rank.
     """
     stuck = {rank.rank for rank in model.ranks.values() if rank.state in _STUCK}
     if alert is not None:
@@ -144,7 +144,7 @@ def _held(model: RunModel, rank: RankModel) -> int:
 
 
 def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: Theme, at_cursor: bool) -> Line:
-    """Draw a target: the whole run in row 0, then a rank a row."""
+    """Draw a target: the whole run in row 0, then a rank per row."""
     glyphs = theme.glyphs
     marked = targets.whole or (row > 0 and targets.ranks[row - 1] in targets.marked)
     line = Line(f"{glyphs.selected if at_cursor else ' '} ", theme.style("accent", bold=True))

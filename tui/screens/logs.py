@@ -25,12 +25,12 @@ class LogList(Listing):
     _made_of: object = None
 
     def key(self) -> object:
-        """Change with the log, the filter and the selection."""
+        """Return a value that changes with the log, the filter and the selection."""
         logs = self.app_state.model.logs
         return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
 
     def entries(self) -> list[LogEntry]:
-        """List the lines that pass the filter, read again only when log or filter changed."""
+        """Return the lines that pass the filter, cached until log or filter changes."""
         logs = self.app_state.model.logs
         made_of = (id(logs), logs.version, self.rank, self.text)
         if made_of != self._made_of:
@@ -39,7 +39,7 @@ class LogList(Listing):
         return self._entries
 
     def count(self) -> int:
-        """Count the lines."""
+        """Return the number of lines."""
         return len(self.entries())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
@@ -47,7 +47,7 @@ class LogList(Listing):
         return log_line(self.entries()[index], width, self.theme, self.rank is None, selected and not self.follow)
 
     def head(self, width: int) -> list[Line]:
-        """Draw what is shown."""
+        """Draw the rule with the filter."""
         theme = self.theme
         dim, rule = theme.style("dim"), theme.style("rule")
         who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
@@ -95,10 +95,10 @@ class LogsScreen(MonitorScreen):
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def action_whose(self, delta: int) -> None:
-        """Go through all ranks, the launcher, rank 0, 1, ..."""
+        """Select the next source: all ranks, the launcher, rank 0, 1, ..."""
         lines = self.query_one(LogList)
         model = self.app_state.model
-        # A rank that failed before its first message has lines, though it is not one of the model's ranks.
+        # A rank that failed before its first message has lines, although it is not in the model's ranks.
         order: list[int | None] = [None, -1, *sorted({*model.ranks, *model.logs.ranks} - {-1})]
         index = order.index(lines.rank) if lines.rank in order else 0
         lines.rank = order[(index + delta) % len(order)]
@@ -124,17 +124,17 @@ class LogsScreen(MonitorScreen):
         lines.go_to(index)
 
     def action_filter(self) -> None:
-        """Type a filter."""
+        """Open the filter prompt."""
         self.add_class("filtering")
         self.query_one(Prompt).focus()
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Filter as one types."""
+        """Apply the filter at each change."""
         self.query_one(LogList).text = event.text
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep the filter, or end it."""
+        """Keep or clear the filter."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
             prompt.text = self.query_one(LogList).text = ""

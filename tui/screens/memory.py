@@ -1,4 +1,4 @@
-"""Where the memory of a step's peak goes: the waterfall of one rank, or the bars of all ranks side by side."""
+"""The composition of a step's peak: the waterfall of one rank, or the bars of all ranks side by side."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,11 +23,11 @@ from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 
 _CHART_LINES = 14
-"""Room below the rest from which on the peaks over the steps are charted."""
+"""Minimum remaining rows for the chart of peaks over steps."""
 
 
 class MemoryCanvas(Canvas):
-    """The whole of the screen between summary and keys."""
+    """The screen between summary and keys."""
 
     choice = MemoryChoice()
     bars = False
@@ -35,11 +35,11 @@ class MemoryCanvas(Canvas):
 
     @property
     def rank(self) -> RankModel | None:
-        """The selected rank; None before there is any."""
+        """The selected rank; None before the first one."""
         return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
-        """Return a key that changes with the ranks' memory, the device and the user's selection."""
+        """Return a value that changes with the ranks' memory, the device and the user's selection."""
         model, rank = self.app_state.model, self.rank
         chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:
@@ -104,7 +104,7 @@ class MemoryCanvas(Canvas):
         return "Not analysed yet. The probe captures one of the first steps, then another one periodically."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
-        """Chart the peaks of the three highest phases over the recent steps, where there is room for it."""
+        """Draw the peaks of the three highest phases over the recent steps, if there is room."""
         steps = [step for step in rank.steps if step.phases]
         if height < _CHART_LINES or len(steps) < 2:
             return []
@@ -125,7 +125,7 @@ def _peak(step: Any, phase: str) -> float:
 
 
 class MemoryScreen(SelectedRankScreen):
-    """Where the step's peak comes from."""
+    """The composition of a step's peak."""
 
     NAME = "memory"
     WHAT = (
@@ -163,11 +163,11 @@ class MemoryScreen(SelectedRankScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Return the one canvas."""
+        """Return the canvas."""
         yield self._canvas
 
     def tick(self) -> None:
-        """Draw what changed, and show results of commands."""
+        """Draw changes, and show results of commands."""
         self._asking.tick()
         super().tick()
 
@@ -183,17 +183,17 @@ class MemoryScreen(SelectedRankScreen):
 
     @property
     def phase(self) -> str:
-        """The phase in view; empty before the first step."""
+        """The visible phase; empty before the first step."""
         rank = self._canvas.rank
         fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
         return fall.phase if fall is not None else ""
 
     def action_phase(self, direction: int) -> None:
-        """Go to another phase; beside other ranks' bars left and right go to another rank."""
+        """Select another phase; with the bars of all ranks, left and right select another rank."""
         self._choose(phase=next_phase(self._phases(), self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank, at the top of its text."""
+        """Select a neighbouring rank, and scroll to the top."""
         self._canvas.top = 0
         super().action_rank(delta)
 
@@ -227,12 +227,12 @@ class MemoryScreen(SelectedRankScreen):
         self._asking.ask(verbs.Compose([rank]), f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
-        """Have stacks recorded in the phase in view."""
+        """Request stacks of the visible phase."""
         rank, phase = self.app_state.selected, self.phase
         where = f"the next step's {phase}" if phase else "the next step"
         self._asking.ask(verbs.Arm([rank], phase), f"rank {rank}: stacks are recorded in {where}")
 
     def action_take(self) -> None:
-        """Have a memory snapshot written."""
+        """Request a memory snapshot."""
         rank = self.app_state.selected
         self._asking.ask(verbs.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")

@@ -10,18 +10,18 @@ _TICKS_A_SECOND = 2
 
 
 class OneScreenApp(ThemedApp):
-    """Shows ``MAIN_SCREEN``, which ``get_default_screen`` makes; ``HELP_SCREEN`` explains it."""
+    """Shows ``MAIN_SCREEN``, which ``get_default_screen`` makes; ``HELP_SCREEN`` is its help."""
 
     MAIN_SCREEN: ClassVar[type[MonitorScreen]]
     HELP_SCREEN: ClassVar[type[HelpScreen]]
 
     def on_mount(self) -> None:
-        """Draw again twice a second."""
+        """Start the timer, which redraws twice a second."""
         self.set_interval(1 / _TICKS_A_SECOND, self.repaint)
 
     def repaint(self) -> None:
-        """Draw what changed."""
-        # An app that closes removes its screens before its timers.
+        """Draw changes."""
+        # A closing app removes its screens before its timers.
         if self.is_running and isinstance(self.screen, self.MAIN_SCREEN):
             self.screen.tick()
 

@@ -12,7 +12,7 @@ from .base import MonitorScreen, key
 
 
 class OverviewScreen(MonitorScreen):
-    """Is it training, will it fit, what is wrong."""
+    """Shows whether the run trains, fits its devices, and has problems."""
 
     NAME = "overview"
     WHAT = (
@@ -45,7 +45,7 @@ class OverviewScreen(MonitorScreen):
         yield AlertStrip(self.app_state, name="alerts")
 
     def tick(self) -> None:
-        """Draw what changed."""
+        """Draw changes."""
         super().tick()
         self.query_one(RankGrid).tick()
 
@@ -59,7 +59,7 @@ class OverviewScreen(MonitorScreen):
         self.tick()
 
     def action_view(self) -> None:
-        """Go to the next way of drawing ranks."""
+        """Select the next layout of ranks."""
         self.app_state.next_view()
         self.app_state.show_message(f"view: {self.app_state.view}")
         self.tick()

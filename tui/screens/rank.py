@@ -24,7 +24,7 @@ class RankCanvas(Canvas):
 
     @property
     def rank(self) -> RankModel | None:
-        """The selected rank; None before there is any."""
+        """The selected rank; None before the first one."""
         return self.app_state.model.ranks.get(self.app_state.selected)
 
 
@@ -32,7 +32,7 @@ class RankHead(RankCanvas):
     """Title, figures and the phase table."""
 
     def key(self) -> object:
-        """Change with the rank's state and its last step."""
+        """Return a value that changes with the rank's state and its last step."""
         rank = self.rank
         if rank is None:
             return ()
@@ -60,7 +60,7 @@ class StepChart(RankCanvas):
     """Step time over the recent steps."""
 
     def key(self) -> object:
-        """Change with the last step."""
+        """Return a value that changes with the last step."""
         return self.rank and (self.rank.rank, id(self.rank.last))
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -72,7 +72,7 @@ class StepChart(RankCanvas):
 
 
 class MemoryChart(StepChart):
-    """Each step's peak, and what was held behind it."""
+    """Each step's peak, with reserved or resident memory behind it."""
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the chart."""
@@ -96,7 +96,7 @@ class RankLog(RankCanvas):
     """The last lines of the rank's output."""
 
     def key(self) -> object:
-        """Change with the log."""
+        """Return a value that changes with the log."""
         return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -143,7 +143,7 @@ class RankScreen(SelectedRankScreen):
         self._parts: list[Canvas] = []
 
     def body(self) -> Iterable[Widget]:
-        """Give head, charts and log."""
+        """Return head, charts and log."""
         charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
         head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
         self._parts = [*charts]
@@ -152,7 +152,7 @@ class RankScreen(SelectedRankScreen):
         yield log
 
     def tick(self) -> None:
-        """Draw what changed."""
+        """Draw changes."""
         super().tick()
         for part in self._parts:
             part.tick()

@@ -44,26 +44,26 @@ class RunRows(Listing):
         self._read_at = 0.0
 
     def refresh_entries(self, now: float) -> None:
-        """Read the run directories again, when that is due; the selection stays on its run."""
+        """Read the run directories again if that is due; the selection stays on its run."""
         if now - self._read_at < POLL_SECONDS:
             return
         chosen = self.chosen
         self._read_at = now
         try:
             self._entries = self._list.entries()
-        except FtmonError:  # the directory of runs was changed: commands report how
+        except FtmonError:  # the directory of runs was changed: commands report the problem
             self._entries = []
         if chosen is not None:
             ids = [entry.id for entry in self.entries()]
             self.selected = ids.index(chosen.id) if chosen.id in ids else self.selected
 
     def filter(self, text: str) -> None:
-        """List only runs that contain ``text``; an empty text lists all."""
+        """Show only runs that contain ``text``; an empty text shows all."""
         self.text = text
         self.empty = f"no run contains '{text}'; / changes the filter" if text else _NO_RUNS
 
     def entries(self) -> list[RunEntry]:
-        """List the runs that pass the filter."""
+        """Return the runs that pass the filter."""
         wanted = self.text.casefold()
         return [e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {' '.join(e.command)}".casefold()]
 
@@ -74,7 +74,7 @@ class RunRows(Listing):
         return entries[min(self.selected, len(entries) - 1)] if entries else None
 
     def key(self) -> object:
-        """Change with the runs, the filter, the selection, and the minute."""
+        """Return a value that changes with the runs, the filter, the selection, and the minute."""
         return (
             self.entries(),
             self.text,
@@ -83,7 +83,7 @@ class RunRows(Listing):
         )
 
     def count(self) -> int:
-        """Count the runs."""
+        """Return the number of runs."""
         return len(self.entries())
 
     def head(self, width: int) -> list[Line]:
@@ -139,12 +139,12 @@ class RunsScreen(MonitorScreen):
 
     @dataclass
     class Opened(Message):
-        """A run was chosen."""
+        """A run was selected."""
 
         run: RunDir
 
     def compose(self) -> Iterable[Widget]:
-        """Leave the summary and the replay bar out: no run is open here."""
+        """Return the widgets without summary and replay bar, as no run is open."""
         for widget in super().compose():
             if widget.id not in ("summary", "replay"):
                 yield widget
@@ -155,7 +155,7 @@ class RunsScreen(MonitorScreen):
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Read the runs, and draw what changed."""
+        """Read the runs, and draw changes."""
         self.query_one(RunRows).refresh_entries(time.monotonic())
         super().tick()
 
@@ -164,7 +164,7 @@ class RunsScreen(MonitorScreen):
         self.query_one(RunRows).move(delta)
 
     def action_page(self, direction: int) -> None:
-        """Go a screen up or down."""
+        """Move by one screen."""
         self.query_one(RunRows).page(direction)
 
     def action_open_chosen(self) -> None:
@@ -174,17 +174,17 @@ class RunsScreen(MonitorScreen):
             self.post_message(self.Opened(RunDir(home() / "runs" / entry.id)))
 
     def action_filter(self) -> None:
-        """Type a filter."""
+        """Open the filter prompt."""
         self.add_class("filtering")
         self.query_one(Prompt).focus()
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Filter as one types."""
+        """Apply the filter at each change."""
         self.query_one(RunRows).filter(event.text)
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep the filter, or end it."""
+        """Keep or clear the filter."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
             prompt.text = ""

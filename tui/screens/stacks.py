@@ -1,4 +1,4 @@
-"""Where all ranks are: asked for when the screen opens, ranks with the same stack together."""
+"""The stacks of all ranks, requested when the screen opens; ranks with the same stack form a group."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -28,7 +28,7 @@ class StackList(Listing):
     _made: tuple[object, list[Row]] = (None, [])
 
     def key(self) -> object:
-        """Change with the stacks."""
+        """Return a value that changes with the stacks."""
         return self._stack_ids(), self.selected, self.waiting, self.unfolded
 
     def _stack_ids(self) -> object:
@@ -40,7 +40,7 @@ class StackList(Listing):
         return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
     def rows(self) -> list[Row]:
-        """Return the rows, made anew when stacks came or a group was folded."""
+        """Return the rows, cached until new stacks arrive or a group is folded."""
         made_for = (self._stack_ids(), self.unfolded)
         if self._made[0] != made_for:
             ranks = self.app_state.model.ranks
@@ -54,11 +54,11 @@ class StackList(Listing):
         return found[min(self.selected, len(found) - 1)] if found else None
 
     def count(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
         return len(self.rows())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one row: groups stand out, frames are plain."""
+        """Draw one row; groups are highlighted."""
         row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
@@ -85,7 +85,7 @@ class StackList(Listing):
 
 
 class StacksScreen(MonitorScreen):
-    """Where every rank is."""
+    """The stacks of every rank."""
 
     NAME = "stacks"
     WHAT = (
@@ -118,23 +118,23 @@ class StacksScreen(MonitorScreen):
         yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:
-        """Ask at once; where that is impossible, say so only if there are none to show."""
+        """Request stacks at once; if that is impossible, report it only if there are none to show."""
         if not refusal(self.app_state, "stacks") or not self.query_one(StackList).count():
             self.action_again()
         self.tick()
 
     def tick(self) -> None:
-        """Draw what changed, and show results of commands."""
+        """Draw changes, and show results of commands."""
         self._asking.tick()
         self.query_one(StackList).waiting = self._asking.waiting
         super().tick()
 
     def action_again(self) -> None:
-        """Ask all ranks."""
+        """Request the stacks of all ranks."""
         self._ask(verbs.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
-        """Ask for native frames of the first rank of the group in view."""
+        """Request native frames of the first rank of the selected group."""
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
@@ -145,7 +145,7 @@ class StacksScreen(MonitorScreen):
         self.tick()
 
     def action_unfold(self) -> None:
-        """Show all threads of a group's ranks, or fold them again."""
+        """Toggle all threads of a group's ranks."""
         lines = self.query_one(StackList)
         row = lines.row()
         if row is None:
@@ -172,7 +172,7 @@ class StacksScreen(MonitorScreen):
             lines.go_to(found[0])
 
     def in_question(self) -> set[int]:
-        """A kill asked for here means the rank of the group in view, where it is one alone."""
+        """Return the rank of the selected group if it has only one."""
         row = self.query_one(StackList).row()
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
 

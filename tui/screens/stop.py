@@ -1,4 +1,4 @@
-"""The dialog that stops a run in order: the trainer saves a checkpoint and ends after the step."""
+"""The dialog that stops a run: the trainer saves a checkpoint and ends after the step."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from .command_dialog import CommandDialog
 
 
 class StopDialog(CommandDialog):
-    """Asks; the default is no. Afterwards it shows what came of it."""
+    """Asks for confirmation (the default is no), then shows the outcome."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "yes", "yes", tooltip="stop the run"),
@@ -21,7 +21,7 @@ class StopDialog(CommandDialog):
     WIDTH = 72
 
     def command(self) -> Stop:
-        """Stop the run."""
+        """Return the command that stops the run."""
         return Stop()
 
     def lines(self, width: int, height: int) -> list[Line]:

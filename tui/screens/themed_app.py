@@ -1,4 +1,4 @@
-"""What the monitor and the apps of one screen share: themes, and every action of the screen in view by name."""
+"""Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name."""
 
 import os
 from collections.abc import Iterable
@@ -23,14 +23,14 @@ class ThemedApp(App[None]):
 
     Args:
         source: The run to show, if any.
-        ascii: Draw with ASCII only, whatever the locale.
-        light: Begin with the light theme.
+        ascii: Draw with ASCII only, regardless of the locale.
+        light: Start with the light theme.
         read_only: Refuse all commands to the run.
     """
 
     CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
     ENABLE_COMMAND_PALETTE = True
-    # Textual's own ctrl+q and ctrl+c stay; ctrl+c twice also leaves.
+    # Textual's own ctrl+q and ctrl+c are kept; ctrl+c twice also leaves.
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave")]
 
     def __init__(
@@ -42,7 +42,7 @@ class ThemedApp(App[None]):
         read_only: bool = False,
     ) -> None:
         no_color = bool(os.environ.get("NO_COLOR"))
-        # With native ANSI colours Textual's answer to NO_COLOR is no colour at all; else it would be shades of grey.
+        # With native ANSI colours Textual applies NO_COLOR as no colour at all, otherwise as shades of grey.
         super().__init__(ansi_color=True if no_color else None)
         for palette in PALETTES.values():
             self.register_theme(theme_of(palette))
@@ -51,11 +51,11 @@ class ThemedApp(App[None]):
         self.theme = theme.palette.name
 
     def repaint(self) -> None:
-        """Draw what changed."""
+        """Draw changes."""
         raise NotImplementedError
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Offer every action of the screen in view by name."""
+        """Yield the actions of the visible screen by name."""
         seen: set[str] = set()
         for _, binding, enabled, tooltip in screen.active_bindings.values():
             if binding.action in seen or not enabled or not binding.tooltip or binding.action == "command_palette":
@@ -72,7 +72,7 @@ class ThemedApp(App[None]):
         self.call_later(self.run_action, action)
 
     def action_detach(self) -> None:
-        """Leave; what is shown continues."""
+        """Leave the app; the run continues."""
         self.exit()
 
     def action_theme(self) -> None:

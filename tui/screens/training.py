@@ -1,4 +1,4 @@
-"""The course of the training: loss and evaluations, and one of the other figures, with a cursor."""
+"""The training curves: loss and evaluations, and another figure, with a cursor."""
 
 import time
 from collections.abc import Iterable
@@ -17,25 +17,25 @@ from ..widgets.training.training_view import training_lines
 from .base import MonitorScreen, key
 
 RESTS = 8.0
-"""After a drawing that took so long, new steps wait for this many times as long."""
+"""New steps are drawn only after this multiple of the last drawing's duration."""
 
 
 class TrainingCanvas(Canvas):
-    """The whole of the screen between summary and keys."""
+    """The screen between summary and keys."""
 
     def __init__(self, app_state: AppState, view: ChartView, name: str) -> None:
         super().__init__(app_state, name=name)
         self.view = view
         self._shown: tuple[int, int] = (0, 0)
-        """The model and the version of its course that are drawn."""
+        """The drawn model and version of its training figures."""
         self._drawn = 0.0
         self._cost = 0.0
-        """Seconds that the last drawing took."""
+        """Duration of the last drawing, seconds."""
 
     def key(self) -> object:
-        """Change with the course, its results, the alerts and what a person chose.
+        """Return a value that changes with the figures, results, alerts and the user's selections.
 
-        New steps alone are drawn only so often that drawing takes a small share of the time.
+        New steps alone are drawn only so often that drawing uses a small share of the time.
         """
         model, source = self.app_state.model, self.app_state.source
         training, alerts = model.training, model.alerts
@@ -56,7 +56,7 @@ class TrainingCanvas(Canvas):
 
 
 class TrainingScreen(MonitorScreen):
-    """The course of the training."""
+    """The training curves."""
 
     NAME = "training"
     WHAT = (
@@ -102,12 +102,12 @@ class TrainingScreen(MonitorScreen):
         self.canvas = TrainingCanvas(app_state, self.view, "body")
 
     def body(self) -> Iterable[Widget]:
-        """Return the one canvas."""
+        """Return the canvas."""
         yield self.canvas
 
     @property
     def moments(self) -> list[HistoryPoint]:
-        """The course as it is drawn."""
+        """The drawn training figures."""
         return self.app_state.model.moments
 
     def action_cursor(self, direction: int) -> None:
@@ -137,17 +137,17 @@ class TrainingScreen(MonitorScreen):
         self.tick()
 
     def action_figure(self, direction: int) -> None:
-        """Go to another figure."""
+        """Select another figure."""
         self.view.next_figure(direction)
         self.tick()
 
     def action_axis(self) -> None:
-        """Go to the next axis."""
+        """Select the next axis."""
         self.view.next_axis()
         self.tick()
 
     def action_smoothing(self) -> None:
-        """Go to the next strength of smoothing."""
+        """Select the next strength of smoothing."""
         self.view.next_smoothing()
         over = self.view.smoothing
         text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"

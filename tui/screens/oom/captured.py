@@ -1,4 +1,4 @@
-"""The snapshot that was captured at an out-of-memory error: where it is, and the explorer opened on it."""
+"""The snapshot captured at an out-of-memory error: its place, and the explorer on it."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,7 @@ from ..snapshot.screen import SnapshotScreen
 
 
 class CapturedScreen(SnapshotScreen, inherit_bindings=False):
-    """The explorer on a run's own snapshot; escape goes back to where it was opened from."""
+    """The explorer on a run's own snapshot; escape returns to the previous screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "app.back", "back", "back to the report"),
@@ -30,9 +30,9 @@ class CapturedScreen(SnapshotScreen, inherit_bindings=False):
 
 
 def file_of(oom: Oom, folder: Path | None) -> Path | None:
-    """Find the snapshot of an error; None where there is none, or it is not on this host.
+    """Return the snapshot of an error; None if there is none, or it is not on this host.
 
-    The name is from a rank: nothing outside of the run's directory is opened for it.
+    The name is from a rank, so only files in the run's directory are opened.
     """
     if folder is None or not oom.snapshot:
         return None
@@ -42,7 +42,7 @@ def file_of(oom: Oom, folder: Path | None) -> Path | None:
 
 
 def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
-    """Return where the snapshot is, or why there is none."""
+    """Return the place of the snapshot, or the reason why there is none."""
     if not oom.snapshot:
         return "none was captured" + ("" if oom.measure == "cuda" else ": the CPU's allocator keeps no trace")
     name = sanitize(oom.snapshot, 300)

@@ -15,7 +15,7 @@ from ..command_dialog import CommandDialog
 
 
 class ReleaseDialog(CommandDialog):
-    """Asks whether to release the rank in view, or all held ranks; shows the outcome afterwards."""
+    """Asks whether to release the visible rank or all held ranks; then shows the outcome."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
@@ -37,7 +37,7 @@ class ReleaseDialog(CommandDialog):
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
     def command(self) -> Release:
-        """Release them."""
+        """Return the command that releases the ranks."""
         return Release(self.ranks)
 
     def lines(self, width: int, height: int) -> list[Line]:
@@ -70,7 +70,7 @@ class ReleaseDialog(CommandDialog):
         return texts
 
     def action_all(self) -> None:
-        """Mean all ranks that are held, or one."""
+        """Switch between all held ranks and the visible one."""
         if not self.sent:
             self.all_of_them = not self.all_of_them
             self.paint()

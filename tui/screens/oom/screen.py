@@ -25,7 +25,7 @@ from .what_if import begin
 
 
 class OomScreen(MonitorScreen):
-    """Everything of one out-of-memory error; ``rank``: the latest of that rank."""
+    """One out-of-memory error; ``rank``: show the latest of that rank."""
 
     NAME = "out of memory"
     WHAT = (
@@ -63,7 +63,7 @@ class OomScreen(MonitorScreen):
         super().__init__(app_state)
         found = first_to_show(app_state.model, rank)
         self.case_key: CaseKey | None = found.key if found is not None else None
-        # Kept, and not asked for: the app ticks a screen that is being taken down, too.
+        # Attributes, not queries: the app also ticks a screen that is being removed.
         self._head = OomHead(app_state, name="oom-head")
         self._report = OomReportView(app_state, name="oom-report")
         self._output = ConsoleOutput(app_state, name="console-output")
@@ -73,18 +73,18 @@ class OomScreen(MonitorScreen):
 
     @property
     def case(self) -> OomCase | None:
-        """The error in view."""
+        """The visible error."""
         return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:
-        """Give head, report and console."""
+        """Return head, report and console."""
         return self._head, self._report, self._output, self._field
 
     def tick(self) -> None:
-        """Draw what changed; add answers of the console."""
+        """Draw changes; add answers of the console."""
         model, source = self.app_state.model, self.app_state.source
         if self.case is None:
-            # A replay stands before it, or the first one has just come.
+            # A replay is before it, or the first one has just arrived.
             found = first_to_show(model)
             self.case_key = found.key if found is not None else self.case_key
         case = self.case
@@ -108,7 +108,7 @@ class OomScreen(MonitorScreen):
         super().tick()
 
     def in_question(self) -> set[int]:
-        """A kill asked for here means the rank in view."""
+        """Return the visible rank."""
         case = self.case
         return {case.oom.rank} if case is not None else super().in_question()
 
@@ -116,7 +116,7 @@ class OomScreen(MonitorScreen):
         return self.app_state.consoles.setdefault(rank, ConsoleSession(rank))
 
     def _why_no_console(self, case: OomCase) -> str:
-        """Return why no code can be run in that frame now; empty when it can."""
+        """Return the reason why no code can run in that frame now; empty if it can."""
         app_state, oom = self.app_state, case.oom
         if app_state.source is None or app_state.source.transport.mode == "replay":
             return "no console: this is a recording, its processes are gone"
@@ -138,7 +138,7 @@ class OomScreen(MonitorScreen):
     # Views.
 
     def action_leave(self) -> None:
-        """Go back: from the console to the report, from the report to the screen before."""
+        """Go back from the console to the report, or from the report to the previous screen."""
         if self.has_class("console"):
             self.action_report()
         else:
@@ -151,7 +151,7 @@ class OomScreen(MonitorScreen):
         self.call_after_refresh(self.tick)
 
     def action_console(self) -> None:
-        """Show the console, ready to type where there is one."""
+        """Show the console, and focus its input if it is available."""
         self.add_class("console")
         self.tick()
         self.call_after_refresh(self._begin_to_type)
@@ -162,12 +162,12 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def action_type(self) -> None:
-        """Type into the console, where it is in view."""
+        """Focus the console's input if it is visible."""
         if self.has_class("console"):
             self._begin_to_type()
 
     def on_console_input_entered(self, event: ConsoleInput.Entered) -> None:
-        """Run what was typed."""
+        """Run the entered code."""
         case, source = self.case, self.app_state.source
         if case is None or source is None:
             return
@@ -181,7 +181,7 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def on_console_input_left(self) -> None:
-        """Leave the line, so that keys are the screen's again."""
+        """Return the focus to the screen's keys."""
         self.action_report()
 
     def on_console_input_scrolled(self, event: ConsoleInput.Scrolled) -> None:
@@ -189,7 +189,7 @@ class OomScreen(MonitorScreen):
         self.action_page(event.direction)
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll what is in view."""
+        """Scroll the visible part."""
         shown = self._output if self.has_class("console") else self._report
         shown.scroll(lines)
 
@@ -206,10 +206,10 @@ class OomScreen(MonitorScreen):
             self._report.top = 0
             self.tick()
 
-    # Acting.
+    # Commands.
 
     def action_release(self) -> None:
-        """Ask whether to release the rank."""
+        """Open the dialog that releases the rank."""
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
             app_state.show_message("no rank waits at this error", "warning")
@@ -261,7 +261,7 @@ class OomScreen(MonitorScreen):
             self.run_worker(lambda: self._read(path, view), thread=True, exit_on_error=False)
 
     def _read(self, path: Path, view: str) -> None:
-        """Read a snapshot, on a thread of its own."""
+        """Read a snapshot, in a separate thread."""
         try:
             found: Explorer | str = open_explorer(path)
         except FtmonError as error:

@@ -1,4 +1,4 @@
-"""The dry runs behind the out-of-memory screen: of which job, on which GPU, with how much memory."""
+"""The dry runs of the out-of-memory screen: their job, GPU and memory."""
 
 import contextlib
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ _OWN = ("train", "demo")
 
 
 class JobOfRun(NamedTuple):
-    """What is predicted."""
+    """The job to predict."""
 
     config: str
     """YAML."""
@@ -30,7 +30,7 @@ class JobOfRun(NamedTuple):
 
 
 def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
-    """Return the job whose changes are predicted, as it was at the error; or why there can be none, in one line."""
+    """Return the job to predict, as it was at the error; or in one line why there is none."""
     model, oom = app_state.model, case.oom
     folder = app_state.source.folder if app_state.source is not None else None
     if model.info.kind and model.info.kind not in _OWN:
@@ -75,7 +75,7 @@ def _config(folder: Path | None) -> str:
 
 
 def _cwd(folder: Path | None) -> Path | None:
-    """Return where the run was started, if it was on this host: paths of the configuration begin there."""
+    """Return the working directory of the run, if it was on this host: the configuration's paths are relative to it."""
     if folder is None:
         return None
     try:

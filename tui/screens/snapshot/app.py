@@ -16,9 +16,9 @@ class SnapshotApp(OneScreenApp):
 
     Args:
         replays: the devices of the snapshot.
-        before: those of an earlier one to compare it with.
-        ascii: draw with ASCII only, whatever the locale.
-        light: begin with the light theme.
+        before: devices of an earlier snapshot for comparison.
+        ascii: draw with ASCII only, regardless of the locale.
+        light: start with the light theme.
     """
 
     TITLE = "ftmon snapshot"
@@ -36,7 +36,7 @@ class SnapshotApp(OneScreenApp):
         self.explorer = Explorer(replays, before)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the one screen."""
+        """Return the screen."""
         return SnapshotScreen(self.app_state, self.explorer)
 
 

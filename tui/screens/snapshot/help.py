@@ -14,10 +14,10 @@ _FIGURES = (
 
 
 class SnapshotHelp(HelpScreen):
-    """Explains the explorer: its signs, its figures and its own keys only."""
+    """Explains the explorer: its signs, figures and keys."""
 
     def content(self, width: int) -> list[Line]:
-        """Return all lines; signs and figures stand before the keys."""
+        """Return all lines; signs and figures come before the keys."""
         theme = self.theme
         lines = super().content(width)
         keys = next(index for index, line in enumerate(lines) if line.plain == "keys")

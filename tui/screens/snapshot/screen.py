@@ -1,4 +1,4 @@
-"""The explorer's one screen: the timeline, the list of the view, a prompt to search, and the keys."""
+"""The explorer's screen: timeline, list of the view, search prompt, and keys."""
 
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.explorer = explorer
 
     def compose(self) -> ComposeResult:
-        """Lay the screen out."""
+        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SnapshotTimeline(self.app_state, self.explorer, "timeline")
         yield SnapshotList(self.app_state, self.explorer, "rows")
@@ -111,7 +111,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self._to(self.explorer.replay.peak_index)
 
     def action_oom(self) -> None:
-        """Move the cursor to the failed allocation, the next one back if it is there already."""
+        """Move the cursor to the failed allocation; from there to the previous one."""
         ooms = self.explorer.replay.ooms
         self._to(next((index for index in reversed(ooms) if index < self.explorer.cursor), ooms[-1]))
 
@@ -127,25 +127,25 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.tick()
 
     def action_fold(self) -> None:
-        """Fold library frames, or not."""
+        """Toggle the folding of library frames."""
         self.explorer.toggle_fold()
         self.rows.go_to(0)
         self.tick()
 
     def action_view(self, direction: int) -> None:
-        """Go to the next view."""
+        """Select the next view."""
         views = self.explorer.views
         self.action_show(views[(views.index(self.explorer.view) + direction) % len(views)])
 
     def action_show(self, view: str) -> None:
-        """Choose a view."""
+        """Select a view."""
         self.explorer.show(view)
         self.rows.go_to(0)
         self.refresh_bindings()
         self.tick()
 
     def action_device(self) -> None:
-        """Go to the next device."""
+        """Select the next device."""
         self.explorer.next_device()
         self.rows.go_to(0)
         self.refresh_bindings()
@@ -167,17 +167,17 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
             self.tick()
 
     def action_search(self) -> None:
-        """Type what to search for."""
+        """Open the search prompt."""
         self.add_class("filtering")
         self.query_one(Prompt).focus()
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Search as one types."""
+        """Apply the search at each change."""
         self.explorer.search(event.text)
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep the search, or end it."""
+        """Keep or clear the search."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
             prompt.text = ""

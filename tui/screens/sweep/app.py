@@ -13,7 +13,7 @@ from .screen import SweepScreen
 
 
 class SweepHelp(HelpScreen):
-    """Explains the sweep's screen: its own keys only."""
+    """Explains the keys of the sweep's screen."""
 
     def _bindings_of_behind(self) -> list[Binding]:
         return [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
@@ -24,7 +24,7 @@ class SweepApp(OneScreenApp):
 
     Args:
         path: its results file.
-        ascii: draw with ASCII only, whatever the locale.
+        ascii: draw with ASCII only, regardless of the locale.
     """
 
     TITLE = "ftmon sweep"
@@ -36,7 +36,7 @@ class SweepApp(OneScreenApp):
         self.model = SweepModel(path)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the one screen."""
+        """Return the screen."""
         return SweepScreen(self.app_state, self.model)
 
 

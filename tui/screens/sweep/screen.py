@@ -1,4 +1,4 @@
-"""The sweep's one screen: what is done and left, the table, the curve, and the keys."""
+"""The sweep's screen: progress, table, curve, and keys."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         self.model = model
 
     def compose(self) -> ComposeResult:
-        """Lay the screen out."""
+        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SweepHead(self.app_state, self.model, "summary")
         yield SweepTable(self.app_state, self.model, "rows")
@@ -48,7 +48,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         yield KeyBar(self.app_state, name="keys")
 
     def tick(self) -> None:
-        """Read what was added to the file, and draw it."""
+        """Read and draw additions to the file."""
         try:
             self.model.refresh()
         except FtmonError as error:
@@ -56,7 +56,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         super().tick()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave out the end of a sweep that is over."""
+        """Return False for the end of a finished sweep, which hides its key."""
         return action != "stop" or self.model.alive
 
     def action_scroll(self, lines: int) -> None:
@@ -65,7 +65,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         self.tick()
 
     def action_stop(self) -> None:
-        """End the sweep in order; its rows stay."""
+        """Make the sweep end; its rows are kept."""
         plan = self.model.results.plan if self.model.results is not None else None
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):
