@@ -26,7 +26,7 @@ class Connection:
 
     state: ConnectionState
     text: str = ""
-    """A line of text about a problem, or empty."""
+    """A problem in one line, or empty."""
     since: float = 0.0
     lost: int = 0
     """Number of frames missed here that are not in the recording either (heartbeats never are)."""

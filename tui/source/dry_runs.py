@@ -79,7 +79,7 @@ class DryRuns:
             self._change("cancelled")
 
     def close(self) -> None:
-        """End the process, and remove what it wrote."""
+        """End the process, and remove its files."""
         self._end()
         self._folder.cleanup()
 

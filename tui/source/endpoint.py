@@ -23,7 +23,7 @@ class Endpoint:
     """Finds a run's hub, checks whether it is alive, and opens the recording if it is local."""
 
     def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
-        """Give a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
+        """Use a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
         if (run is None) == (addresses is None):
             raise ValueError("give a run directory or addresses")
         self._run = run
@@ -56,7 +56,7 @@ class Endpoint:
         return hub.process is None or is_alive(hub.process)
 
     def ended(self) -> bool:
-        """Return whether the run is over and no process would start a hub any more.
+        """Return whether the run has ended, and no process would start a hub any more.
 
         A launcher outlives its job until a hub has recorded the end, even if that hub starts after the end.
         """

@@ -99,7 +99,7 @@ class Feed(threading.Thread):
             self.join(timeout=5)
 
     def send(self, command: Command) -> None:
-        """Send a command to the hub; answers arrive. Any thread."""
+        """Send a command to the hub; its answers are arrivals. Any thread."""
         self._commands.put(command)
         self._nudge()
 
@@ -107,7 +107,7 @@ class Feed(threading.Thread):
         """Follow the run, also across hub restarts, until it is over or the source is closed."""
         try:
             self._follow_all()
-        except Exception as error:  # otherwise the thread would die unnoticed: the screen must show it
+        except Exception as error:  # otherwise the thread would end unnoticed: the screen must show the error
             if not self._closing.is_set():
                 self._report("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
 
@@ -255,7 +255,7 @@ class Feed(threading.Thread):
             try:
                 message = wire.decode_body(parts[1])
             except ProtocolError:
-                continue  # one damaged message is no reason to leave a run
+                continue  # one damaged message does not end the view of a run
             if message is not None:
                 frames.append(Frame(header.seq, header.t, message))
         self._flush(frames)
@@ -293,7 +293,7 @@ class Feed(threading.Thread):
                 self._last_seq = last
             elif last >= before:
                 break
-            if count > _MAX_FETCHED:  # to show the state as it is now is quicker than all that led to it
+            if count > _MAX_FETCHED:  # loading the present state is faster than folding all frames before it
                 self._load(history)
                 break
         return count

@@ -42,7 +42,7 @@ class History(Protocol):
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Read the log lines before a place in the stream."""
+        """Read the log lines before a position in the stream."""
         ...
 
     def marks(self) -> list[PeakMark]:
@@ -58,13 +58,13 @@ class History(Protocol):
         ...
 
     def step_time(self, step: int) -> float | None:
-        """Return when a step was finished."""
+        """Return the time at which a step was finished."""
         ...
 
     def seq_at(self, t: float) -> int:
-        """Return the stream's number at a time."""
+        """Return the stream's sequence number at a time."""
         ...
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the recording or connection."""
         ...

@@ -187,7 +187,7 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
 
 
 def _load_memory(history: History, begin: float, t: float, model: RunModel, overview: Overview | None) -> None:
-    """Load the memory before ``told``, the start of the folded frames: by the second, and pooled before that."""
+    """Load the memory before ``begin``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
     fine = fine_begin(begin, FINE_SECONDS, span)
     if overview is not None:

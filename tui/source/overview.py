@@ -44,7 +44,7 @@ _RESULT_KINDS = ("evaluation", "checkpoint")
 
 
 class Curves:
-    """Step times by rank, losses, the course of the training and its results, of one job."""
+    """Step times by rank, losses, training figures and results of one job."""
 
     def __init__(self) -> None:
         self.step_ms: dict[int, StepSeries] = {}
@@ -64,13 +64,13 @@ class Overview:
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
         self.span = 1
-        """Seconds a column covers: a power of four, as in a timeline."""
+        """Seconds per column: a power of four, as in a timeline."""
         while (floor(end / self.span) - floor(begin / self.span) + 1) > columns:
             self.span *= RATIO
         self.first = floor(begin / self.span)
         self.columns = floor(end / self.span) - self.first + 1
         self.end = end
-        """The time it was read up to."""
+        """Time up to which it was read."""
         self.memory: dict[int, Level] = {}
         self.curves: dict[int, Curves] = {}
         """By job; a run without jobs has one part, under 0."""
@@ -103,10 +103,10 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
                 series.add_pooled(point.step, point.host_ms, point.host_ms, longest, point.count)
                 if point.loss is not None:
                     curves.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
-        with contextlib.suppress(FtmonError):  # a hub of an earlier version does not know it
+        with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
             _read_course(curves.course, history, info.ranks[:COURSE_RANKS], (begin, until), cancelled)
     _read_results(overview, spans, history, info.ranks)
-    with contextlib.suppress(FtmonError):  # a hub of an earlier version knows neither
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version has neither query
         _read_explanations(overview, history, info.ranks, cancelled)
     return overview
 
@@ -139,7 +139,7 @@ def _read_results(
 def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
     """Return the span of each of the last jobs in the stream; of a run with one job, under 0, all of it."""
     jobs: list[Job] = []
-    with contextlib.suppress(FtmonError):  # a hub of an earlier version knows of none
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
         jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
     if len(jobs) < 2:
         return {0: (info.first_t, info.last_t)}
@@ -188,6 +188,6 @@ def read_memory(history: History, first: int, columns: int, span: int, until: fl
 
 
 def fine_begin(t: float, seconds: int, span: int) -> int:
-    """Where one-second columns begin that end at ``t``: at a multiple of 16 s, and not within the first column."""
+    """Return the begin of the one-second columns that end at ``t``: a multiple of 16 s, not within the first column."""
     step = min(span, RATIO * RATIO)
     return ceil((floor(t) - seconds) / step) * step

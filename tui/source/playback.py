@@ -79,7 +79,7 @@ class Playback:
         self.reached_live = False
         """Whether a live run's past was played up to the live end."""
         self.error = ""
-        """Why the history cannot be read; empty otherwise."""
+        """Reason why the history cannot be read; else empty."""
         self._open = open_history
         self._info = info
         self._transport = transport
@@ -108,11 +108,11 @@ class Playback:
         self._handled = 0
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, wait: bool = True) -> None:
-        """End the thread, and wait for that if asked; safe to call twice."""
+        """End the thread, with ``wait`` after waiting for it; safe to call twice."""
         self._closing.set()
         self._requests.put(None)
         if wait and self._thread.is_alive():
@@ -125,7 +125,7 @@ class Playback:
         self._requests.put(request)
 
     def pump(self, budget_s: float) -> bool:
-        """Apply what the thread has read, on the caller's thread; True when something changed."""
+        """Apply the thread's updates, on the caller's thread; return whether something changed."""
         deadline = time.monotonic() + budget_s
         changed = False
         while self._showing is not None or self._updates:
@@ -172,7 +172,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._begin(history)
             self._loop(history)
-        except Exception as error:  # a thread dies unseen: the screen must show it
+        except Exception as error:  # a thread's error is not visible: the screen must show it
             known = isinstance(error, FtmonError)
             self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
             self._put(message=self.error)
@@ -188,7 +188,7 @@ class Playback:
         self._position = min(max(start, self._first), self._last)
         if self._requests.empty():
             self._load(history)
-        if self._live_end is None:  # of a live run the screen knows them already
+        if self._live_end is None:  # the screen already has a live run's marks
             self._marks = marks(history)
             self._put(marks=self._marks)
         self._put(span=(self._first, self._last))
@@ -202,7 +202,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._new_overview = read_overview(history, history.info(), self._closing.is_set)
             self._requests.put(Request("overview"))
-        except Exception as error:  # a thread dies unseen
+        except Exception as error:  # a thread's error is not visible
             words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
             self._put(message=f"older history cannot be read: {words}")
         finally:
@@ -266,7 +266,7 @@ class Playback:
         if target is not None or not self._loaded:
             target = min(max(self._position if target is None else target, self._first), self._last)
             if self._loaded and history.seq_at(target) - self._last_seq > SEEK_FRAMES:
-                self._loaded = False  # without reading what lies between
+                self._loaded = False  # without reading the frames in between
             self._go(history, target)
         self._put(span=(self._first, self._last), message=message)
 
@@ -275,7 +275,7 @@ class Playback:
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:
-                self._put(overview=self._overview)  # what was applied is finer than what a load would read: it stays
+                self._put(overview=self._overview)  # applied frames are kept, as they are finer than a load
             return None
         if request.kind == "speed":
             self._speed = request.number
@@ -311,7 +311,7 @@ class Playback:
         found = history.step_time(step)
         if found is None:
             raise FtmonError(f"no step {step} in this recording")
-        self._step = step  # so that a key held down counts on from here
+        self._step = step  # so that a held key continues from here
         return found
 
     def _play_on(self, history: History, seconds: float) -> None:
@@ -350,7 +350,7 @@ class Playback:
 
     def _complete(self, history: History) -> None:
         """Load the steps omitted by a quick seek; the next request cancels it."""
-        self._quick = False  # also when it cannot be read: once is enough
+        self._quick = False  # also if it cannot be read: one attempt is enough
         try:
             model = load(
                 history, self._position, self._info, self._overview, superseded=lambda: not self._requests.empty()
@@ -363,7 +363,7 @@ class Playback:
     def _show_model(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
         self._loaded = True
-        # What is under way is of before the seek, but for the marks and the span that may be among it.
+        # Pending updates are from before the seek; marks and span are sent again, as they may be among them.
         self._updates.clear()
         self._put(model=model, marks=self._marks or None, span=(self._first, self._last))
 

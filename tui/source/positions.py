@@ -17,24 +17,24 @@ FIX = "type a step (812), a time (12:03:10), a jump (-2m) or a share (50%)"
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where to go: a step, or a time in seconds since the epoch."""
+    """A position to seek to: a step, or a time in seconds since the epoch."""
 
     step: int | None = None
     time: float = 0.0
 
 
 def parse(text: str, position: float, first: float, last: float) -> Position:
-    """Parse a position that was typed into "go to".
+    """Parse a position from the "go to" dialog.
 
     Args:
         text: the typed text; ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the
             recording that is nearest to the position.
-        position: the time shown, seconds since the epoch.
+        position: the displayed time, seconds since the epoch.
         first: the recording's first time.
         last: the recording's last time.
 
     Raises:
-        UsageError: the text has none of those forms; the message lists them.
+        UsageError: the text has none of these forms; the message lists them.
     """
     typed = text.strip().lower()
     step = re.fullmatch(r"(?:step|#)?\s*(\d[\d,_]*)", typed)

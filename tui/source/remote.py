@@ -76,7 +76,7 @@ class RemoteReader:
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Read the ``limit`` log lines before a place in the stream."""
+        """Read the ``limit`` log lines before a position in the stream."""
         return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
 
     def marks(self) -> list[PeakMark]:
@@ -92,15 +92,15 @@ class RemoteReader:
         return self._ask("jobs")
 
     def step_time(self, step: int) -> float | None:
-        """Return when a step was finished; None when it was not."""
+        """Return the time at which a step was finished, or None."""
         return self._ask("step_time", step=step)
 
     def seq_at(self, t: float) -> int:
-        """Return the stream's number at hub time ``t``."""
+        """Return the stream's sequence number at hub time ``t``."""
         return self._ask("seq_at", t=t)
 
     def close(self) -> None:
-        """Close the socket; a later question opens another."""
+        """Close the socket; a later query opens another."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -109,7 +109,7 @@ class RemoteReader:
         """Send a query and return the decoded answer.
 
         Raises:
-            HubError: no answer came in time.
+            HubError: no answer in time.
             RecordingError: the hub answered with an error.
             ProtocolError: the answer is invalid.
         """
@@ -124,7 +124,7 @@ class RemoteReader:
             self.close()
             raise HubError(f"the hub cannot be asked: {error.strerror}") from None
         except HubError:
-            self.close()  # a late answer must not be taken for that of a later query
+            self.close()  # a late answer must not be mistaken for that of a later query
             raise
         if not answer.ok:
             raise RecordingError(answer.error)
@@ -133,7 +133,7 @@ class RemoteReader:
     def _connect(self) -> None:
         if self._socket is None:
             self._socket = peer_socket(self._context, "query")
-            # A query to a hub that is gone must not be queued and reach the next one.
+            # A query to a hub that is gone must not be queued and reach the next hub.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.connect(self._address)
 

@@ -24,7 +24,7 @@ _TOGETHER_S = 1.0
 
 
 def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
-    """Return when the first ranks had all sent messages; without any, the beginning of the recording."""
+    """Return the time by which the first ranks had all sent messages; without any, the beginning of the recording."""
     after, found = 0, 0.0
     while info.ranks and (frames := reader.frames(after, _LOOKED_AT)):
         for frame in frames:
@@ -100,17 +100,17 @@ class ReplaySource:
 
     @property
     def can_command(self) -> bool:
-        """A recording accepts no commands."""
+        """Always False: a recording accepts no commands."""
         return False
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._playback.start()
         if self._play:
             self._transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Fold what was read since the last call."""
+        """Fold frames read since the last call."""
         return self._playback.pump(budget_s)
 
     def send(self, verb: Verb) -> str:

@@ -20,7 +20,7 @@ def marks(history: History) -> list[AlertMark]:
 
 
 def alert_time(history: History, mark: AlertMark) -> float:
-    """Return when an alert was raised: hub time of its first message, which is later than the alert's own time."""
+    """Return the hub time of an alert's first message, which is later than the alert's own time."""
     after = max(history.seq_at(mark.time) - 1, 0)
     batch = _FIRST_BATCH
     while frames := history.frames(after, batch, mark.time + _LATEST_S):

@@ -1,4 +1,4 @@
-"""A memory snapshot as a source: its file read, its devices replayed."""
+"""Reads a memory snapshot, and replays its devices."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A run of another host over ssh: its hub's UNIX sockets, forwarded to local ones through one connection.
+"""Connects to a run of another host over ssh: forwards its hub's UNIX sockets through one connection.
 
-``ssh HOST ftmon relay RUN`` reports where the sockets are and ends when the run is over. Through the same connection
-(OpenSSH's ``ControlMaster``), ``ssh -O forward -L`` forwards them. When the connection is lost, another is made.
+``ssh HOST ftmon relay RUN`` reports the paths of the sockets, and ends when the run ends. Through the same connection
+(OpenSSH's ``ControlMaster``), ``ssh -O forward -L`` forwards them. A lost connection is replaced by another.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from .endpoint import Endpoint, Hub
 from .history import History
 
 CHANNELS = ("stream", "control", "query")
-"""What an app needs of a hub."""
+"""Channels of a hub that an app needs."""
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
 _FORWARD_SECONDS = 5.0
-"""Time for the hub's first byte to arrive through a forwarded socket."""
+"""Time limit of the hub's first byte through a forwarded socket."""
 _EXIT_SECONDS = 3.0
 _GREETING_LIMIT = 64 << 10
-"""A login shell may print this much before the relay's first line."""
+"""Limit of a login shell's output before the relay's first line."""
 _ERRORS_LIMIT = 16 << 10
 _CHANNEL = "channel "
-"""What ssh reports of one forwarded connection begins with it; there is one whenever the hub is away."""
+"""Prefix of ssh's messages about a forwarded connection, which occur whenever the hub is gone."""
 _ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 _OWN_MASTER = ("-o", "ControlPersist=no")
-"""The user's own configuration may keep connections open after their end; this one must end with ftmon."""
+"""Overrides the user's configuration, which may keep connections open: this one must end with ftmon."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
@@ -63,7 +63,7 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SshError(FtmonError):
-    """There is no connection: ssh or the program on the other host ended, or sockets are not forwarded."""
+    """Connecting failed: ssh or the program on the other host ended, or sockets are not forwarded."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         """Keep the last line printed, and the exit status."""
@@ -75,16 +75,16 @@ class SshCommand(NamedTuple):
     """Words of an ssh command."""
 
     program: list[str]
-    """OpenSSH's client and options of the user's own."""
+    """OpenSSH's client and the user's options."""
     target: list[str]
     """Options and the host."""
     relay: str
-    """The command on the other host, without its run."""
+    """The command on the other host, without the run."""
     run: str = ""
-    """Empty: the newest there."""
+    """The run; empty: the newest one there."""
 
     def session(self, control: Path, unattended: bool) -> list[str]:
-        """Return the words that connect; an attended one may ask for a password."""
+        """Return the words that connect; unless ``unattended``, ssh may ask for a password."""
         options = (*_OWN_MASTER, *_ALIVE, *(_UNATTENDED if unattended else ()))
         remote = " ".join(filter(None, (self.relay, shlex.quote(self.run) if self.run else "")))
         return [*self.program, "-T", "-M", "-S", str(control), *options, *self.target, remote]
@@ -101,17 +101,17 @@ class Session:
     Args:
         command: its words.
         folder: where the local sockets are made.
-        unattended: it gives up after ``HELLO_SECONDS``, and asks for no password.
+        unattended: whether to stop after ``HELLO_SECONDS``, and not to ask for a password.
 
     Raises:
-        SshError: there is none; the text is the last line printed.
+        SshError: connecting failed; the text is the last printed line.
     """
 
     def __init__(self, command: SshCommand, folder: Path, unattended: bool) -> None:
         self.sockets = {channel: folder / f"{channel}.sock" for channel in CHANNELS}
         control = folder / "control"
         for path in (*self.sockets.values(), control):
-            path.unlink(missing_ok=True)  # of an earlier session
+            path.unlink(missing_ok=True)  # from an earlier session
         words = command.session(control, unattended)
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -134,21 +134,21 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection stands."""
+        """Whether the connection is alive."""
         return not self._over.is_set()
 
     @property
     def ended_in_order(self) -> bool:
-        """Whether it ended because the run is over."""
+        """Whether it ended because the run has ended."""
         return self._over.is_set() and self._process.poll() == 0
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed as an error."""
+        """The last line of its error output."""
         return _last(line for line in _lines(self._errors) if not line.startswith(_CHANNEL))
 
     def close(self) -> None:
-        """End it."""
+        """End the connection."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_EXIT_SECONDS)
@@ -185,7 +185,7 @@ class Session:
             if byte == b"\n":
                 if line.startswith(b'{"ftmon":'):
                     return _decode_greeting(bytes(line))
-                line.clear()  # what a login shell printed
+                line.clear()  # output of a login shell
         if total >= _GREETING_LIMIT:
             self._process.kill()
         status = self._process.wait()
@@ -216,7 +216,7 @@ class Session:
                 self._errors = (self._errors + data)[-_ERRORS_LIMIT:]
 
     def _await_end(self) -> None:
-        """Note the end of the program on the other host; ssh itself stays while a connection is forwarded."""
+        """Record the end of the program on the other host; ssh itself stays while a connection is forwarded."""
         assert self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
             while os.read(self._process.stdout.fileno(), 4096):
@@ -227,7 +227,7 @@ class Session:
 
 
 class SshEndpoint(Endpoint):
-    """Finds a run's hub over ssh. Make it, then ``open``."""
+    """Finds a run's hub over ssh; call ``open`` first."""
 
     def __init__(self, command: SshCommand) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ftmon-ssh-"))  # mkdtemp makes it 0700
@@ -239,7 +239,7 @@ class SshEndpoint(Endpoint):
         self._closed = False
         self._trouble = ""
         self._refusal = ""
-        """Why the other side refuses the run for good: it ended while there was no connection."""
+        """Reason why the other side refuses the run permanently: it ended while there was no connection."""
         self.greeting: Greeting | None = None
 
     def open(self) -> Greeting:
@@ -247,7 +247,7 @@ class SshEndpoint(Endpoint):
 
         Raises:
             SshError: there is no connection.
-            HubError: the other side speaks another protocol.
+            HubError: the other side uses another protocol version.
         """
         return self._start(unattended=False)
 
@@ -261,14 +261,14 @@ class SshEndpoint(Endpoint):
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection now; empty while there is one."""
+        """Reason why there is no connection now; empty while there is one."""
         if self._session is None or self._session.alive:
             return self._trouble
         words = self._session.last_line
         return f"the connection is gone{f' ({words})' if words else ''}; another is tried"
 
     def hub(self) -> Hub | None:
-        """Return the hub behind the connection; connects again, now and then, where that is gone."""
+        """Return the hub behind the connection; if that is lost, reconnect from time to time."""
         if self._session is not None and self._session.alive:
             return self._hub
         if self._closed or self.ended() or time.monotonic() < self._next:
@@ -288,11 +288,11 @@ class SshEndpoint(Endpoint):
         return self._hub
 
     def is_alive(self, hub: Hub) -> bool:
-        """Return whether the connection to that very hub stands."""
+        """Return whether the connection to that hub is alive."""
         return hub is self._hub and self._session is not None and self._session.alive
 
     def ended(self) -> bool:
-        """Return whether the run was reported to be over, or is refused as one that is."""
+        """Return whether the run was reported as ended, or is refused because it has ended."""
         return bool(self._refusal) or (self._session is not None and self._session.ended_in_order)
 
     def open_recording(self) -> History:
@@ -314,13 +314,13 @@ class SshEndpoint(Endpoint):
             raise HubError("no longer wanted")
         found = session.greeting
         self._session, self.greeting, self._trouble = session, found, ""
-        self._command = self._command._replace(run=found.id)  # another may be the newest when it connects again
+        self._command = self._command._replace(run=found.id)  # another run may be the newest at a reconnect
         self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)
         return found
 
 
 def _answers(path: Path) -> bool:
-    """Return whether a hub sends its first byte, as ZeroMQ does unasked."""
+    """Return whether a hub sends its first byte, as ZeroMQ does unprompted."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as near:
         near.settimeout(_FORWARD_SECONDS)
         try:

@@ -1,4 +1,4 @@
-"""Play, pause, speed and seek: one set of controls over a recording and over the past of a live run.
+"""Play, pause, speed and seek: the controls of a recording and of the past of a live run.
 
 A transport has the figures to draw and turns keys into requests, which ``Playback`` executes in its own thread.
 """
@@ -15,7 +15,7 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 Mode = Literal["live", "rewound", "replay"]
 
 RequestKind = Literal["play", "pause", "speed", "faster", "time", "step", "skip", "goto", "alert", "live", "overview"]
-"""``overview`` is the playback's own: older history was read."""
+"""``overview`` is sent by the playback itself: older history was read."""
 
 
 def next_speed(speed: float, *, up: bool) -> float:
@@ -54,15 +54,15 @@ class Transport:
         self.playing = mode == "live"
         self.speed = 1.0
         self.position = 0.0
-        """The time shown, seconds since the epoch."""
+        """The displayed time, seconds since the epoch."""
         self.first = 0.0
-        """The first time there is."""
+        """The first time of the recording."""
         self.last = 0.0
-        """The last time there is; grows while live."""
+        """The last time; grows while live."""
         self.marks: list[AlertMark] = []
-        """Every alert of the whole recording, by time (of a live run: up to now)."""
+        """All alerts of the recording, by time (of a live run: up to now)."""
         self.message = ""
-        """Why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
+        """Reason why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
         self.seeking = False
         """Whether a request is in progress."""
         self._request = request
@@ -87,55 +87,55 @@ class Transport:
         self._ask(Request("play"))
 
     def pause(self) -> None:
-        """Hold the view where it is."""
+        """Pause the view at its position."""
         self._ask(Request("pause"))
 
     def faster(self) -> None:
-        """Go one speed up, 64x at the most."""
+        """Select the next higher speed, at most 64x."""
         self._ask(Request("faster", 1))
 
     def slower(self) -> None:
-        """Go one speed down, 0.25x at the least."""
+        """Select the next lower speed, at least 0.25x."""
         self._ask(Request("faster", -1))
 
     def set_speed(self, speed: float) -> None:
-        """Set the speed, times real time, within 0.25 and 64."""
+        """Set the speed, times real time, between 0.25 and 64."""
         self._ask(Request("speed", min(SPEEDS[-1], max(SPEEDS[0], speed))))
 
     def step(self, count: int = 1) -> None:
-        """Go ``count`` steps forward (or back, when negative) and hold there."""
+        """Move ``count`` steps forward (back if negative), and pause there."""
         self._ask(Request("step", count))
 
     def skip(self, seconds: float) -> None:
-        """Go seconds forward, or back when negative, and keep playing or holding."""
+        """Move seconds forward (back if negative), without pausing or resuming."""
         self._ask(Request("skip", seconds))
 
     def next_alert(self) -> None:
-        """Go to the next alert and hold there."""
+        """Move to the next alert, and pause there."""
         self._ask(Request("alert", 1))
 
     def previous_alert(self) -> None:
-        """Go to the alert before and hold there."""
+        """Move to the previous alert, and pause there."""
         self._ask(Request("alert", -1))
 
     def seek(self, time: float) -> None:
-        """Go to a time, seconds since the epoch."""
+        """Move to a time, seconds since the epoch."""
         self._ask(Request("time", time))
 
     def goto(self, text: str) -> None:
-        """Go where a person typed: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
+        """Move to a typed position: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
         self._ask(Request("goto", text=text))
 
     def begin(self) -> None:
-        """Go to the beginning."""
+        """Move to the beginning."""
         self.goto("0%")
 
     def end(self) -> None:
-        """Go to the end: of a live run, to the live end."""
+        """Move to the end; of a live run, to the live end."""
         self.live() if self.mode != "replay" else self.goto("100%")
 
     def live(self) -> None:
-        """Return to the live end; in a replay nothing."""
+        """Return to the live end; no effect in a replay."""
         self._ask(Request("live"))
 
     def _ask(self, request: Request) -> None:
