@@ -18,13 +18,13 @@ _FORMER = {"take": "capture"}
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Turn command-line words into the arguments of one command.
+    """Parse command-line words into the arguments of one command.
 
-    Configuration overrides (``zero.stage=2``) may stand anywhere among the options; argparse alone would refuse them
-    after an option. Everything after the first ``--`` of ``run`` and ``predict`` is a command, untouched.
+    Configuration overrides (``zero.stage=2``) may be anywhere among the options; argparse alone would refuse them after
+    an option. Everything after the first ``--`` of ``run`` and ``predict`` is a command, and not parsed.
 
     Raises:
-        SystemExit: wrong usage (status 2), or help or version was asked for (status 0).
+        SystemExit: wrong usage (status 2), or a request for help or version (status 0).
     """
     parser = build_parser()
     words, command = split_command(_present_names(argv))
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def _present_names(argv: Sequence[str]) -> list[str]:
-    """Replace the former name of a command by its present one, with a note."""
+    """Return the words with the present name of a renamed command, after a note."""
     words = list(argv)
     place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
     if place is not None and words[place] in _FORMER:
@@ -93,10 +93,10 @@ def _handler(name: str) -> Callable[[Namespace], int]:
 
 
 def _close_stdout() -> None:
-    """Keep the interpreter's last flush from complaining about a reader (``| head``) that has gone, or a full disk."""
+    """Keep the interpreter's last flush from reporting a closed pipe (``| head``) or a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run() -> NoReturn:
-    """Run as a process: what ``python -m ftmon.tui.cli`` does."""
+    """Run the command and exit, as ``python -m ftmon.tui.cli``."""
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""The command line's grammar, and nothing else: importing it costs argparse alone.
+"""The command line's grammar. The only import is argparse.
 
-Each command names its handler as ``module:function`` of this package; ``main`` imports it when it is needed.
+Each command names its handler as ``module:function`` of this package; ``main`` imports it on demand.
 """
 
 import argparse
@@ -21,9 +21,9 @@ _WITH_COMMAND = ("run", "predict")
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Cut ``run [options] -- COMMAND ...`` at its first ``--``, and ``predict`` likewise.
+    """Split ``run [options] -- COMMAND ...`` at its first ``--``, and ``predict`` likewise.
 
-    None for the command where there is no such cut.
+    The command is None without such a split.
     """
     words = list(argv)
     name = next((word for word in words if not word.startswith("-")), "")  # global options have no values
@@ -34,7 +34,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole ``ftmon`` command."""
+    """Return the parser of the whole ``ftmon`` command."""
     parser = GroupedParser(
         prog="ftmon",
         description="Train language models with DeepSpeed, and watch the memory, step times and ranks of any training.",

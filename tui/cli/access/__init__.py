@@ -1,1 +1,1 @@
-"""Access to runs and recordings for all commands: control, ends, processes of the trainer."""
+"""Access to runs and recordings for all commands: control, end of runs, processes of the trainer."""

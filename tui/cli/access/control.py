@@ -16,7 +16,7 @@ from ....protocol.run.rundir import HubFile
 
 ACCEPT_SECONDS = 10.0
 RESULT_SECONDS = 120.0
-"""A kill in steps gives INT and TERM their time before KILL."""
+"""Time limit of a result: an escalating kill waits after INT and TERM."""
 
 
 def ask(
@@ -32,9 +32,9 @@ def ask(
     Args:
         hub: the connection file of a living hub.
         verb: one of ``verbs.HUB``.
-        on_accepted: called with the hub's words when it accepts.
-        accept_seconds: how long the hub may take to accept.
-        result_seconds: how long the result may take from then on.
+        on_accepted: called with the hub's text when it accepts.
+        accept_seconds: time limit of the acceptance.
+        result_seconds: time limit of the result after that.
 
     Raises:
         UsageError: the command has text that is not UTF-8.

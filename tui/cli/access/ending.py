@@ -1,4 +1,4 @@
-"""Ends a run by way of its launcher, and waits for a run's end."""
+"""Ends a run through its launcher, and waits for a run's end."""
 
 import os
 import signal
@@ -12,8 +12,9 @@ _POLL_SECONDS = 0.1
 
 
 def end_at_once(run: RunDir) -> None:
-    """End a run by way of its launcher, which needs no hub: INT, TERM, then KILL, and wait until it is over."""
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGINT):  # the second is TERM, the third KILL, to all of it
+    """End a run through its launcher, which needs no hub, by INT, TERM, then KILL; wait for the end."""
+    # The launcher escalates: the second INT ends the whole run by TERM, the third by KILL.
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGINT):
         launcher = run.read_run().launcher
         if launcher is None or not is_alive(launcher):
             return
@@ -23,7 +24,7 @@ def end_at_once(run: RunDir) -> None:
 
 
 def wait_for_end(run: RunDir, seconds: float) -> bool:
-    """Wait until the launcher has written how the job ended; False when it has not in time."""
+    """Wait until the launcher has written the job's end; return False at the time limit."""
     deadline = time.monotonic() + seconds
     while run.read_exit() is None:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Recordings opened for one command, and ranks as its words name them."""
+"""Opens recordings for one command, and checks its rank argument."""
 
 import sys
 from collections.abc import Collection, Generator
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_rank(ranks: Collection[int], rank: int | None) -> None:
-    """See that a run has the rank that was asked for; None is any.
+    """Check that a run has the requested rank; None is any.
 
     Raises:
-        UsageError: there is none of that number.
+        UsageError: there is no such rank.
     """
     if rank is not None and rank not in ranks:
         known = f"{min(ranks)} to {max(ranks)}" if ranks else "none yet"
@@ -25,10 +25,10 @@ def check_rank(ranks: Collection[int], rank: int | None) -> None:
 
 @contextmanager
 def opened(path: Path) -> "Generator[Reader, None, None]":
-    """Open a recording for one command; at its end a line on standard error reports what was left out, if anything.
+    """Open a recording for one command; at the end report omitted messages, if any, in a line on standard error.
 
     Raises:
-        RecordingError: it is not one, or cannot be read.
+        RecordingError: it is not a recording, or cannot be read.
     """
     from ....protocol.recording.reader import Reader
 

@@ -1,4 +1,4 @@
-"""Starting processes of the training side: a run, and a new hub for a run whose hub is gone.
+"""Starts processes of the training side: a run, and a new hub for a run whose hub is gone.
 
 The command line imports nothing of the trainer; it starts ``python -m ftmon.trainer...`` and reads one line of JSON.
 """
@@ -30,45 +30,45 @@ _POLL_SECONDS = 0.05
 _PREFIX_COLUMNS = 10
 """``launcher| `` before each line of output."""
 _MOST_LINES = 100
-"""The last lines of what a process wrote that could not start a run."""
+"""Maximum number of output lines kept of a process that could not start a run."""
 
 
 class StartFailedError(FtmonError):
-    """The process that was to start a run ended without one."""
+    """The process that should start a run ended without one."""
 
     def __init__(self, text: str, status: int) -> None:
-        """Keep the process's own words, and its exit status as the command's."""
+        """Keep the process's output, and its exit status as the command's."""
         super().__init__(text)
         self.exit_status = status
 
     def __str__(self) -> str:
-        """Return the process's own words, of as many lines as they have."""
+        """Return the process's output, with all its lines."""
         return "\n".join(sanitize(line) for line in str(self.args[0]).splitlines()[-_MOST_LINES:])
 
 
 def require_training() -> None:
-    """Refuse to train where the training packages are missing.
+    """Refuse to train without the training packages.
 
     Raises:
-        UsageError: they are; the message says how to install them.
+        UsageError: they are missing; the message has the installation command.
     """
     if missing := missing_training_packages():
         raise UsageError(f"training needs {', '.join(missing)}, not installed here: {INSTALL}")
 
 
 def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: bool = False) -> RunDir:
-    """Have a process start a run, and return the run.
+    """Start a run in a separate process, and return the run.
 
-    The process is out of reach of the terminal's Ctrl-C, so that an interrupt never leaves a forgotten run: the process
-    is waited for, and its run is ended.
+    The process does not receive the terminal's Ctrl-C, so that an interrupt never leaves an orphaned run: this command
+    waits for the process, and ends its run.
 
     Args:
         request: the run to start.
-        line: this command's end of the line to the run's launcher; None: no process waits for the run.
-        stdin: the job reads this command's standard input.
+        line: this command's end of the connection to the run's launcher; None: no process waits for the run.
+        stdin: whether the job reads this command's standard input.
 
     Raises:
-        StartFailedError: it refused; the text is its own.
+        StartFailedError: the process refused; the text is its output.
     """
     environment = _with_own_programs() | (_window() if line is not None else {})
     process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
@@ -83,7 +83,7 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
 
 
 def _window() -> dict[str, str]:
-    """Return the terminal's size less the room that a line's source takes, for progress bars; nothing without one."""
+    """Return variables with the terminal's size minus the lines' prefix, for progress bars; else empty."""
     try:
         columns, lines = os.get_terminal_size(1)
     except OSError:
@@ -93,12 +93,12 @@ def _window() -> dict[str, str]:
 
 
 def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> NoReturn:
-    """Become ``python -m module words``: its exit status, its signals and its terminal are this command's.
+    """Replace this process by ``python -m module words``, which keeps its exit status, signals and terminal.
 
     Args:
         module: one of ftmon's modules.
         words: its arguments.
-        ends_at_once: ctrl-c ends it without a word; otherwise the module handles it.
+        ends_at_once: whether ctrl-c ends it silently; otherwise the module handles it.
     """
     sys.stdout.flush()
     command = module_command(_FOREGROUND, [module, *words]) if ends_at_once else module_command(module, words)
@@ -106,16 +106,16 @@ def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> 
 
 
 def _with_own_programs() -> dict[str, str]:
-    """Return the environment with the programs beside this Python (``deepspeed``, ``ninja``) findable, last.
+    """Return the environment with this Python's programs (``deepspeed``, ``ninja``) at the end of PATH.
 
-    ``.venv/bin/ftmon run -- deepspeed ...`` works then without activating the environment.
+    Then ``.venv/bin/ftmon run -- deepspeed ...`` works without activating the environment.
     """
     path = os.pathsep.join(filter(None, (os.environ.get("PATH"), os.path.dirname(sys.executable))))
     return {**os.environ, "PATH": path}
 
 
 def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
-    """End a start that was interrupted, and what it has started already."""
+    """End an interrupted start, and everything that it has started."""
     process.terminate()
     output, _ = process.communicate()
     if process.returncode == 0:
@@ -131,15 +131,15 @@ def _started(output: bytes) -> RunDir:
 
 
 def print_config() -> int:
-    """Let the trainer print its commented default configuration; return its exit status."""
+    """Make the trainer print its commented default configuration; return its exit status."""
     return subprocess.run(module_command(_RECIPE, ["print-config"]), stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def living_hub(run: RunDir) -> HubFile:
-    """Return the run's living hub, starting a new one first when it is gone.
+    """Return the run's living hub, after starting a new one if it is gone.
 
     Raises:
-        HubError: no hub came up in time; its log says why.
+        HubError: no hub started in time; its log has the reason.
         RunDirError: others could have made the run's directory, or can read it.
     """
     run.check()
@@ -147,7 +147,7 @@ def living_hub(run: RunDir) -> HubFile:
     if content.host != socket.gethostname():
         raise HubError(f"{run.id} runs on {content.host}: give this command there, or attach to its --listen address")
     launcher = content.launcher
-    if launcher is not None and is_alive(launcher):  # it keeps a hub alive: let it do so
+    if launcher is not None and is_alive(launcher):  # the launcher restarts the hub itself
         found = _wait_for_hub(run, _LAUNCHER_SECONDS)
         if found is not None:
             return found

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 
 def cleanup(arguments: Namespace) -> int:
-    """Hand over to the trainer's own clean-up, which asks on this terminal; return its status."""
+    """Run the trainer's clean-up, which asks on this terminal; return its status."""
     words = [f"--{name}" for name in ("yes", "json", "elsewhere") if getattr(arguments, name)]
     return subprocess.run(
         [sys.executable, "-P", "-m", "ftmon.trainer.host.end.cleanup", *words], check=False

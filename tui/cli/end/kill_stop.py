@@ -27,7 +27,7 @@ def kill(arguments: Namespace) -> int:
 
 
 def stop(arguments: Namespace) -> int:
-    """Let a run save a checkpoint and end after its step; a foreign script gets INT."""
+    """Make a run save a checkpoint and end after its step; a foreign script receives INT."""
     run = run_store.find(arguments.run)
     if _is_over(run):
         print(f"{run.id} has ended already")
@@ -58,7 +58,7 @@ def _act(run: RunDir, verb: verbs.Verb) -> int:
     try:
         result = ask(living_hub(run), verb, on_accepted=_print_accepted)
     except FtmonError:
-        if not _is_over(run):  # the run may have ended while the hub was asked
+        if not _is_over(run):  # the run may have ended meanwhile
             raise
         print(f"{run.id} has ended")
         return 0

@@ -1,1 +1,1 @@
-"""A command that follows its run in the foreground: plain lines, signals, exit status."""
+"""Commands that follow their run in the foreground: plain lines, signals, exit status."""

@@ -24,11 +24,11 @@ __all__ = ["POLL_SECONDS", "counted_interrupts", "follow"]
 
 POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
-"""How long the stream may lag behind the end of the run before it is no longer waited for."""
+"""Time limit of waiting for the rest of the stream after the run's end."""
 _LATE_SECONDS = 25.0
-"""And so much longer while the launcher lives, which waits for the hub: a job may be over before its hub is up."""
+"""Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
 _INTERRUPTS = 3
-"""The first asks the run to end, the second and the third end it; one more leaves it."""
+"""The first requests the end of the run, the second and third end it; the next one leaves it."""
 _INTERRUPT_WORDS = (
     "ctrl-c was passed on to the training; again: SIGTERM to all of it",
     "SIGTERM to all of the run; ctrl-c again kills it",
@@ -37,10 +37,10 @@ _INTERRUPT_WORDS = (
 
 
 class Lines:
-    """Prints lines. A reader that has gone, or a disk that is full, ends the printing and nothing else.
+    """Prints lines. A closed pipe or a full disk ends only the printing.
 
     Args:
-        forgiving: False: a reader that has gone ends the command, as ``BrokenPipeError``.
+        forgiving: False: a closed pipe ends the command with ``BrokenPipeError``.
     """
 
     def __init__(self, *, forgiving: bool) -> None:
@@ -57,13 +57,13 @@ class Lines:
             if not self._forgiving:
                 raise
             self._gone = True
-            # What is left in the buffer must not fail again when the interpreter ends.
+            # The rest of the buffer must not fail again when the interpreter ends.
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Outages:
-    """Notes when the hub of a followed run is gone."""
+    """Detects when the hub of a followed run is gone."""
 
     def __init__(self) -> None:
         self._state: ConnectionState = "connecting"
@@ -75,15 +75,15 @@ class Outages:
 
 
 def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standing, owned: bool) -> int:
-    """Print a live run as lines until it ends; return the exit status that its end stands for.
+    """Print a live run as lines until it ends; return the exit status of its end.
 
     Args:
-        source: of the run; started and closed here.
+        source: source of the run; started and closed here.
         run: the run's directory.
         narrator: makes the lines.
-        standing: state of the run, and the line to its launcher.
-        owned: this command started the run: signals are passed on to it, and the run's end is awaited even after an
-        error here. Otherwise Ctrl-C only stops following.
+        standing: state of the run, and the connection to its launcher.
+        owned: whether this command started the run. If so, signals are forwarded to it, and its end is awaited even
+            after an error here. Otherwise Ctrl-C only stops following.
 
     Raises:
         HubError: the run's launcher and hub are both gone, so its end is unknown.
@@ -108,7 +108,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
 
 
 class _Following:
-    """One run that is followed: the state of the loop of ``follow``."""
+    """State of the loop of ``follow``."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Following:
         self._notices = TerminalNotices(run) if sys.stdout.isatty() else None
         self.interrupts = 0
         self.foreign = standing.content.kind not in ("demo", "train")
-        """The job knows nothing of ftmon: ctrl-c is its own affair."""
+        """Whether the job is a script without ftmon, which handles ctrl-c itself."""
 
     def until_the_end(self) -> ExitFile | None:
         """Print lines until the run has ended; return None if the user quit before."""
@@ -173,7 +173,7 @@ class _Following:
             )
 
     def _left(self) -> bool:
-        """Handle received signals; return True if the user quits."""
+        """Handle received signals; return whether the user quits."""
         while self._signals:
             number = self._signals.popleft()
             if not self._owned:
@@ -189,7 +189,7 @@ class _Following:
         return False
 
     def _interrupt(self) -> None:
-        """Forward a Ctrl-C; to ftmon's own trainer through the hub, so that it saves a checkpoint before it ends."""
+        """Forward a Ctrl-C; for ftmon's own trainer through the hub, so that it saves a checkpoint before it ends."""
         first = self.interrupts == 1
         if self.foreign:
             _warn(_INTERRUPT_WORDS[self.interrupts - 1])

@@ -1,4 +1,4 @@
-"""The jobs of a run as plain lines: the table of ``ftmon status``, and one line each for a followed run."""
+"""Renders the jobs of a run as plain lines: the table of ``ftmon status``, and a line each for a followed run."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,11 +7,11 @@ from ....protocol.text import counted, duration, gib
 from ...model.jobs import JobRow, job_rows
 
 _SHOWN = 40
-"""Jobs listed at the most: the last ones."""
+"""Maximum number of listed jobs: the last ones."""
 
 
 def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
-    """Draw the table of jobs, and each one's reason below it where it failed."""
+    """Yield the table of jobs, with the reason below each failed one."""
     rows = job_rows(jobs, now)
     if len(rows) > _SHOWN:
         yield f"jobs: the last {_SHOWN} of {len(rows)}; all of them: --json"

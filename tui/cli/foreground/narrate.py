@@ -1,4 +1,4 @@
-"""Prints the events of a run as plain lines: the same for a live run and its replay."""
+"""Makes plain lines of a run's events, the same for a live run and its replay."""
 
 import time
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from ...model.training import perplexity_of
 from .jobs_text import job_line
 
 PROGRESS_SECONDS = 2.0
-"""A progress line at most this often, by the run's own clock, so that a replay prints what the live run did."""
+"""Minimum interval of progress lines, by the run's own clock, so that a replay prints the same as the live run."""
 
 _MARKS = {"info": ("·", "-"), "warning": ("▲", "!"), "error": ("✖", "X")}
 
 
 class Narrator:
-    """Makes the lines of a run: ask it for new ones after frames were applied to the model."""
+    """Makes the lines of a run; call ``new_lines`` after frames were applied to the model."""
 
     def __init__(self, *, ascii_only: bool = False, with_output: bool = False) -> None:
-        """Begin at the beginning of a run.
+        """Start at the beginning of a run.
 
         Args:
             ascii_only: use ASCII characters only.
@@ -43,12 +43,12 @@ class Narrator:
         self._printed_results: set[tuple[str, int, str]] = set()
         """Printed evaluations, checkpoints and early stops: kind, step, name."""
         self._activities = 0
-        """How many activities of the job were printed, or skipped."""
+        """Number of the job's activities that were printed or skipped."""
         self._printed_jobs: set[int] = set()
         """Jobs whose end was printed."""
 
     def new_lines(self, model: RunModel) -> Iterator[str]:
-        """Yield the lines, mostly none, about what is new in ``model`` since the last call."""
+        """Yield the lines, often none, about changes of ``model`` since the last call."""
         for text in self._news(model):
             yield text.encode("ascii", "replace").decode() if self._ascii else text
 
@@ -61,10 +61,9 @@ class Narrator:
             yield from self._output(model)
         step = model.reported_step
         if not self._step:
-            yield from self._results(
-                model
-            )  # what comes before the first step, such as the rehearsal, is printed before it
-        self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
+            # Activities before the first step, such as the rehearsal, are printed before it.
+            yield from self._results(model)
+        self._step = min(self._step, step)  # another training in the same process counts from 1 again
         if step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = step, model.now
             yield _at(model.now, _progress(model))
@@ -105,7 +104,7 @@ class Narrator:
                 yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
 
     def _is_new(self, kind: str, step: int, name: str) -> bool:
-        """Return whether a result is to be printed: not earlier ones, which a late join reads afterwards."""
+        """Return whether to print a result: not if it is an earlier one, which a late join reads afterwards."""
         if (kind, step, name) in self._printed_results:
             return False
         latest = max((number for of, number, _ in self._printed_results if of == kind), default=0)
@@ -113,7 +112,7 @@ class Narrator:
         return step >= latest
 
     def _jobs(self, model: RunModel) -> Iterator[str]:
-        """Return lines about a job's end and the next one's begin, once there are several."""
+        """Return lines about a job's end and the next one's start, once there are several."""
         if model.job == self._job and not model.has_jobs:
             return
         for number, job in model.jobs.items() if model.has_jobs else ():
@@ -139,7 +138,7 @@ class Narrator:
     def _output(self, model: RunModel) -> Iterator[str]:
         if model.logs.version == self._logs_version:
             return
-        # A model that was made anew after a late join counts its lines anew; numbers of the stream go on.
+        # A new model after a late join restarts its version; the stream's numbers continue.
         news = model.logs.version - (self._logs_version if model.logs.version > self._logs_version else 0)
         self._logs_version = model.logs.version
         for line in model.logs.select(limit=news):
@@ -164,8 +163,8 @@ def _all_are_known(model: RunModel) -> bool:
     hellos = [rank.hello for rank in model.ranks.values() if rank.hello]
     if not 0 < model.info.world_size <= len(hellos):
         return False
-    # A rank says hello before it has made its model or begun to use its GPU, and again when it has. Until its first
-    # step a CPU may be no more than what it has not left yet.
+    # A rank sends a hello before it makes its model or uses its GPU, and another one after that. Before its first step
+    # the device CPU may not be final.
     return model.reported_step > 0 or (bool(model.info.model) and all(hello.device.kind == "cuda" for hello in hellos))
 
 
@@ -198,12 +197,12 @@ def _progress(model: RunModel) -> str:
 
 
 def mfu_words(model: RunModel) -> str:
-    """Write the MFU; empty where it is not known."""
+    """Return the MFU as text; empty if it is not known."""
     return f"MFU {model.mfu * 100:.1f} %" if model.mfu is not None else ""
 
 
 def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
-    """Write an evaluation's result in a line; ``best`` is the one with the lowest loss so far."""
+    """Return an evaluation's result in a line; ``best`` is the one with the lowest loss so far."""
     words = f"{sanitize(evaluation.name, 40)} at step {evaluation.step:,}:"
     if evaluation.loss is not None:
         words += f" loss {evaluation.loss:.4f}"
@@ -218,7 +217,7 @@ def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
 
 
 def loss_words(model: RunModel) -> list[str]:
-    """Return the loss, or that of each engine or optimizer where several train; empty where none is known."""
+    """Return the loss, or with several engines or optimizers the loss of each; empty if none is known."""
     several = model.losses_by_name
     if len(several) > 1:
         return ["loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items())]

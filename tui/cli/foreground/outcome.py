@@ -1,4 +1,4 @@
-"""How a run ended: the exit status, and the closing lines of the output."""
+"""The end of a run: the exit status, and the closing lines of the output."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ _LINE_LENGTH = 400
 
 
 def exit_status(end: ExitFile) -> int:
-    """Map how the job ended to a command's exit status: the training's own, or one of ``protocol.run.exits.OWN``."""
+    """Return a command's exit status for a job's end: the training's own, or one of ``protocol.run.exits.OWN``."""
     return exits.of_run(end)
 
 
 def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed: bool = False) -> Iterator[str]:
-    """Return lines about how a run ended, and where its results are: checkpoint, recording, logs.
+    """Yield lines about a run's end, and the places of its results: checkpoint, recording, logs.
 
     Args:
         run: the run.
         end: how it ended.
-        model: state of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where ftmon's
-        own does), and which rank failed first.
-        output_printed: the output of ranks and launcher was printed already; their last lines are not repeated.
+        model: state of the run, with the folder of its checkpoints (``Plan.output_dir``; else that of ftmon's own
+            trainer), and the rank that failed first.
+        output_printed: whether the output of ranks and launcher was printed; then their last lines are not repeated.
     """
     if end.state == "failed" and not output_printed:
         rank = first_to_fail(model)
@@ -64,17 +64,17 @@ def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
 
 
 def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
-    """Return where the trainer's results are: the final model, and the newest checkpoint.
+    """Yield the places of the trainer's results: the final model, and the newest checkpoint.
 
     Args:
         run: the run.
         output: folder of the results.
-        is_over: nothing is left to train from that checkpoint on.
+        is_over: whether training is finished, so that the checkpoint needs no resume.
     """
     model = output / "model"
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         yield f"model:      {model}"
-        # A run that is not the trainer's own has no configuration to find its model by.
+        # A run of another trainer has no configuration that names its model.
         yield f"chat:       ftmon chat {shlex.quote(run.id if run.config.exists() else str(model))}"
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
@@ -83,7 +83,7 @@ def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
     yield f"checkpoint: {newest}"
     if is_over:
         return
-    # The run's own configuration has what was given on the command line, too.
+    # The run's own configuration includes the overrides of the command line.
     words = ["CONFIG.yaml"]
     if run.config.exists():
         with suppress(RunDirError):
@@ -92,15 +92,15 @@ def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
 
 
 def first_to_fail(model: RunModel) -> int | None:
-    """Return the rank whose failure or death came first; None when no rank is to blame.
+    """Return the rank with the first failure or death; None if there is none.
 
-    What ended an earlier job of the run, and was resolved when a later one trained, is not to blame for its end.
+    Failures of an earlier job, resolved when a later one trained, do not count.
     """
     blamed = standing(model.alerts, *FATAL)
     return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
 
 
 def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
-    """Return the last lines of a log, the long ones cut: the output of the job, or of one rank, before it failed."""
+    """Return the last lines of a log (of the job or a rank) before the failure, long ones cut."""
     lines = last_lines(log, limit, own=True)
     return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines]

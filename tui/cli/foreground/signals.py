@@ -1,4 +1,4 @@
-"""Signals to a command that follows a run: counted or kept, so that none lands in the middle of a fold."""
+"""Handles signals to a command that follows a run: counts or keeps them, so that none interrupts a fold."""
 
 import signal
 import threading
@@ -36,7 +36,7 @@ def counted_interrupts() -> Generator[Interrupts]:
 
 @contextmanager
 def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"]:
-    """Keep signals as they come; what was ignored when the command began (nohup, a job in the background) stays so."""
+    """Keep received signals in a queue; signals ignored at the start (nohup, a background job) stay ignored."""
     waiting: deque[signal.Signals] = deque()
     before: dict[signal.Signals, Any] = {}
 
@@ -55,9 +55,9 @@ def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"
 
 @contextmanager
 def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generator[threading.Event]:
-    """Pass signals to the app on to a run that this command started; the event is set once one asked for the end.
+    """Forward the app's signals to a run that this command started; a signal that requests the end sets the event.
 
-    Not SIGHUP: a terminal that is lost ends only the app.
+    SIGHUP is not forwarded: a lost terminal ends only the app.
     """
     stopped = threading.Event()
     before: dict[signal.Signals, Any] = {}

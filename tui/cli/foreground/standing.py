@@ -1,6 +1,6 @@
-"""State of a run for the command that follows it: by the line to the launcher, else by the run directory.
+"""State of a run for the command that follows it, from the connection to the launcher or from the run directory.
 
-Nothing here raises because the run directory was removed, moved or made unreadable: the run continues without it.
+A removed, moved or unreadable run directory raises no error here: the run continues without it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from ....protocol.run.starter import CommandEnd
 from ...model.run import RunModel
 
 _LAUNCHER_SECONDS = 30.0
-"""A launcher writes itself into the run's file well within this."""
+"""Time limit within which a launcher records itself in the run's file."""
 
 
 class Standing:
@@ -23,7 +23,7 @@ class Standing:
 
     Args:
         run: the run's directory.
-        line: the line to its launcher, where this command started it.
+        line: the connection to its launcher, if this command started it.
 
     Raises:
         RunDirError: there is no ``run.json``.
@@ -37,7 +37,7 @@ class Standing:
 
     @property
     def content(self) -> RunFile:
-        """``run.json``, as it could be read last."""
+        """``run.json``, as last read."""
         if self._content.launcher is None:
             with contextlib.suppress(RunDirError):
                 self._content = self._run.read_run()
@@ -50,14 +50,14 @@ class Standing:
 
     @property
     def launcher_lives(self) -> bool:
-        """Whether the launcher runs; a line to it that is open needs no name of it."""
+        """Whether the launcher is alive, by the open connection or else by its recorded process."""
         if self._line is not None:
             self._line.read()
             return not self._line.closed
         return self.launcher is not None and is_alive(self.launcher)
 
     def end(self) -> ExitFile | None:
-        """Return how the job ended; None while it runs, or while that is unknown."""
+        """Return the job's end; None while it runs, or if its end is unknown."""
         if self._line is not None:
             self._line.read()
             if self._line.end is not None:
@@ -65,7 +65,7 @@ class Standing:
         return _unless_unreadable(self._run)
 
     def end_without_launcher(self, model: RunModel) -> ExitFile | None:
-        """Return how a run without a launcher ended, from its hub; None while launcher or hub is alive.
+        """Return the end of a run without a launcher, from its hub; None while launcher or hub is alive.
 
         Raises:
             HubError: both are gone.
@@ -96,7 +96,7 @@ class Standing:
         self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the signals for which there was no launcher yet."""
+        """Send the deferred signals."""
         if self._line is not None:
             self._line.read()
         launcher = self.launcher
@@ -109,7 +109,7 @@ class Standing:
                     os.kill(launcher.pid, number)
 
     def let_go(self) -> None:
-        """Let the run outlive this command."""
+        """Close the connection such that the run outlives this command."""
         if self._line is not None:
             self._line.untie()
 

@@ -1,1 +1,1 @@
-"""The arguments of every command, a file for each group of ``ftmon --help``. Importing them costs argparse alone."""
+"""The arguments of every command, a file for each group of ``ftmon --help``. The only import is argparse."""

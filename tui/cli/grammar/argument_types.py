@@ -1,4 +1,4 @@
-"""Types of command-line arguments: each parses one word, or raises ``ArgumentTypeError`` with what it must be."""
+"""Types of command-line arguments: each parses one word, or raises ``ArgumentTypeError`` with the valid form."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def positive(text: str) -> int:
 
 
 _LONGEST = 100_000_000
-"""Tokens of a sequence, at the most."""
+"""Maximum sequence length in tokens."""
 
 
 def lengths(text: str) -> list[int]:

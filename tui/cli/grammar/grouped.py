@@ -18,7 +18,7 @@ class GroupedParser(argparse.ArgumentParser):
     """A parser whose help lists its commands under ``GROUPS``."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Refuse an unknown command with a suggestion, not with the list of all commands."""
+        """Refuse an unknown command with a suggestion, instead of the list of all commands."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = [name for names in GROUPS.values() for name in names]
             near = get_close_matches(value, known, n=1, cutoff=0.7)
@@ -53,4 +53,4 @@ class _Listed(argparse.Action):
         super().__init__(option_strings=[], dest=name, metavar=name, help=text)
 
     def __call__(self, *_: object) -> None:
-        """Nothing: a line of the help is not parsed."""
+        """Do nothing: a line of the help is not parsed."""

@@ -1,4 +1,4 @@
-"""What several commands share: the way to add one, and their common arguments."""
+"""Adds commands, and arguments that several commands share."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -113,7 +113,7 @@ _ACT_NOT = "the run's hub refuses stop, kill and every other action, from anyone
 
 
 def add_view_options(parser: argparse.ArgumentParser, *, starts: bool = False) -> None:
-    """Add the options of every command that shows a live run; ``starts``: it also starts that run."""
+    """Add the options of every command that shows a live run; ``starts``: whether it also starts that run."""
     parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
     parser.add_argument("--read-only", action="store_true", help=_ACT_NOT if starts else _WATCH_ONLY)
     add_ascii(parser)

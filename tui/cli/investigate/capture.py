@@ -13,7 +13,7 @@ from ..access.trainer_process import living_hub
 
 
 def capture(arguments: Namespace) -> int:
-    """Ask a run's ranks for a memory snapshot and print the path of each; status 1 when a rank wrote none."""
+    """Request a memory snapshot of a run's ranks and print the paths; return 1 if a rank wrote none."""
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         raise HubError(f"{run.id} has ended: its snapshots, if it has any, are in {run.snapshots}")

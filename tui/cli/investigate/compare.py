@@ -10,14 +10,14 @@ from ...report.sides import Loaded, load
 from ..output.printable import print_json
 
 _MOST = 10
-"""Up to this many configurations are all shown; of more, those that differ."""
+"""Maximum number of configurations that are all shown; of more, only those that differ."""
 
 
 def show_comparison(arguments: Namespace) -> int:
-    """Print a comparison; status 1 when the gate is passed.
+    """Print a comparison; return 1 if the gate is exceeded.
 
     Raises:
-        UsageError: a run beside a sweep, or no figure in common, or none that the gate checks.
+        UsageError: a run and a sweep are compared, or there is no common figure, or none that the gate checks.
     """
     before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)
@@ -49,10 +49,10 @@ def _is_gated(one: Comparison) -> bool:
 
 
 def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:
-    """Compare two runs, or the configurations that two sweeps have in common.
+    """Compare two runs, or the common configurations of two sweeps.
 
     Raises:
-        UsageError: a run beside a sweep, or nothing in common.
+        UsageError: a run and a sweep are compared, or there is no common configuration.
     """
     if before.of_sweep != after.of_sweep:
         sweep, run = (before, after) if before.of_sweep else (after, before)

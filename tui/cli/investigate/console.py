@@ -18,11 +18,11 @@ _WELCOME = (
     "Leaving does not release the rank: ftmon release does."
 )
 _SECONDS = 75.0
-"""The hub waits for a minute."""
+"""Time limit of a result; the hub's own is a minute."""
 
 
 def console(arguments: Namespace) -> int:
-    """Run one piece of code in a held rank, or read and run until the end of the input.
+    """Run one piece of code in a held rank, or read and run code until the end of the input.
 
     Raises:
         HubError: the run has ended, has no console, or the rank is not held.
@@ -50,7 +50,7 @@ def console(arguments: Namespace) -> int:
 
 
 def release(arguments: Namespace) -> int:
-    """Release held ranks; status 1 when none was held."""
+    """Release held ranks; return 1 if none was held."""
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         print(f"{run.id} has ended; no rank is held")
@@ -71,7 +71,7 @@ def _run(hub: HubFile, rank: int, code: str) -> int:
 
 
 def _read() -> str | None:
-    """Read one statement, of as many lines as it has; None at the end of the input."""
+    """Read one statement of one or more lines; None at the end of the input."""
     lines: list[str] = []
     while True:
         try:
@@ -84,7 +84,7 @@ def _read() -> str | None:
         lines.append(line)
         text = "\n".join(lines)
         try:
-            # None: more lines belong to it. An empty line ends a block, as in Python's own prompt.
+            # None: the statement is incomplete. An empty line ends a block, as in Python's own prompt.
             if codeop.compile_command(text, symbol="single") is not None or not line:
                 return text
         except (SyntaxError, ValueError, OverflowError):

@@ -23,14 +23,14 @@ from ..foreground.standing import Standing
 from ..output.printable import print_json
 
 _WHOLE = 1 << 30
-"""So many that none of a rank's samples is left out."""
+"""A limit above any number of samples of a rank."""
 
 _DRAIN_SECONDS = 5.0
-"""How long the stream may lag behind the end of the run before it is no longer waited for."""
+"""Time limit of waiting for the rest of the stream after the run's end."""
 
 
 def show_events(arguments: Namespace) -> int:
-    """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends.
+    """Print the sampled steps of a run, and with ``--follow`` later ones until it ends.
 
     Raises:
         UsageError: the run has no such rank, or ``--follow`` is given with a recording on its own.
@@ -41,7 +41,7 @@ def show_events(arguments: Namespace) -> int:
         raise UsageError(f"{arguments.run}: is a recording on its own, which --follow cannot follow; name a run")
     with opened(find_recording(arguments.run)) as reader:
         known = reader.info().ranks
-        if known or not arguments.follow:  # those of a run that has just begun are to come
+        if known or not arguments.follow:  # a run that has just begun has none yet
             check_rank(known, arguments.rank)
         ranks = known if arguments.rank is None else [arguments.rank]
         frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
@@ -61,7 +61,7 @@ def show_events(arguments: Namespace) -> int:
 
 
 def _has_ended(run: RunDir | None) -> bool:
-    """Return whether no more can come: the run's end is known or cannot be read, or its recording is on its own."""
+    """Return whether no more samples can follow: the run has ended, or its directory is unreadable or missing."""
     try:
         return run is None or run.read_exit() is not None
     except RunDirError:
@@ -98,7 +98,7 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
 
 
 def _news(model: RunModel, wanted: int | None, printed: dict[int, float]) -> Iterator[AllocatorEvents]:
-    """Return the samples after the time of each rank's last printed one; the steps of a later job begin again at 1."""
+    """Yield the samples after each rank's last printed one, by time, as a later job's steps count from 1 again."""
     found: list[AllocatorEvents] = []
     for number, rank in model.ranks.items():
         last = rank.allocator.last
@@ -118,7 +118,7 @@ def _print_events(events: AllocatorEvents, as_json: bool) -> None:
 
 
 def event_lines(events: AllocatorEvents) -> Iterator[str]:
-    """Return the lines of a sampled step: one a phase, one for the step where it grew, flushed or left much unused."""
+    """Yield the lines of a sampled step: one per phase, and one for growth, flushes or much unused memory."""
     at = time.strftime("%H:%M:%S", time.localtime(events.time))
     head = f"{at} rank {events.rank} step {events.step}"
     for row in phase_rates(events, ()):
@@ -142,7 +142,7 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
 
 
 def events_data(events: AllocatorEvents) -> dict[str, Any]:
-    """Describe one sampled step for scripts, rates included."""
+    """Return one sampled step as JSON values, with rates."""
     rates = {
         row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
         for row in phase_rates(events, ())

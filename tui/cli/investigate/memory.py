@@ -1,4 +1,4 @@
-"""``ftmon memory RUN``: where the memory of a step's peak goes, of a recorded or live run."""
+"""``ftmon memory RUN``: prints the composition of memory peaks of a recorded or live run."""
 
 import time
 from argparse import Namespace
@@ -25,7 +25,7 @@ _CPU_NOTE = "on a CPU, peaks are of the resident set; there is no reserved memor
 
 
 def show_memory(arguments: Namespace) -> int:
-    """Print what the peaks of a run's ranks are made of, which phase leads, and where spikes came from.
+    """Print the composition of the peaks of a run's ranks, the leading phase, and the causes of spikes.
 
     Raises:
         UsageError: the run has no such rank.
@@ -48,7 +48,7 @@ def show_memory(arguments: Namespace) -> int:
 
 
 def load_model(run: str) -> RunModel:
-    """Load a run's state as it was recorded last: of a live one, half a second ago."""
+    """Return a run's latest recorded state; of a live run it is up to half a second old."""
     with opened(find_recording(run)) as reader:
         info = reader.info()
         model = load(reader, info.last_t, describe(info))
@@ -61,10 +61,10 @@ def load_model(run: str) -> RunModel:
 
 
 def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
-    """List a run's ranks, or the requested one.
+    """Return a run's ranks, or the requested one.
 
     Raises:
-        UsageError: there is none of that number.
+        UsageError: there is no such rank.
     """
     check_rank(model.ranks, rank)
     return list(model.ranks.values()) if rank is None else [model.ranks[rank]]
@@ -79,7 +79,7 @@ def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
 
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
-    """Return the lines of one rank's memory."""
+    """Yield the lines of one rank's memory."""
     fall = rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"
@@ -132,7 +132,7 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
 
 
 def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
-    """Describe one rank's memory for scripts."""
+    """Return one rank's memory as JSON values."""
     fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
     return {
         "rank": rank.rank,

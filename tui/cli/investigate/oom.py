@@ -1,4 +1,4 @@
-"""``ftmon oom``: the report of an out-of-memory error, of a run, of a recording, or of a memory snapshot."""
+"""``ftmon oom``: prints the report of an out-of-memory error from a run, a recording or a memory snapshot."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -20,11 +20,11 @@ _SQLITE = b"SQLite format 3\0"
 
 
 class NoOomError(FtmonError):
-    """There was no out-of-memory error in what was asked for."""
+    """The run, recording or snapshot has no out-of-memory error."""
 
 
 def show_oom(arguments: Namespace) -> int:
-    """Print the reports of a run's out-of-memory errors, newest last; of all but the last one, a line each.
+    """Print the reports of a run's out-of-memory errors, newest last, the earlier ones in a line each.
 
     Raises:
         NoOomError: there was none.
@@ -54,7 +54,7 @@ def _is_snapshot(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_SQLITE)) != _SQLITE
     except (OSError, ValueError):
-        return False  # reading it as a recording reports what is wrong with it
+        return False  # reading it as a recording reports the problem
 
 
 def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
@@ -83,7 +83,7 @@ def _of_recording(name: str) -> tuple[str, list[OomReport]]:
 
 
 def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
-    """Judge the ranks' reports where no hub did: in a recording of an earlier version."""
+    """Return the ranks' reports with a verdict, for a recording without the hub's (of an earlier version)."""
     state = [frame.message for frame in reader.state_at(float("inf"))]
     hellos = {message.rank: message for message in state if isinstance(message, Hello)}
     reports: list[OomReport] = []

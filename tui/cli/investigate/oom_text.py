@@ -1,4 +1,4 @@
-"""The report of an out-of-memory error as lines of text."""
+"""Renders the report of an out-of-memory error as lines of text."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ _RANKS = 16
 
 
 def report_lines(reports: Sequence[OomReport], *, of_snapshot: bool = False) -> Iterator[str]:
-    """Yield the lines of the newest report, after one line for each of those before it.
+    """Yield the lines of the newest report, after one line for each earlier report.
 
     Args:
         reports: oldest first; at least one.
-        of_snapshot: they come from a snapshot, which knows neither rank nor step.
+        of_snapshot: whether they are from a snapshot, which has neither rank nor step.
     """
     *before, report = reports
     for other in before:
@@ -71,7 +71,7 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
 
 
 def remedy_bytes(remedy: Remedy) -> str:
-    """Return the memory that a remedy frees: `` (frees about 4.00 GiB)``; empty: not known."""
+    """Return text for the memory that a remedy frees: `` (frees about 4.00 GiB)``; empty if unknown."""
     bound = f" {remedy.bound}" if remedy.bound else ""
     return f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
 

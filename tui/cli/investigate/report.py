@@ -1,4 +1,4 @@
-"""``ftmon report``: runs, sweeps and CSV files as charts and tables, in the terminal and as files."""
+"""``ftmon report``: prints runs, sweeps and CSV files as charts and tables, or writes them to files."""
 
 import shutil
 import time
@@ -22,10 +22,10 @@ _WIDEST = 120
 
 
 def show_report(arguments: Namespace) -> int:
-    """Print a report, or write the files that are asked for.
+    """Print a report, or write the requested files.
 
     Raises:
-        UsageError: something cannot be read or written.
+        UsageError: a source cannot be read, or a file cannot be written.
     """
     mapping = parse_mapping(arguments.columns) if arguments.columns else None
     found = [load(target, arguments.warm_up, mapping) for target in arguments.targets]

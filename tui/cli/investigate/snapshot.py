@@ -1,4 +1,4 @@
-"""``ftmon snapshot``: a PyTorch memory snapshot explored in the terminal, or printed as JSON or text."""
+"""``ftmon snapshot``: explores a PyTorch memory snapshot in the terminal, or prints it as JSON or text."""
 
 import os
 import sys
@@ -14,15 +14,15 @@ from ..output import terminal
 from ..output.printable import print_json
 
 _LARGE = 4 * 2**20
-"""Files from this size on, bytes, need a message while they are read."""
+"""Minimum size of a file, bytes, for which a message is shown while it is read."""
 
 
 def explore(arguments: Namespace) -> int:
-    """Open a snapshot, or two to compare: in the app where a terminal can show it, else as text.
+    """Open a snapshot, or two for a comparison, in the app if the terminal supports it, else as text.
 
     Raises:
-        SnapshotError: a file cannot be opened as one.
-        UsageError: the device asked for is not in it.
+        SnapshotError: a file cannot be opened as a snapshot.
+        UsageError: the requested device is not in it.
     """
     as_text = arguments.text
     if not arguments.json and not as_text and (reason := terminal.why_no_app()):
@@ -39,7 +39,7 @@ def explore(arguments: Namespace) -> int:
         return run_explorer(opened[-1], before, ascii_only=terminal.draws_ascii(arguments))
     reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
-        # Of two files the second is described, as how things are now, and what is different about it.
+        # Of two files, the second is described as the present state, with its differences from the first.
         result = reports[-1] if len(reports) == 1 else reports[-1] | {"difference": _difference(opened, arguments.top)}
         print_json(result)
         return 0
@@ -54,7 +54,7 @@ def explore(arguments: Namespace) -> int:
 
 
 def _load_app() -> None:
-    """Import the app, which takes as long as reading a small file."""
+    """Import the app, which is as slow as reading a small file."""
     from ...screens.snapshot import app
 
     del app
@@ -72,7 +72,7 @@ def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None
 
 @contextmanager
 def _patience(file: str) -> Generator[None, None, None]:
-    """Show on a terminal that a large file is being read, and erase that afterwards."""
+    """Show a message on a terminal while a large file is read, and erase it afterwards."""
     text = f"ftmon: reading {file} ..."
     try:
         says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE

@@ -1,4 +1,4 @@
-"""A snapshot as lines of text."""
+"""Renders a snapshot as lines of text."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ _STACKS_SHOWN, _DEPTH = 8, 12
 
 
 def lines(replays: list[Replay], top: int) -> list[str]:
-    """Describe a snapshot, device by device."""
+    """Return the description of a snapshot, device by device."""
     return [line for replay in replays for line in (*_device(replay, top), "")][:-1]
 
 
@@ -59,7 +59,7 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
 
 
 def _tree(root: Node, most: int) -> Iterator[str]:
-    """Walk the heaviest branches, ``most`` lines altogether."""
+    """Yield the largest branches, ``most`` lines altogether."""
     left = most
     waiting = [(node, 0) for node in reversed(root.ordered())]
     while waiting and left:

@@ -1,4 +1,4 @@
-"""``ftmon stacks RUN``: where the ranks are, those with the same stack together."""
+"""``ftmon stacks RUN``: prints the ranks' stacks, grouped by equal stacks."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -23,10 +23,10 @@ _MOST = 240
 
 
 def show_stacks(arguments: Namespace) -> int:
-    """Ask the ranks for their stacks and print them; of a recording or an ended run, those that were recorded last.
+    """Request the ranks' stacks and print them; of a recording or an ended run, the last recorded ones.
 
     Returns:
-        0 when every rank's were had.
+        0 if all ranks' stacks were received.
 
     Raises:
         UsageError: the recording has none.
@@ -40,7 +40,7 @@ def show_stacks(arguments: Namespace) -> int:
 
 
 def _is_copy(run: RunDir, name: str) -> bool:
-    """Return whether a run directory is given that has no living hub: it may be a copy, for which none is started."""
+    """Return whether ``name`` is a run directory without a living hub: possibly a copy, for which none is started."""
     return recording_file(name) is not None and run.living_hub() is None
 
 
@@ -54,14 +54,14 @@ def _show(result: Result, arguments: Namespace) -> int:
 
 
 def recorded(path: Path, ranks: list[int]) -> Result:
-    """Read the last stacks of each rank from a recording, as if it had answered.
+    """Return the last stacks of each rank from a recording, in the form of an answer.
 
     Args:
         path: the recording.
-        ranks: of these only; empty: of all.
+        ranks: the ranks; empty: all.
 
     Raises:
-        UsageError: the run has no such rank, or no stacks of it were taken.
+        UsageError: the run has no such rank, or no stacks of it were recorded.
         RecordingError: the recording cannot be read.
     """
     with opened(path) as reader:
@@ -85,7 +85,7 @@ def recorded(path: Path, ranks: list[int]) -> Result:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return the answer to ``stacks`` as plain data: groups of ranks, and each rank's own text."""
+    """Return the answer to ``stacks`` as JSON values: groups of ranks, and each rank's own text."""
     stacks = _stacks_of(result)
     groups = [
         {

@@ -1,1 +1,1 @@
-"""Standard output and error: sanitised text, and what the terminal can show."""
+"""Standard output and error: sanitised text, and the terminal's capabilities."""

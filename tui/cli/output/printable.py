@@ -13,15 +13,15 @@ from ....protocol.text import escape_json, sanitize
 def print_json(value: Any, *, indent: bool = True) -> None:
     """Print a value as JSON, on one line or indented.
 
-    Characters that a terminal obeys or does not show are escaped, so that a reader gets the value as it is, and a
-    terminal nothing but text. NaN and infinity become null.
+    Characters that a terminal executes or does not show are escaped: a reader gets the exact value, and a terminal only
+    text. NaN and infinity become null.
     """
     import msgspec
 
     try:
         encoded = msgspec.json.encode(value)
         text = (msgspec.json.format(encoded) if indent else encoded).decode()
-    except UnicodeEncodeError:  # a path of bytes that are no UTF-8, whose escapes msgspec does not read
+    except UnicodeEncodeError:  # a path with bytes that are not UTF-8, whose escapes msgspec does not accept
         text = json.dumps(msgspec.to_builtins(value), indent=2 if indent else None)
     print(escape_json(text))
 
@@ -31,13 +31,13 @@ class OutputError(FtmonError, OSError):
 
 
 class Printable(io.TextIOWrapper):
-    """Text output that passes on printable characters, line ends, tabs, and blanks that wipe a line.
+    """Text output of printable characters, line ends, tabs, and the blanks that erase a line.
 
-    ``write`` and ``flush`` raise ``OutputError``, or ``BrokenPipeError`` where the reader has gone.
+    ``write`` and ``flush`` raise ``OutputError``, or ``BrokenPipeError`` for a closed pipe.
     """
 
     def write(self, text: str, /) -> int:
-        """Write text, made harmless line by line; return its length."""
+        """Write text, sanitised line by line; return its length."""
         harmless = text
         if not text.isprintable() and text.strip("\r "):
             harmless = "\n".join(sanitize(line, len(line) + 1) for line in text.split("\n"))
@@ -48,7 +48,7 @@ class Printable(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffer."""
         try:
             super().flush()
         except OSError as error:
@@ -64,9 +64,9 @@ def _named(error: OSError) -> OSError:
 def guard_output() -> None:
     """Replace standard output and error with sanitising ones, for terminals, files and pipes alike.
 
-    Every command sanitises what it prints by itself; this is the safety net. Piped output ends in a terminal too, of
-    ``less -R`` or of a CI log. The app draws through streams of its own. A stream that the caller has closed (``>&-``)
-    is ``/dev/null`` from here on, for this process and those that it starts.
+    Every command sanitises its output itself; this is an additional safeguard. Piped output reaches a terminal too,
+    through ``less -R`` or a CI log. The app draws through separate streams. A stream that the caller has closed
+    (``>&-``) is replaced by ``/dev/null``, for this process and its children.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

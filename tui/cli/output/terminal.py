@@ -1,4 +1,4 @@
-"""What the terminal at hand can do: whether the app can open in it, and whether it shows more than ASCII."""
+"""Capabilities of the terminal: whether the app can open in it, and whether it shows more than ASCII."""
 
 import os
 import sys
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 MIN_COLUMNS = 60
 MIN_LINES = 16
-"""Below this even the narrow layout is unreadable; it is made for 80x24."""
+"""Minimum lines of the narrow layout, which is made for 80x24."""
 
 _NO_SCREEN = ("", "dumb", "unknown", "emacs")
 
 
 def is_terminal() -> bool:
-    """Return whether standard input, output and error are terminals: the app reads keys from one and draws on two."""
+    """Return whether standard input, output and error are terminals: the app reads keys from input, draws on both."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
-    """Return why the app cannot open here, in words; empty when it can."""
+    """Return the reason why the app cannot open here; empty if it can."""
     if not is_terminal():
         return "not a terminal"
     if environ.get("TERM", "") in _NO_SCREEN:
@@ -30,13 +30,13 @@ def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the locale or TERM=linux (the text console) lacks the block characters the app draws with."""
+    """Return whether the locale or TERM=linux (the text console) lacks the app's block characters."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return not encoding.startswith("utf") or environ.get("TERM") == "linux"
 
 
 def draws_ascii(arguments: Namespace) -> bool:
-    """Return whether a command draws with ASCII only: asked to by ``--ascii``, or because the terminal has no more."""
+    """Return whether a command draws with ASCII only: by ``--ascii``, or because of the terminal."""
     return arguments.ascii or wants_ascii()
 
 
@@ -53,7 +53,7 @@ def colours(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def multiplexer(environ: Mapping[str, str] = os.environ) -> str:
-    """Name the terminal multiplexer around this process; empty when there is none."""
+    """Return the name of the terminal multiplexer around this process; empty if there is none."""
     if environ.get("TMUX"):
         return "tmux"
     return "screen" if environ.get("STY") else ""

@@ -1,4 +1,4 @@
-"""``ftmon completion SHELL``: a completion script made from the parser, with the names of this user's runs."""
+"""``ftmon completion SHELL``: prints a completion script made from the parser, with the names of this user's runs."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""``ftmon doctor``: the terminal side's checks, then the training side's, which run in a separate process."""
+"""``ftmon doctor``: runs the terminal side's checks, and in a separate process the training side's."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from .doctor_terminal import own_checks
 
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
 _TRAINER_SECONDS = 120.0
-"""Importing torch and DeepSpeed from a cold, shared disk takes its time."""
+"""Time limit: importing torch and DeepSpeed from a cold, shared disk is slow."""
 
 INSTALL = 'pip install "ftmon[train]"'
 
@@ -38,7 +38,7 @@ def doctor(arguments: Namespace) -> int:
 
 
 def trainer_checks() -> list[Check]:
-    """Return the training side's checks; a single check reports it if that side is not installed."""
+    """Return the training side's checks; if that side is not installed, a single check that reports it."""
     if missing := missing_training_packages():
         return [Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)]
     command = [sys.executable, "-P", "-m", "ftmon.trainer.doctor", "--json"]

@@ -1,4 +1,4 @@
-"""The terminal side's checks of ``ftmon doctor``: terminal, run directory, NVML. Each is one check with one verdict."""
+"""The terminal side's checks of ``ftmon doctor``: terminal, run directory, NVML."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ _ELSEWHERE = "set FTMON_HOME to a directory of yours"
 
 
 def terminal_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check the terminal: whether the app opens in it, its colours, its characters, a multiplexer around it."""
+    """Check the terminal: whether the app opens in it, its colours and characters, a multiplexer around it."""
     if not terminal.is_terminal():
         yield Check("terminal", "ok", "none here: commands print plain lines")
     elif reason := terminal.why_no_app(environ):
@@ -51,7 +51,7 @@ def _colour_check(environ: Mapping[str, str]) -> Check:
 
 
 def home_check() -> Check:
-    """Check whether run directories can be made where they belong, and are closed to others."""
+    """Check whether run directories can be made in their folder, and are closed to others."""
     try:
         path = checked_home()
     except RunDirError as error:

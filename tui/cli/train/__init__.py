@@ -1,1 +1,1 @@
-"""Commands that start something: demo, train, run, predict, sweep, data, chat."""
+"""Commands that start a process: demo, train, run, predict, sweep, data, chat."""

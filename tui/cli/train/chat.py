@@ -1,4 +1,4 @@
-"""``ftmon chat``: this command becomes the trainer's chat, with its terminal and its exit status."""
+"""``ftmon chat``: replaces this process by the trainer's chat."""
 
 from argparse import Namespace
 from typing import NoReturn
@@ -9,7 +9,7 @@ MODULE = "ftmon.trainer.recipe.chat"
 
 
 def chat(arguments: Namespace) -> NoReturn:
-    """Talk to a model."""
+    """Run the chat."""
     require_training()
     words: list[str] = []
     for name in ("system", "temperature", "top_p", "max_tokens", "seed", "device"):

@@ -1,4 +1,4 @@
-"""``ftmon data check``: what the model will see of the training data."""
+"""``ftmon data check``: prints a report on the training data."""
 
 from argparse import Namespace
 
@@ -8,7 +8,7 @@ CHECK = "ftmon.trainer.recipe.data.check"
 
 
 def check(arguments: Namespace) -> int:
-    """Check the data of a configuration: status 0: clean data, 1: findings, 2: no training would start."""
+    """Check the data of a configuration; return 0 for clean data, 1 for findings, 2 if no training would start."""
     require_training()
     words: list[str] = [f"--samples={arguments.samples}"]
     words += [f"--{name}" for name in ("json", "color", "ascii") if getattr(arguments, name)]

@@ -15,11 +15,11 @@ _OF_A_SCRIPT = {
     "lora_rank": "lora.rank",
     "optimizer": "optimizer.kind",
 }
-"""Options that go with --model, and what a configuration has in their place."""
+"""Options of --model, and the settings of a configuration that correspond to them."""
 
 
 def predict(arguments: Namespace) -> int:
-    """Predict the memory of a training step: status 0, or 2 for a configuration that cannot be used.
+    """Predict the memory of a training step; return 0, or 2 for an unusable configuration.
 
     Raises:
         UsageError: neither a configuration nor --model, or options of the one with the other.
@@ -51,7 +51,7 @@ def words(arguments: Namespace) -> list[str]:
 
 
 def _check_command(arguments: Namespace) -> None:
-    """Refuse options beside a command whose values come from the script."""
+    """Refuse options whose values come from the command's script."""
     if arguments.config or arguments.model:
         raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
     if arguments.data:

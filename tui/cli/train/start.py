@@ -60,7 +60,7 @@ def train(arguments: Namespace) -> int:
 
 @_own_statuses(exits.RUN_USAGE)
 def run(arguments: Namespace) -> int:
-    """Watch a script that knows nothing of ftmon; return its exit status, or one of ``protocol.run.exits.OWN``.
+    """Watch an unchanged script; return its exit status, or one of ``protocol.run.exits.OWN``.
 
     Raises:
         StartFailedError: it could not be started, or its end is unknown.
@@ -73,7 +73,7 @@ def run(arguments: Namespace) -> int:
 
 
 def join(target: str, command: list[str]) -> NoReturn:
-    """Become a command that is a part of a run begun on another host."""
+    """Replace this process by a command that is a part of another host's run."""
     path = Path(target)
     if not os.path.isfile(path):
         path = path / JOIN_NAME if os.path.isdir(path) else run_store.find(target).path / JOIN_NAME
@@ -81,7 +81,7 @@ def join(target: str, command: list[str]) -> NoReturn:
 
 
 def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more: Any) -> StartRequest:
-    """Return the request that a command's arguments make; an option that was not given keeps its default.
+    """Return the request of a command's arguments; an omitted option keeps its default.
 
     Raises:
         UsageError: ``--notify-on`` names no event.
@@ -108,12 +108,12 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
 
 
 def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
-    """Start a run and watch it, or leave it, as ``--detach`` asks.
+    """Start a run and watch it, or with ``--detach`` leave it.
 
     Args:
-        arguments: of the command.
+        arguments: the command's arguments.
         request: the run to start.
-        stdin: the job may read this command's standard input, where the app does not.
+        stdin: whether the job may read this command's standard input if the app does not.
     """
     from ..watch.attach import opens_app, watch
 
@@ -136,7 +136,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
 
 
 def _may_read_stdin() -> bool:
-    """Return whether the job may have standard input: not a shell's terminal while in the background."""
+    """Return whether the job may read standard input: not a shell's terminal while in the background."""
     try:
         os.fstat(0)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
@@ -145,7 +145,7 @@ def _may_read_stdin() -> bool:
 
 
 def _let_go_of_stdin() -> None:
-    """Close this command's end of a pipe: its writer must see it closed when the job closes it."""
+    """Close this command's end of a pipe, so that its writer sees it closed when the job closes it."""
     if not os.isatty(0):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -1,4 +1,4 @@
-"""``ftmon sweep``: many configurations, one after the other, in a process of its own."""
+"""``ftmon sweep``: runs many configurations, one after the other, in a separate process."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ SWEEP = "ftmon.trainer.sweep"
 def sweep(arguments: Namespace) -> int:
     """Run a sweep; return 0 if every run has its row, 1 if the sweep ended earlier, 2 for an invalid file.
 
-    In a terminal it opens the app, and the sweep continues when that is left; else its lines are printed.
+    In a terminal it opens the app, and the sweep continues after leaving it; otherwise it prints lines.
 
     Raises:
         StartFailedError: the sweep refused its file.
@@ -62,7 +62,7 @@ def _in_app(arguments: Namespace) -> int:
 
 
 def _goes_on(path: Path) -> bool:
-    """Return whether a session of the sweep runs already."""
+    """Return whether a session of the sweep is running."""
     from ...model.sweep import SweepModel
 
     model = SweepModel(path)
@@ -74,12 +74,12 @@ def _goes_on(path: Path) -> bool:
 
 
 def _start(path: Path, arguments: Namespace) -> None:
-    """Start the sweep's process, which outlives this one, and wait until it has accepted its file.
+    """Start the sweep's process, which outlives this one, and wait until it accepts its file.
 
     Raises:
-        StartFailedError: it refused; the text is its own words.
+        StartFailedError: it refused; the text is its output.
     """
-    log = path.with_name(f"{path.name}.log")  # never the results themselves, whatever their suffix
+    log = path.with_name(f"{path.name}.log")  # never the results file itself, with any suffix
     try:
         output = log.open("wb")
     except OSError as error:

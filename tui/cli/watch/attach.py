@@ -1,4 +1,4 @@
-"""Watching a run, live or recorded: in the app where a terminal can show it, else in plain lines."""
+"""Watches a run, live or recorded, in the app if the terminal supports it, else in plain lines."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.1
 
 
 def choose(arguments: Namespace) -> int:
-    """Open the list of runs; without a terminal, print it."""
+    """Open the list of runs; without a terminal print it."""
     if terminal.why_no_app():
         from .runs import list_runs
 
@@ -53,8 +53,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
     Args:
         run: the run.
         arguments: ``plain``, ``ascii`` and ``read_only`` as given.
-        line: this command started the run, and this is its line to the launcher: the run's exit status becomes the
-            command's.
+        line: the connection to the launcher if this command started the run, whose exit status then is the command's.
     """
     owned = line is not None
     if not opens_app(arguments):
@@ -70,7 +69,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
 
 
 def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) -> int:
-    """Watch in the app. The run outlives it, unless SIGTERM ends the app: that is meant for the run too."""
+    """Watch in the app. The run outlives it, unless SIGTERM ends the app, which ends the run too."""
     from ...app import run_app
     from ...model.notices import TerminalNotices
     from ...source.live import LiveSource
@@ -111,10 +110,10 @@ def replay(arguments: Namespace) -> int:
 
 
 def print_recording(path: Path, arguments: Namespace) -> int:
-    """Print a recording as the lines that were printed live.
+    """Print a recording as the same lines as for the live run.
 
     Raises:
-        RecordingError: it is not one, or cannot be read.
+        RecordingError: it is not a recording, or cannot be read.
     """
     from ...model.run import RunModel
     from ..foreground.narrate import Narrator
@@ -144,7 +143,7 @@ def opens_app(arguments: Namespace) -> bool:
 
 
 def _bring_back_hub(run: RunDir) -> None:
-    """Start a new hub where it is gone; without one its recording can still be shown."""
+    """Start a new hub if it is gone; without one the recording can still be shown."""
     from ..access.trainer_process import living_hub
 
     try:

@@ -1,4 +1,4 @@
-"""``ftmon logs``: what the ranks of a run printed, from its recording."""
+"""``ftmon logs``: prints the output of a run's ranks from its recording."""
 
 from argparse import Namespace
 
@@ -16,7 +16,7 @@ def show_logs(arguments: Namespace) -> int:
         RecordingError: the recording cannot be read.
     """
     with opened(find_recording(arguments.run)) as reader:
-        # A rank that failed before its first message has lines, though it is not one of the known ranks.
+        # A rank that failed before its first message has lines, although it is not among the known ranks.
         if not reader.logs(rank=arguments.rank, limit=1):
             check_rank(reader.info().ranks, arguments.rank)
         frames = reader.logs(rank=arguments.rank, text=arguments.text, limit=arguments.lines)

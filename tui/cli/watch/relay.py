@@ -1,4 +1,4 @@
-"""``ftmon relay [RUN]``: report where a run's sockets are, and wait for its end; ``attach ssh://`` runs it there."""
+"""``ftmon relay [RUN]``: prints the paths of a run's sockets, and waits for its end; for ``attach ssh://``."""
 
 import os
 import select
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.5
 
 
 def relay(arguments: Namespace) -> int:
-    """Print the greeting; return 0 when the run is over, 1 when the other side has left."""
+    """Print the greeting; return 0 when the run has ended, 1 when the other side has disconnected."""
     run = run_store.find(arguments.run)
     end = run.read_exit()
     if end is not None:

@@ -1,4 +1,4 @@
-"""``ftmon attach tcp://HOST:PORT --key KEY``: a run of another host, over TCP with CURVE; and ``ftmon keys``."""
+"""``ftmon attach tcp://HOST:PORT --key KEY``: watches a run of another host, over TCP with CURVE; ``ftmon keys``."""
 
 import re
 import time
@@ -21,17 +21,17 @@ from ..foreground.outcome import attach_line
 from ..output import terminal
 
 CONNECT_SECONDS = 15.0
-"""A hub that allows this user answers at once; another never answers at all."""
+"""Time limit of the first answer; a hub that does not allow this user never answers."""
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
 _KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
 
 
 class RemoteSource(LiveSource):
-    """Follows a run whose hub listens on TCP: the same as a local one, and every socket speaks CURVE."""
+    """Follows a run whose hub listens on TCP, as a local one, with CURVE on every socket."""
 
     def __init__(self, addresses: dict[str, str], server_key: str) -> None:
-        """Args are the hub's channels and its public key; the client's own pair is this user's."""
+        """Use the hub's channels and public key; the client's key pair is this user's."""
         super().__init__(addresses=addresses)
         pair = keys.client_pair()
         for option, value in (
@@ -43,7 +43,7 @@ class RemoteSource(LiveSource):
 
 
 def parse_address(text: str) -> dict[str, str]:
-    """Read ``tcp://HOST:PORT``: the first of as many consecutive ports as a hub has channels.
+    """Parse ``tcp://HOST:PORT``, the first of a hub's consecutive ports, one for each channel.
 
     Raises:
         UsageError: it is not of that form.
@@ -56,10 +56,10 @@ def parse_address(text: str) -> dict[str, str]:
 
 
 def read_server_key(text: str | None) -> str:
-    """Return the hub's public key: given as such, or as a file that holds it, such as a copy of the run's ``hub.json``.
+    """Return the hub's public key, given as text or as a file with it, such as a copy of the run's ``hub.json``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no key.
     """
     if text is None:
         raise UsageError("tcp:// needs --key: the hub's public key, which 'ftmon run --listen' printed")
@@ -90,10 +90,10 @@ def watch_remote(
     """Watch a run of another host, in the app or in plain lines.
 
     Args:
-        source: gathers it; started here.
+        source: source of the run; started here.
         arguments: ``plain``, ``ascii`` and ``read_only`` as given.
-        again: the words after ``ftmon attach`` that lead back to it.
-        no_answer: what to raise when nothing comes for ``CONNECT_SECONDS``.
+        again: the words after ``ftmon attach`` that attach to it again.
+        no_answer: makes the error to raise without an answer within ``CONNECT_SECONDS``.
     """
     if not (arguments.plain or terminal.why_no_app()):
         from ...app import run_app
@@ -125,7 +125,7 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
                 time.sleep(POLL_SECONDS)
         finally:
             source.close()
-    if not source.model.ended:  # the run ended while there was no connection
+    if not source.model.ended:  # the run ended without a connection
         print(source.connection.text or "the run has ended; how is unknown here")
         return 1
     return exits.of_training(source.model.exit_code or 0)
@@ -147,7 +147,7 @@ def listen_line(run: RunDir, listen: str) -> str:
 
 
 def manage_keys(arguments: Namespace) -> int:
-    """Show this user's public key and whom this user's hubs let in; let a key in, or no more."""
+    """Print this user's public key and the keys that this user's hubs allow; add or remove an allowed key."""
     if arguments.allow is not None:
         keys.allow(arguments.allow, arguments.remark)
     if arguments.remove is not None:

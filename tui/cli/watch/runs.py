@@ -1,4 +1,4 @@
-"""``ftmon ls``: the runs of this user, for people and as JSON."""
+"""``ftmon ls``: prints the runs of this user, as a table or as JSON."""
 
 import shlex
 import time
@@ -14,7 +14,7 @@ _COMMAND_WIDTH = 60
 
 
 def list_runs(arguments: Namespace) -> int:
-    """Print the runs of this user, newest first, or what the named recordings hold.
+    """Print the runs of this user, newest first, or the runs of the named recordings.
 
     Raises:
         RecordingError: a named recording cannot be read.

@@ -1,4 +1,4 @@
-"""``ftmon attach ssh://[USER@]HOST[:PORT][/RUN]``: a run of another host over plain ssh, without open ports."""
+"""``ftmon attach ssh://[USER@]HOST[:PORT][/RUN]``: watches a run of another host over ssh, without open ports."""
 
 import os
 import re
@@ -22,11 +22,11 @@ _URL = re.compile(
 )
 _NOT_FOUND, _SSH_FAILED = 127, 255
 _NO_COMMAND = ("there is no command", "invalid choice")
-"""What the parser there says of a command that it does not have, in this version and in earlier ones."""
+"""Errors of the remote parser for an unknown command, in this version and in earlier ones."""
 
 
 class Place(NamedTuple):
-    """A run on another host; an empty ``run`` is the newest there."""
+    """A run on another host; an empty ``run`` is its newest one."""
 
     host: str
     user: str
@@ -38,7 +38,7 @@ class SshSource(LiveSource):
     """Follows a run over ssh; ``close`` ends the connection too."""
 
     def __init__(self, endpoint: SshEndpoint) -> None:
-        """The endpoint must be open."""
+        """Use an endpoint, which must be open."""
         super().__init__(endpoint=endpoint, info=endpoint.info)
         self._ssh = endpoint
 
@@ -49,7 +49,7 @@ class SshSource(LiveSource):
 
 
 def parse_place(text: str) -> Place:
-    """Read ``ssh://[USER@]HOST[:PORT][/RUN]``.
+    """Parse ``ssh://[USER@]HOST[:PORT][/RUN]``.
 
     Raises:
         UsageError: it is not of that form.
@@ -61,7 +61,7 @@ def parse_place(text: str) -> Place:
 
 
 def command(place: Place) -> SshCommand:
-    """Return the words of the ssh to a run."""
+    """Return the words of the ssh command for a run."""
     relay = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay"
     port, user = ("-p", place.port) if place.port else (), ("-l", place.user) if place.user else ()
     return SshCommand(shlex.split(os.environ.get(SSH_ENV) or "ssh"), [*port, *user, "--", place.host], relay, place.run)
@@ -73,7 +73,7 @@ def attach_ssh(arguments: Namespace) -> int:
     endpoint = SshEndpoint(command(place))
     try:
         _open(endpoint, place)
-    except BaseException:  # ctrl-c at the password too
+    except BaseException:  # also ctrl-c at the password prompt
         endpoint.close()
         raise
     source = SshSource(endpoint)
@@ -98,14 +98,14 @@ def _open(endpoint: SshEndpoint, place: Place) -> None:
 
 
 def _address(place: Place, run_id: str) -> str:
-    """Write the address of that very run: another may be the newest by then."""
+    """Return the address of this run, as another one may be the newest later."""
     user, port = f"{place.user}@" if place.user else "", f":{place.port}" if place.port else ""
     host = f"[{place.host}]" if ":" in place.host else place.host
     return f"ssh://{user}{host}{port}/{run_id or place.run}"
 
 
 def _explain(place: Place, error: SshError) -> str:
-    """Return one line about why there is no connection."""
+    """Return the reason of a missing connection in one line."""
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
         return (

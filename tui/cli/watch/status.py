@@ -1,4 +1,4 @@
-"""``ftmon status``: how one run stands, for people and as JSON."""
+"""``ftmon status``: prints the state of one run, as text or as JSON."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from ..foreground.narrate import evaluation_words, loss_words, mfu_words
 from ..output.printable import print_json
 
 _SHOWN = 16
-"""Ranks and alerts listed at the most."""
+"""Maximum number of listed ranks, and of alerts."""
 
 
 def show_status(arguments: Namespace) -> int:
-    """Print how a run stands, as it was recorded: of a live one, half a second ago.
+    """Print a run's latest recorded state; of a live run it is up to half a second old.
 
     Raises:
         RunNotFoundError: it is neither a recording nor a run.
-        RecordingError: the recording that was named cannot be read.
+        RecordingError: the named recording cannot be read.
     """
     recording = recording_file(arguments.run)
     entry: RunEntry | None = None
@@ -42,7 +42,7 @@ def show_status(arguments: Namespace) -> int:
             model = load(reader, info.last_t, describe(info))
         entry = entry or recorded_entry(recording, info)
     if arguments.json:
-        # The list's entry knows how the job ended even where the recording does not.
+        # The list's entry has the job's end even if the recording does not.
         known = {key: value for key, value in msgspec.structs.asdict(entry).items() if key not in ("ranks", "step")}
         print_json({**status(model), **known})
     else:
@@ -52,7 +52,7 @@ def show_status(arguments: Namespace) -> int:
 
 
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
-    """Return the state of a run in a few lines."""
+    """Yield the state of a run in a few lines."""
     code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.problem or not entry.recording:
