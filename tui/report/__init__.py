@@ -1,1 +1,1 @@
-"""Reports of runs, sweeps and other people's CSV files: charts and tables, in the terminal and as one HTML file."""
+"""Reports of runs, sweeps and CSV files of other tools: charts and tables, in the terminal and as one HTML file."""

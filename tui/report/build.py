@@ -1,4 +1,4 @@
-"""Makes a report of what was read: charts with bands over ranks, fitted pieces, tables, time and cost."""
+"""Makes a report of loaded data: charts with bands over ranks, fitted pieces, tables, time and cost."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ _LENGTHS = ("sequence_length", "seq", "seq_len", "length", "seq_length", "sequen
 
 
 def build(found: Sequence[Data], price_per_hour: float | None = None) -> Report:
-    """Return the report of one thing or several; what has the same horizontal axis stands in one picture first."""
+    """Return the report of one or several sources; those with the same horizontal axis share a first picture."""
     sections = [section(one, price_per_hour) for one in found]
     together = _together(sections) if len(found) > 1 else None
     names = ", ".join(one.name for one in found)
@@ -142,7 +142,7 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
     peaks: list[Curve] = []
     memory: list[Curve] = []
     times: list[Curve] = []
-    # A prediction for GPUs is not drawn beside peaks of the resident set.
+    # A prediction for GPUs is not comparable with peaks of the resident set.
     on_cpu = any(row.on_cpu for row in rows)
     for group in groups.values():
         done = [row for row in group if row.verdict == "done"]
@@ -224,6 +224,6 @@ def _whole(row: Row, axis: str) -> int | None:
 
 
 def _x_name(axis: str) -> str:
-    """Return the axis's name; sequence lengths have one name, whatever a file calls them."""
+    """Return the axis's name; sequence lengths have one name, independent of a file's name for them."""
     name = axis.rpartition(".")[2]
     return "sequence length" if name.lower() in _LENGTHS else name

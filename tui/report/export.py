@@ -1,4 +1,4 @@
-"""The rows of a report as a table for other programs: one line for each rank and phase, CSV or Parquet."""
+"""Exports a report as a table for other programs: one row per rank and phase, as CSV or Parquet."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 
 def records(found: Sequence[Data]) -> list[Record]:
-    """Return one record for each rank and phase; for a run that failed, one with its verdict; of a CSV file its own.
+    """Return one record per rank and phase; of a failed run one with its verdict; of a CSV file its own.
 
     Raises:
         UsageError: a run has no measured steps.
@@ -77,7 +77,7 @@ def _of_rank(base: Record, rank: RankRow) -> Iterator[Record]:
 
 
 def to_csv(rows: Sequence[Record]) -> str:
-    """Return the records as CSV; columns that a record lacks are empty."""
+    """Return the records as CSV; missing columns of a record are empty."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
@@ -104,7 +104,7 @@ def to_parquet(rows: Sequence[Record]) -> bytes:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Return a column of one type: an axis may mix numbers and words."""
+    """Return a column with one type: an axis may mix numbers and words."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) > 1 and not kinds <= {int, float}:
         return [None if value is None else str(value) for value in values]
@@ -112,11 +112,11 @@ def _column(values: list[Any]) -> list[Any]:
 
 
 def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
-    """Check that files can be written, before any is.
+    """Check that files can be written, before writing any.
 
     Args:
-        outputs: their paths by option.
-        sources: files that are read, which none may replace.
+        outputs: paths of the files by option.
+        sources: the report's sources, which must not be overwritten.
 
     Raises:
         UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
@@ -138,7 +138,7 @@ def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
         UsageError: it cannot be written.

@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens offline: style and charts are in it, and no script."""
+"""Renders a report as one HTML file that opens offline, with style and charts and without scripts."""
 
 from html import escape
 
@@ -30,9 +30,9 @@ def page(report: Report, version: str, made: str) -> str:
     """Return the whole file.
 
     Args:
-        report: what it shows.
-        version: of ftmon.
-        made: when, in words.
+        report: the report.
+        version: version of ftmon.
+        made: creation time, in words.
     """
     title = escape(sanitize(report.title, 200))
     body = "\n".join(_section(section) for section in report.sections)

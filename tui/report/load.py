@@ -32,7 +32,7 @@ class RunData(msgspec.Struct):
     name: str
     facts: list[tuple[str, str]]
     series: dict[int, list[StepPoint]]
-    """By rank: steps, pooled where there are many."""
+    """Steps by rank, pooled if there are many."""
     ranks: list[RankRow]
     seconds: float
 
@@ -45,7 +45,7 @@ class SweepData(msgspec.Struct):
 
 
 class CsvData(msgspec.Struct):
-    """Measurements of others."""
+    """A CSV file of another tool's measurements."""
 
     name: str
     mapping: CsvMapping
@@ -56,12 +56,12 @@ Data = RunData | SweepData | CsvData
 
 
 def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
-    """Read one thing to report; its name is fit for a file and a terminal.
+    """Return the data of one source of a report; its name is safe for a file and a terminal.
 
     Args:
         target: a run's name, a recording, a run directory, a sweep's results or a CSV file.
-        warm_up: steps at a run's beginning that its figures leave out.
-        mapping: of CSV files; None: guessed from their heads.
+        warm_up: number of first steps of a run that its figures exclude.
+        mapping: columns of CSV files; None: guessed from their heads.
 
     Raises:
         UsageError: there is none, or it cannot be read.
@@ -81,10 +81,10 @@ def _load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
 
 
 def parse_mapping(text: str) -> CsvMapping:
-    """Read ``length=seq,allocated=gpu_{rank}_alloc,iteration=iter,unit=MiB``.
+    """Parse ``length=seq,allocated=gpu_{rank}_alloc,iteration=iter,unit=MiB``.
 
     Raises:
-        UsageError: it is of another form.
+        UsageError: it has another form.
     """
     found: dict[str, str] = {}
     for part in text.split(","):

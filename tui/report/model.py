@@ -1,10 +1,10 @@
-"""What a report shows: plain data, drawn by ``terminal`` and ``html``."""
+"""The contents of a report: plain data, drawn by ``terminal`` and ``html``."""
 
 import msgspec
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A figure over the horizontal axis: the median rank, with the lowest and the highest around it."""
+    """A figure over the horizontal axis: the median, lowest and highest rank."""
 
     name: str
     xs: list[float]
@@ -20,20 +20,20 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 OUT_OF_MEMORY = "out of memory"
-"""The mark of a run that ran out of memory."""
+"""Mark of a run that ran out of memory."""
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Curves with one vertical axis. ``unit`` is ``GiB``, ``ms`` or ``tokens/s``; values are in it."""
+    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms`` or ``tokens/s``."""
 
     title: str
     x_name: str
     unit: str
     curves: list[Curve]
     marks: list[tuple[float, str]] = []
-    """Places on the horizontal axis, with words: crossovers, ``OUT_OF_MEMORY``."""
+    """Positions on the horizontal axis with text: crossovers, ``OUT_OF_MEMORY``."""
     notes: list[str] = []
-    """Sentences below it, such as the fitted pieces."""
+    """Sentences below the chart, such as the fitted pieces."""
 
 
 class Section(msgspec.Struct, frozen=True):

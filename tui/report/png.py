@@ -1,4 +1,4 @@
-"""The charts of a report as PNG, drawn from its SVG by resvg, where that is installed."""
+"""Renders the charts of a report as PNG, from its SVG by resvg, if that is installed."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ``ftmon compare`` compares: a run's recording, or the rows of a sweep."""
+"""Loads the sides of ``ftmon compare``: a run's recording, or the rows of a sweep."""
 
 import os
 from collections import Counter
@@ -20,12 +20,12 @@ from ...protocol.sweep.store import is_results, read
 from ..source.find import find_recording
 
 MOST_STEPS = 4096
-"""Steps of a rank that are compared: the last ones."""
+"""Maximum number of compared steps of a rank: the last ones."""
 CSV_SUFFIXES = (".csv", ".tsv")
 
 
 class Loaded(msgspec.Struct):
-    """One thing to compare: a run has one side, a sweep one for each configuration."""
+    """An argument of the comparison: a run has one side, a sweep one for each configuration."""
 
     name: str
     of_sweep: bool
@@ -60,16 +60,16 @@ def load(target: str, warm_up: int) -> Loaded:
 
 
 def is_sweep(path: Path) -> bool:
-    """Return whether a path means a sweep's results, by the file's beginning or else by its name."""
+    """Return whether a path is a sweep's results, by the file's beginning or else by its name."""
     return is_results(path) or (path.suffix == ".jsonl" and os.path.lexists(path))
 
 
 def read_run(target: str, warm_up: int) -> tuple[Path, RecordedRun]:
-    """Return a run's recording, and what it holds after the steps of the warm-up.
+    """Return a run's recording, and its contents after the warm-up.
 
     Args:
         target: a run's name, a recording or a run directory.
-        warm_up: steps of each rank at its beginning that are left out.
+        warm_up: number of first steps of each rank to exclude.
 
     Raises:
         UsageError: there is none, or it cannot be read.
@@ -82,7 +82,7 @@ def read_run(target: str, warm_up: int) -> tuple[Path, RecordedRun]:
 
 
 def rank_rows(found: RecordedRun) -> list[RankRow]:
-    """Return the figures of each rank over the steps that were kept."""
+    """Return the figures of each rank over the kept steps."""
     return [
         msgspec.structs.replace(
             figures(rank, found.steps(rank), 0, None, found.hellos.get(rank), found.nvml.get(rank, 0)),
@@ -93,7 +93,7 @@ def rank_rows(found: RecordedRun) -> list[RankRow]:
 
 
 def losses(found: RecordedRun) -> list[float]:
-    """Return the losses of the lowest rank that has any."""
+    """Return the losses of the lowest rank with losses."""
     for rank in found.ranks:
         values = [step.loss for step in found.steps(rank) if step.loss is not None]
         if values:
@@ -102,7 +102,7 @@ def losses(found: RecordedRun) -> list[float]:
 
 
 def _config(path: Path) -> dict[str, str]:
-    """Return the trainer's configuration, flat; nothing for a script of another kind."""
+    """Return the trainer's configuration, flat; empty for other scripts."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):

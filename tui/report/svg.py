@@ -1,4 +1,4 @@
-"""Charts as SVG: bands over ranks, medians, predictions dashed, marks. No script, no reference to anything outside."""
+"""Renders charts as SVG: bands over ranks, medians, dashed predictions, marks. No scripts or external references."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ COLOURS = ("#2f7fd1", "#d1702f", "#2f9e63", "#9257c9", "#c23a5b", "#7a8a1e", "#1
 
 
 def sheet(report: Report) -> str:
-    """Return a file with all charts of a report, one below the other, in colours of their own."""
+    """Return a file with all charts of a report, one below the other, with their own colours."""
     parts: list[str] = []
     top = 0
     for section in report.sections:
@@ -44,7 +44,7 @@ def _height(chart: Chart) -> int:
 
 
 def svg(chart: Chart) -> str:
-    """Return a chart as one ``svg`` element; text and lines take the page's colour."""
+    """Return a chart as one ``svg`` element; text and lines have the page's colour."""
     xs = [x for curve in chart.curves for x in curve.xs] + [x for x, _ in chart.marks]
     tops = [y for curve in chart.curves for y in curve.high]
     if not xs or not tops:
@@ -63,7 +63,7 @@ def svg(chart: Chart) -> str:
 
 class _Scale:
     def __init__(self, low: float, high: float, top: float) -> None:
-        margin = 0.0 if high > low else max(0.5, abs(low) * 1e-6)  # 0.5 is lost beside a value of 1e16
+        margin = 0.0 if high > low else max(0.5, abs(low) * 1e-6)  # 0.5 is rounded off at a value of 1e16
         self.low, self.high = low - margin, high + margin
         self.step = nice_step(top * 1.05)
         self.top = self.step * math.ceil(top * 1.02 / self.step)
@@ -77,7 +77,7 @@ class _Scale:
 
 
 def nice_step(span: float, parts: int = 5) -> float:
-    """Return 1, 2 or 5 times a power of ten, so that about ``parts`` of it make the span."""
+    """Return 1, 2 or 5 times a power of ten that divides the span into about ``parts``."""
     raw = span / parts if span > 0 else 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)

@@ -1,4 +1,4 @@
-"""A report as lines of text, its charts drawn by plotext."""
+"""Renders a report as lines of text, with charts by plotext."""
 
 from collections.abc import Iterator
 
@@ -90,6 +90,6 @@ def _kinds(chart: Chart) -> list[str]:
 
 
 def _ticks(xs: list[float]) -> list[float]:
-    """Return the values nearest to the quarters of the axis; a value between two of them could not be labelled."""
+    """Return the values nearest to the quarters of the axis; a tick between values could not be labelled."""
     quarters = [xs[0] + (xs[-1] - xs[0]) * part / 4 for part in range(5)] if xs else []
     return sorted({min(xs, key=lambda x: abs(x - quarter)) for quarter in quarters})
