@@ -49,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _placed(refusal: str, path: str | None) -> str:
-    """Return what DeepSpeed refused with the line of its file; anything else as it is."""
+    """Return DeepSpeed's refusal with the line of its file; other texts unchanged."""
     words = refusal.removeprefix(_DEEPSPEED)
     return refusal if path is None or words == refusal else f"{deepspeed_file.place(path, words)}: {words}"
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command's arguments, each with its default where it is not given."""
+    """Return the command's arguments, with defaults for omitted ones."""
     arguments = _parser().parse_args(argv)
     if arguments.script:
         arguments.command = [arguments.config, *arguments.overrides] if arguments.config else []
@@ -64,7 +64,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def predict(arguments: argparse.Namespace) -> Prediction:
-    """Return the prediction that the command's arguments ask for.
+    """Return the prediction for the command's arguments.
 
     Raises:
         ConfigError: the model or the configuration cannot be used.
@@ -95,9 +95,9 @@ def predict(arguments: argparse.Namespace) -> Prediction:
 def _with_data(
     job: jobs.Prepared, capacity: int, arguments: argparse.Namespace, allocator: Settings, tell: Callable[[str], None]
 ) -> tuple[jobs.Prepared, Prediction]:
-    """Return a run whose data set is read, and its prediction: its steps are known, and which of them do not fit.
+    """Return a run after reading its data set, and its prediction with its steps and those that do not fit.
 
-    Other runs that are prepared from the arguments have rows that are packed as the data set's, too.
+    Other runs prepared from the arguments have rows packed as in the data set, too.
     """
     from . import answer, data_risk, documents
 
@@ -140,7 +140,7 @@ def _with_largest(
 
 
 def _progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints what is being predicted, to a person who waits."""
+    """Return a function that prints the runs under way, for a waiting user."""
     stream = sys.__stderr__
     told = stream is not None and (arguments.background is not None or stream.isatty())
 
@@ -168,7 +168,7 @@ def _allocator() -> Settings:
 
 @contextlib.contextmanager
 def quietly() -> Generator[None]:
-    """Keep what libraries print out of the answer: standard output and error go nowhere in the body."""
+    """Discard standard output and error in the body, to keep libraries' output out of the answer."""
     logging.disable(logging.CRITICAL)
     sys.stdout.flush()
     kept = os.dup(1)
@@ -221,8 +221,8 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader (``| head``) that has gone
+    except BrokenPipeError:  # a closed pipe (``| head``)
         status = 1
     sys.stderr.flush()
-    # At once: as they are unloaded, PyTorch's libraries would call the device that a dry run has put under them.
+    # At once: on unloading, PyTorch's libraries would call the device that a dry run has installed.
     os._exit(status)

@@ -19,11 +19,11 @@ _OTHERS = ("tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher")
 
 
 class _ChosenError(Exception):
-    """Accelerate would start a job now.
+    """Raised at the point where accelerate would start a job.
 
     Args:
         launcher: the name of accelerate's function that starts it.
-        arguments: of that, completed from the configuration file.
+        arguments: its arguments, completed from the configuration file.
     """
 
     def __init__(self, launcher: str, arguments: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ def parse(words: Sequence[str]) -> Launched:
             except _ChosenError as chosen:
                 launcher, arguments = chosen.launcher, chosen.arguments
             if arguments.use_deepspeed:
-                arguments.main_process_port = 0  # any: nothing is started, and accelerate refuses a port in use
+                arguments.main_process_port = 0  # any free port: nothing is started, and accelerate refuses a used one
                 _, environment = prepare_deepspeed_cmd_env(arguments)
         except Exception as error:  # accelerate raises many types for wrong values
             _refuse(" ".join(str(error).split()))
@@ -91,7 +91,7 @@ def _refuse(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _not_started(launch: Any) -> Generator[None]:
-    """Have accelerate return how it would start a job in place of starting it, without its messages about defaults."""
+    """Make accelerate raise ``_ChosenError`` instead of starting a job, without its messages about defaults."""
 
     def instead(name: str) -> Any:
         def chosen(*arguments: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The answer of a prediction, put together from what the ranks' dry runs found."""
+"""Makes the answer of a prediction from the results of the ranks' dry runs."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -26,7 +26,7 @@ EXPECTED_ERRORS = {
     "host_bytes": Figure(0, 0.05, "tensors of the dry run; the processes themselves, some 2 GiB a rank, come on top"),
     "checkpoint_bytes": Figure(0, 0.02, "weights, master copies and optimizer states; of muon's states the most"),
 }
-"""Those of ``nvml_bytes`` and ``step_seconds`` are in ``beside_pytorch`` and ``time``."""
+"""Expected errors; those of ``nvml_bytes`` and ``step_seconds`` are in ``beside_pytorch`` and ``time``."""
 
 
 def predict(
@@ -38,9 +38,9 @@ def predict(
     """Run the ranks that can differ, and return the prediction.
 
     Args:
-        job: what is to be run.
-        capacity_bytes: what PyTorch may reserve on one GPU; None: no end.
-        price_per_gpu_hour: in any currency.
+        job: the job.
+        capacity_bytes: limit of PyTorch's reserved memory on one GPU; None: no limit.
+        price_per_gpu_hour: price, in any currency.
         only: the ranks to run; None: all that can differ.
 
     Raises:
@@ -77,7 +77,7 @@ def predict(
 
 
 def _checkpoint_bytes(job: Prepared, run: ranks.RankRun) -> int:
-    """Return the size of a checkpoint: with our own trainer's adapters it holds their weights alone."""
+    """Return the size of a checkpoint; with adapters of ftmon's own trainer it has only their weights."""
     config = job.config
     if config is None:
         return checkpoint_bytes(run.parameters, run.trainable, kept=0)
@@ -91,17 +91,17 @@ def _checkpoint_bytes(job: Prepared, run: ranks.RankRun) -> int:
 
 
 def capacity_of(job: Prepared) -> int:
-    """Return what PyTorch may reserve on the job's kind of GPU: its memory less the CUDA context and NCCL's buffers."""
+    """Return the memory available to PyTorch on the job's GPU: without the CUDA context and NCCL's buffers."""
     return job.gpu.memory_bytes - round(beside(job, job.gpu).value)
 
 
 def name_of(gpu: Gpu) -> str:
-    """Return what to call a kind of GPU."""
+    """Return the display name of a kind of GPU."""
     return gpu.name
 
 
 def beside(job: Prepared, gpu: Gpu) -> Figure:
-    """Return what a kind of GPU holds beside what PyTorch reserves, in bytes: the CUDA context and NCCL's buffers."""
+    """Return the bytes used on a kind of GPU outside PyTorch's reserved memory: the CUDA context and NCCL's buffers."""
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
     return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, name_of(gpu))
 
@@ -141,9 +141,9 @@ def _point(
 
 
 def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
-    """Return the time of the slowest rank's step; None where the table has no rates of the GPU.
+    """Return the time of the slowest rank's step; None if the table has no rates of the GPU.
 
-    Of packed rows whose documents are not known the error covers documents so short that attention takes no time.
+    For packed rows with unknown documents, the error covers documents so short that attention takes no time.
     """
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
     try:
@@ -181,7 +181,7 @@ def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
 
 
 def curve(points: Mapping[int, Point]) -> list[Piece]:
-    """Return the highest phase's peak over the points' keys as pieces; none for fewer than two points."""
+    """Return the highest phase's peak over the points' keys as pieces; empty for fewer than two points."""
     if len(points) < 2:
         return []
     return pieces(

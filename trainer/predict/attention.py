@@ -1,4 +1,4 @@
-"""Scaled dot product attention of a GPU: the kernel that PyTorch would choose there, on fake tensors."""
+"""Scaled dot product attention of a GPU on fake tensors, by the kernel that PyTorch selects there."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _FLASH_MOST_WIDTH = 256
 
 
 def install(capability: tuple[int, int]) -> None:
-    """Replace ``scaled_dot_product_attention`` in this process, for good: a CPU build would take the math path.
+    """Replace ``scaled_dot_product_attention`` permanently in this process: a CPU build would use the math path.
 
     Args:
         capability: the GPU's compute capability; FlashAttention needs 8.0.
@@ -45,7 +45,7 @@ def install(capability: tuple[int, int]) -> None:
 
 
 def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale: float | None) -> Any:
-    """FlashAttention: widths are padded to a multiple of 8 (``sdp_utils``, ``pad_last_dim``)."""
+    """Run FlashAttention, with widths padded to a multiple of 8 (``sdp_utils``, ``pad_last_dim``)."""
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     missing = -width % 8
@@ -56,7 +56,7 @@ def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale
 
 
 def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
-    """Memory-efficient attention: takes a mask, as a bias that is expanded and aligned to 16 elements."""
+    """Run memory-efficient attention; a mask becomes a bias, expanded and aligned to 16 elements."""
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -17,10 +17,10 @@ from .trace import ALLOCATE, END, FREE, MARK, Trace
 
 
 class Sightings:
-    """Notes in which storages parameters, gradients, states and buckets are seen, while ``watching``.
+    """Records the storages of parameters, gradients, states and buckets, while ``watching``.
 
     Args:
-        recorder: knows the storages by their handle.
+        recorder: has the storages by their handle.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -40,18 +40,18 @@ class Sightings:
         self.watching = True
 
     def boundary(self, phase: str) -> None:
-        """Walk all that is known; a phase begins or has ended."""
+        """Walk engine, model and optimizer at a phase boundary."""
         if self.watching:
             self._note(walk)
             self._seen_buckets = self._seen_buckets and phase != "backward"
 
     def gradients(self) -> None:
-        """Note the gradients alone."""
+        """Record the gradients alone."""
         if self.watching:
             self._note(walk_gradients)
 
     def fetched(self, module: Any) -> None:
-        """Note the parameters that ZeRO-3 has gathered."""
+        """Record the parameters that ZeRO-3 has gathered."""
         if self.watching:
             storages = self._storages()
             storages.add("parameters", [parameter.data for parameter in module.parameters(recurse=False)])
@@ -73,7 +73,7 @@ class Sightings:
         return wrapped
 
     def _reducing(self, parameter: Any) -> None:
-        """ZeRO takes a gradient that has just been computed."""
+        """Record a gradient that ZeRO is about to reduce."""
         storages = self._storages()
         storages.add("gradients", getattr(parameter, "grad", None))
         self._keep(storages)
@@ -96,7 +96,7 @@ class Sightings:
 
 
 class _DryStorages(Storages):
-    """Storages by their handle: fake tensors have no addresses."""
+    """Storages by their handle, as fake tensors have no addresses."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(0)
@@ -108,7 +108,7 @@ class _DryStorages(Storages):
 
 
 class _DryTimeline(Timeline):
-    """The trace as a live run's is seen: allocations with the entries that began and freed them, and their sum."""
+    """The trace in the form of a live run's: allocations with the entries that began and freed them, and their sum."""
 
     def __init__(self, trace: Trace) -> None:
         events = trace.events
@@ -136,7 +136,7 @@ class _DryTimeline(Timeline):
 
 
 def compose(trace: Trace, start: int) -> dict[str, dict[str, int]]:
-    """Return what the highest peak of each phase since an event consists of: bytes by part, by phase.
+    """Return the composition of each phase's highest peak since an event: bytes by part, by phase.
 
     The parts (``protocol.messages.memory.PARTS``) of a phase add up to its highest allocated bytes.
     """

@@ -27,20 +27,20 @@ _UNSUPPORTED = {
         "cannot be predicted: its kernels do not run on fake tensors; use auto, whose memory is the same",
     ),
 }
-"""Settings by their path: the value that a dry run cannot follow, and why."""
+"""Settings by path: the unsupported value, and the reason."""
 
 
 def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequence[int]) -> Config:
-    """Return the settled configuration of a run on GPUs, as ``ftmon train`` would have it.
+    """Return the resolved configuration of a run on GPUs, as ``ftmon train`` resolves it.
 
     Args:
-        source: the file, or the first ``key=value`` where there is none.
-        overrides: assignments that win over the file's.
+        source: the file, or without one the first ``key=value``.
+        overrides: assignments that override the file's.
         ranks: number of GPUs; None: ``run.ranks``, or 1.
-        lengths: the sequence lengths that are asked for; empty: ``training.sequence_length``.
+        lengths: the requested sequence lengths; empty: ``training.sequence_length``.
 
     Raises:
-        UsageError: something does not hold, or cannot be predicted; the text names the place and the dotted path.
+        UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
     """
     given = [*overrides, *([f"run.ranks={ranks}"] if ranks else [])]
     without_file = "=" in source and not Path(source).exists()
@@ -61,7 +61,7 @@ def _refuse(loaded: Loaded) -> None:
 
 
 class RecipeRun(DryRun):
-    """A dry run of the recipe; it can be made once in a process."""
+    """A dry run of the recipe; only one per process."""
 
     def __init__(
         self, config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, rank: int = 0
@@ -69,11 +69,11 @@ class RecipeRun(DryRun):
         """Make the model and the engine.
 
         Args:
-            config: of the run.
-            allocator: settings of PyTorch's.
+            config: configuration of the run.
+            allocator: settings of PyTorch's allocator.
             gpu: the kind of GPU.
-            documents: of the data set's packed rows; None: each row is one document.
-            rank: of the run.
+            documents: documents of the data set's packed rows; None: each row is one document.
+            rank: this process's rank.
 
         Raises:
             ConfigError: the recipe or a library refuses the configuration.

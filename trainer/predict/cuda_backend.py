@@ -1,9 +1,9 @@
 """CUDA devices for fake tensors on a machine without CUDA.
 
-Fake tensors can have the device ``cuda:0`` in any build of PyTorch, but the autograd engine asks the C++ side for a
-device guard and for an accelerator, which a CPU build does not have (pytorch#92627). Both are interfaces with virtual
-methods: here they get method tables whose methods do nothing and return 1, which reads as "yes", as the device type
-CUDA, as ``cuda:0``, as one device, and as its default stream. Nothing computes: tensors are fake.
+Fake tensors can have the device ``cuda:0`` in any build of PyTorch, but the autograd engine needs a device guard and an
+accelerator from the C++ side, which a CPU build does not have (pytorch#92627). Both are interfaces with virtual
+methods. Here they get method tables whose methods do nothing and return 1, which is interpreted as true, as the device
+type CUDA, as ``cuda:0``, as one device, and as its default stream. Nothing is computed: tensors are fake.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ A ``c10::Stream`` is returned in both: the device ``cuda:0`` in the first, the n
 """
 _CUDA = 1  # c10::DeviceType::CUDA
 _METHODS = 64
-"""More than either interface has."""
+"""Methods per table, more than either interface has."""
 _HEAD = 2
 """Words of a method table before its first method (Itanium C++ ABI: offset to top, type information)."""
 _HOOKS = range(2, 7)
@@ -43,7 +43,7 @@ def install() -> None:
     """Give this process's PyTorch an accelerator of the type CUDA that computes nothing.
 
     Raises:
-        BackendError: PyTorch's libraries or this machine differ from what is known.
+        BackendError: PyTorch's libraries or this machine are not supported.
     """
     if _kept:
         return

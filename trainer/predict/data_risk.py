@@ -1,6 +1,6 @@
-"""Which steps of a run's first epoch do not fit: the data set's own micro-batches, as long as they are padded to.
+"""Finds the steps of a run's first epoch that do not fit, from the padded micro-batches of its data set.
 
-Memory grows with the length of a micro-batch, so the lengths that occur are searched for the largest that fits.
+Memory grows with the length of a micro-batch, so the occurring lengths are searched for the largest that fits.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ class Step(NamedTuple):
     """The longest micro-batch of an optimizer step."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     rank: int
-    """The first of those that share the rows."""
+    """The first of the ranks that share the rows."""
     rows: list[int]
     length: int
-    """That its rows are padded to, in tokens."""
+    """Padded length of its rows, in tokens."""
 
 
 def steps_an_epoch(config: Config, examples: Examples) -> int:
@@ -46,7 +46,7 @@ def _data_ranks(config: Config) -> int:
 
 
 def read(config: Config) -> tuple[Records, Examples]:
-    """Return the records that a configuration names, and what is trained on.
+    """Return a configuration's records and training examples.
 
     Raises:
         ConfigError: the data or the tokenizer do not fit the configuration.
@@ -68,11 +68,11 @@ def find(
     """Return the steps of the first epoch that do not fit.
 
     Args:
-        config: of the run.
-        records: the data set's.
-        examples: what is trained on.
-        capacity_bytes: what PyTorch may reserve on one GPU.
-        run: predicts lengths, in rising order, and whether they fit.
+        config: configuration of the run.
+        records: records of the data set.
+        examples: training examples.
+        capacity_bytes: limit of PyTorch's reserved memory on one GPU.
+        run: predicts whether lengths, in rising order, fit.
 
     Raises:
         ConfigError: from ``run``, or there are fewer examples than one step needs.

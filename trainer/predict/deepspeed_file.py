@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration for a prediction: read, checked where the dry run uses it, completed."""
+"""Reads, checks and completes DeepSpeed's configuration for a prediction."""
 
 import copy
 import difflib
@@ -16,7 +16,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "deepspeed": {"type": "AdamW", "params": {"lr": 1e-4}},
     "torch": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
 }
-"""AdamW of DeepSpeed (compiled), and of PyTorch."""
+"""Configurations of AdamW: DeepSpeed's (compiled), and PyTorch's."""
 _ZERO = "zero_optimization"
 _OBJECTS = (
     *(_ZERO, "bf16", "fp16", "amp", "torch_autocast", "optimizer", "scheduler", "activation_checkpointing"),
@@ -31,7 +31,7 @@ _DEGREES = {
     "pipeline.stages": "pipeline",
     "sequence_parallel_size": "sequence",
 }
-"""Keys that split a model or a sequence over ranks, which no prediction does."""
+"""Keys that split a model or a sequence over ranks, which predictions do not support."""
 _KNOWN = {path.partition(".")[0] for path in (*ds_keys.TOP, *ds_keys.OWN, *ds_keys.REMOVED, *ds_keys.UNSUPPORTED)}
 """DeepSpeed's top-level keys."""
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -41,22 +41,22 @@ class Batch(NamedTuple):
     """Batch of a step."""
 
     micro: int
-    """Sequences of a GPU and micro-step."""
+    """Sequences per GPU and micro-step."""
     accumulation: int
-    """Micro-steps of a step."""
+    """Micro-steps per step."""
 
 
 def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without ``auto`` entries, which transformers' Trainer would fill in.
 
-    Read as DeepSpeed does: Hjson, which allows comments, and refuses a key that is given twice.
+    It is read as by DeepSpeed: Hjson, which allows comments, and refuses duplicate keys.
 
     Args:
-        path: of the file.
-        notes: gets a line for the ``auto`` entries, and for each key that DeepSpeed does not know.
+        path: path of the file.
+        notes: receives a line for the ``auto`` entries, and for each key that DeepSpeed does not have.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be a configuration; the text names the file and the key.
+        ConfigError: there is no such file, or it is no configuration; the text names the file and the key.
     """
     try:
         found = hjson.loads(Path(path).read_text(), object_pairs_hook=_once)
@@ -75,7 +75,7 @@ def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
 
 
 def unknown(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line for each top-level key that DeepSpeed does not know, and so ignores."""
+    """Return a line for each top-level key that DeepSpeed does not have, and so ignores."""
     found: list[str] = []
     for key in settings.keys() - _KNOWN:
         near = difflib.get_close_matches(key, _KNOWN, 1)
@@ -85,7 +85,7 @@ def unknown(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _left_out(value: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the ``auto`` entries; none where there are none."""
+    """Return a line with the ``auto`` entries; empty without any."""
     names = [".".join(path) for path in _autos(value)]
     return [f"'auto' entries are left out: {', '.join(names)}"] if names else []
 
@@ -119,7 +119,7 @@ def with_changes(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str,
 
 
 def check(settings: Any) -> None:
-    """Check the types of what a prediction reads itself; DeepSpeed checks the rest as it makes its engine.
+    """Check the types of the values that a prediction reads itself; DeepSpeed checks the others in its engine.
 
     Raises:
         ValueError: the key, what it must be, and what it is.
@@ -195,7 +195,7 @@ def offloads(settings: dict[str, Any], what: str = "optimizer") -> bool:
 
 
 def batch(settings: dict[str, Any], ranks: int, micro: int | None, accumulation: int | None) -> Batch:
-    """Return the batch of the configuration, by DeepSpeed's rules; arguments that are given win over its entries.
+    """Return the batch of the configuration, by DeepSpeed's rules; given arguments override its entries.
 
     Raises:
         ValueError: the batch does not divide among the ranks, or its three entries contradict each other.
@@ -217,7 +217,7 @@ def batch(settings: dict[str, Any], ranks: int, micro: int | None, accumulation:
 
 
 def _at(settings: Any, path: str) -> Any:
-    """Return the value at a dotted key; None where there is none."""
+    """Return the value at a dotted key, or None."""
     for name in path.split("."):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings

@@ -1,4 +1,4 @@
-"""The documents of a data set's packed rows: their lengths decide what attention computes and allocates."""
+"""The documents of a data set's packed rows; their lengths determine attention's work and memory."""
 
 from collections.abc import Iterable
 from itertools import cycle
@@ -11,18 +11,18 @@ class Documents(NamedTuple):
     """Documents of packed rows."""
 
     pairs_a_token: float
-    """Pairs of query and key that the causal mask admits, for each token: the mean over all rows."""
+    """Pairs of query and key under the causal mask, per token: the mean over all rows."""
     longest: int
     """Tokens of the longest document."""
     densest: list[int]
-    """Tokens of each document of the row that has most documents."""
+    """Tokens of each document in the row with most documents."""
 
     def pairs(self, length: int) -> float:
-        """Return the pairs a token in rows of ``length`` tokens, which hold no longer document."""
+        """Return the pairs per token in rows of ``length`` tokens, which have no longer document."""
         return min(self.pairs_a_token, causal_pairs([length]) / length)
 
     def row(self, length: int) -> list[int]:
-        """Return the documents of a row of ``length`` tokens that is packed as densely as the densest."""
+        """Return the documents of a row of ``length`` tokens, packed as densely as the densest row."""
         found: list[int] = []
         for tokens in cycle(self.densest):
             if length <= 0:
@@ -33,10 +33,10 @@ class Documents(NamedTuple):
 
 
 def of_rows(rows: Iterable[list[int]]) -> Documents:
-    """Return what packed rows consist of.
+    """Return the documents of packed rows.
 
     Args:
-        rows: tokens of each document, row by row; at least one.
+        rows: tokens of each document, row by row; at least one row.
     """
     pairs = tokens = longest = 0
     densest: list[int] = []

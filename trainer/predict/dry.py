@@ -27,7 +27,7 @@ from .trace import Event, Trace
 H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
 _WARM_UP_LENGTH = 8
 _MOST_CHARACTERS = 300
-"""Of a library's refusal, which may go on with its values or a list of kernels."""
+"""Limit of a library's refusal, which may continue with values or a list of kernels."""
 
 
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w+ (\S+) (.*?) \[type=")
@@ -38,7 +38,7 @@ class Job:
     """A plain DeepSpeed loop: ``loss = engine(**batch).loss``, ``engine.backward(loss)``, ``engine.step()``."""
 
     shape: Any
-    """transformers' configuration of the model (``model.read_config``); None: what ``_make`` makes has its own."""
+    """transformers' configuration of the model (``model.read_config``); None: the result of ``_make`` has its own."""
     deepspeed: dict[str, Any]
     ranks: int = 1
     micro_batch: int = 1
@@ -54,21 +54,21 @@ class Job:
 
 @dataclass
 class Measured:
-    """One length's result on one rank."""
+    """Result of one length on one rank."""
 
     rank: Rank
     events: list[Event]
-    """From the start of the process to the end of the steps at this length."""
+    """Events from the start of the process to the end of the steps at this length."""
     work: Work
-    """Of one step."""
+    """Work of one step."""
 
 
 _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
-"""Imported before a GPU is pretended: one makes tables of torch.cuda's functions, the other wants a real GPU's."""
+"""Imported before the fake GPU: one makes tables of torch.cuda's functions, the other needs the real ones."""
 
 
 class DryRun:
-    """A process that is one rank of a job: it can be made once in a process."""
+    """One rank of a job; only one per process."""
 
     def __init__(self, job: Job, rank: int = 0) -> None:
         """Make the model and the engine.
@@ -105,12 +105,12 @@ class DryRun:
         self._phases: dict[str, Phase] = {}
         self._made = False
         self._making_bytes = 0
-        """Highest memory while the model is made, which is on the host."""
+        """Highest memory while the model is made, on the host."""
         with self._mode(), _refusals():
             self.trace.begin("init")
             self._make()
             self._note("init")
-            # As of a script that makes it on the GPU, where an output layer exists beside the embedding it is tied to.
+            # As in a script that makes it on the GPU, where an output layer exists in addition to its tied embedding.
             self._count("init", self._making_bytes, self._making_bytes)
             self.flops = model_flops(self.engine.module) if self.engine is not None else None
             self.positions = _positions(self.engine.module) if self.engine is not None else 0
@@ -146,14 +146,14 @@ class DryRun:
     def measure(self, length: int, in_turn: bool = False) -> Measured:
         """Return the memory and the work of a steady step at a sequence length.
 
-        The first step makes what later ones keep: optimizer states, workspaces, ZeRO-3's order of layers. It has the
-        full length, as in a run: what is kept comes to lie in the large segments that activations have left, and later
-        steps need more for it than in a process whose first step was short.
+        The first step allocates memory that later ones keep: optimizer states, workspaces, ZeRO-3's order of layers. It
+        has the full length, as in a run: the kept memory is then placed in the large segments of freed activations, so
+        later steps need more memory than in a process with a short first step.
 
         Args:
-            length: in tokens.
-            in_turn: as in a process that measures one length after the other: the first step it takes is a short
-                one, and cached memory is given back before each length. Without it, nothing may have been measured.
+            length: sequence length in tokens.
+            in_turn: as in a process that measures one length after the other: its first step is a short one, and
+                cached memory is freed before each length. Without it, this must be the first measurement.
 
         Raises:
             ConfigError: an operation cannot run on fake tensors.
@@ -168,7 +168,7 @@ class DryRun:
                 self.trace.empty_cache()
             else:
                 self._step(length)
-            # Not the first step's: a steady one begins with the segments that the one before reserved.
+            # Not the first step's: a steady step begins with the segments that the previous one reserved.
             start = len(self.trace.events)
             self._counting.clear()
             self._sightings.begin(self.engine)
@@ -218,7 +218,7 @@ class DryRun:
         self.trace.begin(phase)
 
     def _note(self, phase: str) -> None:
-        """Process a phase's peaks; of several micro-steps the highest counts."""
+        """Record a phase's peaks, the highest of several micro-steps."""
         self._recorder.in_backward = False
         peaks = self.trace.end(phase)
         self._count(phase, peaks.allocated_bytes, peaks.reserved_bytes)
@@ -233,7 +233,7 @@ class DryRun:
 
 
 def _positions(model: Any) -> int:
-    """Return the longest sequence that a model is made for, in tokens; 0: not known."""
+    """Return a model's maximum sequence length in tokens; 0: not known."""
     found = positions(getattr(model, "config", None))
     return found.most if found is not None else 0
 
@@ -247,7 +247,7 @@ def _dtype(settings: dict[str, Any], torch: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Generator[None]:
-    """Turn what DeepSpeed, transformers and fake tensors refuse into one line."""
+    """Convert errors of DeepSpeed, transformers and fake tensors to one line."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -262,7 +262,7 @@ def _refusals() -> Generator[None]:
         raise ConfigError(f"{error.func}: its result depends on values, which a dry run does not have") from None
     except UnsupportedOperatorException as error:
         raise ConfigError(f"{error.func}: has no fake kernel, so a dry run cannot follow it") from None
-    except Exception as error:  # DeepSpeed's refusals have classes of their own, some derive from Exception itself
+    except Exception as error:  # DeepSpeed's errors have various classes, some derived from Exception itself
         if os.environ.get("FTMON_DEBUG"):
             raise
         text = _plain(" ".join(str(error).split()))[:_MOST_CHARACTERS] or type(error).__name__
@@ -270,13 +270,13 @@ def _refusals() -> Generator[None]:
 
 
 def _plain(text: str) -> str:
-    """Return pydantic's message about a key, without its remarks: ``zero.stage: Input should be ...``."""
+    """Return pydantic's message about a key, without its additions: ``zero.stage: Input should be ...``."""
     found = _PYDANTIC.match(text)
     return f"{found[1]}: {found[2]}" if found else text
 
 
 def _place(error: BaseException) -> str:
-    """Return the package in which an error was raised: deepspeed, transformers, torch or another."""
+    """Return the package that raised an error: deepspeed, transformers, torch or another."""
     found = "dry run"
     step = error.__traceback__
     while step is not None:

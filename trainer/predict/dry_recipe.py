@@ -1,6 +1,6 @@
 """The recipe's own engine, batches and step in a dry run.
 
-Imported once DeepSpeed has its CUDA accelerator, and outside of fake tensors: modules make tensors of their own.
+Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
 """
 
 import threading
@@ -26,7 +26,7 @@ _GPUS_OF_A_HOST = 8
 
 
 class DryWorld(World):
-    """One rank that agrees with itself: the others are not there."""
+    """A world of one rank, whose agreements need no other ranks."""
 
     has_values = False
 
@@ -39,10 +39,10 @@ class DryWorld(World):
         self.device = torch.device("cuda", 0)
         self.host_group = None
         self.logged: list[str] = []
-        """What the recipe would have printed."""
+        """Lines that the recipe would print."""
 
     def log(self, text: str) -> None:
-        """Keep a line; not those of timers, which are about slow machines."""
+        """Keep a line, except those of timers, which are about slow machines."""
         if threading.current_thread() is threading.main_thread():
             self.logged.append(text)
 
@@ -66,7 +66,7 @@ class DryWorld(World):
 
 
 class Tokens:
-    """What the recipe asks of a tokenizer when it makes a model."""
+    """The attributes of a tokenizer that the recipe reads to make a model."""
 
     pad_token_id = eos_token_id = bos_token_id = 0
 
@@ -78,7 +78,7 @@ class Tokens:
 
 
 def tokens_of(config: Config) -> tuple[Any, str]:
-    """Return a tokenizer as far as the model's shape depends on it, and what was assumed; empty: nothing.
+    """Return the part of a tokenizer that determines the model's shape, and an assumption (or empty).
 
     Raises:
         ConfigError: ``tokenizer.name`` cannot be loaded.
@@ -95,7 +95,7 @@ class DryStep:
     """The engine that ``ftmon train`` makes, and its step."""
 
     def __init__(self, config: Config, world: DryWorld, tokens: Any, begin: Mark, end: Mark, update: Any) -> None:
-        """Make the engine; fake tensors are on. ``update`` gets the tensors that a compiled optimizer updates.
+        """Make the engine, under fake tensors. ``update`` receives the tensors that a compiled optimizer updates.
 
         Raises:
             ConfigError: the recipe, transformers or peft refuse the configuration.
@@ -120,12 +120,12 @@ class DryStep:
         self._stepper = Stepper(config, world, Monitor(), _Observed(engine, begin, end))
 
     def batch(self, documents: list[int]) -> Batch:
-        """Return a micro-batch of equal rows, all tokens of which carry loss; outside of fake tensors.
+        """Return a micro-batch of equal rows in which all tokens carry loss; call it outside fake tensors.
 
-        It is that of a run whose ``training.sequence_length`` is the length of a row.
+        It corresponds to a run whose ``training.sequence_length`` is the length of a row.
 
         Args:
-            documents: tokens of those in a row; without packing, of the one.
+            documents: tokens of each document in a row; without packing there is one.
         """
         self._padding.limit = length = sum(documents)
         ids = torch.zeros(length, dtype=torch.long).numpy()
@@ -135,21 +135,21 @@ class DryStep:
         return self._collate([row] * self._micro_batch)
 
     def train_step(self, batch: Batch) -> None:
-        """Take an optimizer step on copies of one micro-batch."""
+        """Run an optimizer step on copies of one micro-batch."""
         self._stepper.train_step([lambda: dict(batch)] * self._accumulation, batch["labels"].numel())
 
 
 def _update(update: Any, between: int, parameter: Any, *others: Any) -> None:
     """Update a piece in place: one kernel, or several with ``between`` fp32 tensors between them.
 
-    Three of 8-bit states, which are scaled by what the first kernel finds (measured on an H200, torch 2.11).
+    8-bit states need three such tensors, as the first kernel computes their scales (measured on an H200, torch 2.11).
     """
     torch.empty(between * parameter.numel(), dtype=torch.float32, device=parameter.device)
     update((parameter, *others))
 
 
 class _Observed:
-    """An engine that reports the begin and end of its phases."""
+    """An engine that reports the start and end of its phases."""
 
     def __init__(self, engine: Any, begin: Mark, end: Mark) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""``torch.cuda`` for a dry run: one device that answers as a GPU of the given kind, streams and counters."""
+"""``torch.cuda`` for a dry run: one device with the properties of a kind of GPU, streams and counters."""
 
 import contextlib
 from collections.abc import Generator
@@ -13,7 +13,7 @@ from .memory import Recorder
 
 
 class Stream:
-    """A CUDA stream: a number by which the caching allocator keeps blocks apart."""
+    """A CUDA stream: a number by which the caching allocator separates blocks."""
 
     _count = 0
 
@@ -41,7 +41,7 @@ class Stream:
         """Do nothing."""
 
     def query(self) -> bool:
-        """Return True: nothing runs."""
+        """Return True, as nothing runs."""
         return True
 
     def record_event(self, event: Any = None) -> Any:
@@ -73,7 +73,7 @@ class Event:
 
 
 class Device:
-    """The device that a dry run sees."""
+    """The device of a dry run."""
 
     def __init__(self, recorder: Recorder, gpu: Gpu) -> None:
         self.recorder = recorder
@@ -91,7 +91,7 @@ class Device:
         self._streams[0].stream_id = self._streams[0].cuda_stream = 0
 
     def install(self) -> None:
-        """Replace what asks the CUDA driver in ``torch.cuda`` and ``torch.Tensor`` in this process, for good."""
+        """Replace functions of ``torch.cuda`` and ``torch.Tensor`` that call the driver, for the whole process."""
         cuda_backend.install()
         trace = self.recorder.trace
 
@@ -101,7 +101,7 @@ class Device:
         def peak(*_: Any) -> int:
             return trace.peaks().allocated_bytes
 
-        # A function of its own for each name: Dynamo's tables refuse one object under two names.
+        # A separate function for each name: Dynamo's tables refuse one object under two names.
         def nothing() -> Any:
             return lambda *_, **__: None
 
@@ -159,7 +159,7 @@ class Device:
         tensor.is_pinned = lambda this, *_: bool(getattr(this, "dry_pinned", False))
 
     def current_stream(self, *_: Any) -> Stream:
-        """Return the stream that allocations are counted to."""
+        """Return the stream of new allocations."""
         return self._streams[self.recorder.stream]
 
     @contextlib.contextmanager

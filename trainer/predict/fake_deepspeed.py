@@ -13,7 +13,7 @@ _OUTPUTS = frozenset(
 
 
 def prepare(ranks: int, rank: int) -> None:
-    """Set the environment of one of ``ranks`` ranks; before DeepSpeed is imported."""
+    """Set the environment of one of ``ranks`` ranks; call it before DeepSpeed is imported."""
     os.environ.update(
         {
             "RANK": str(rank),
@@ -26,7 +26,7 @@ def prepare(ranks: int, rank: int) -> None:
             "TORCHDYNAMO_DISABLE": "1",
         }
     )
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # empty: beside a run, whose GPUs must not be touched
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # empty: a live run uses the GPUs, which must not be touched
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 
 
@@ -43,7 +43,7 @@ def join(ranks: int, rank: int) -> None:
 
 
 def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None:
-    """Replace what DeepSpeed compiles and what needs real values; in this process, for good.
+    """Replace DeepSpeed's compiled functions and those that need real values, permanently in this process.
 
     Args:
         update: called with the arguments of a compiled function, such as an optimizer's update.
@@ -70,7 +70,7 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
     # Free memory is that of the GPU that is pretended, not of one of this host, if NVML knows any.
     accelerator: Any = cuda_accelerator
     accelerator.pynvml = None
-    # CPUAdam asks for the maker's name: this starts programs, for more than a second.
+    # CPUAdam queries the CPU's vendor, which starts programs for more than a second.
     cpuinfo: Any = importlib.import_module("cpuinfo")
     cpuinfo.get_cpu_info = lambda: {"vendor_id_raw": "unknown"}
     builder: Any = OpBuilder

@@ -1,4 +1,4 @@
-"""Repairs of fake tensors for a dry run of real training code."""
+"""Patches of fake tensors for a dry run of real training code."""
 
 import contextlib
 from collections.abc import Generator
@@ -12,11 +12,11 @@ from torch.utils import _python_dispatch
 from transformers import masking_utils
 
 find_packed_sequence_indices: Any = masking_utils.find_packed_sequence_indices
-"""transformers' own, for batches that are packed; ``patch`` takes it out."""
+"""transformers' own function for packed batches; ``patch`` replaces it."""
 
 
 def patch() -> None:
-    """Let ``tensor.data = other`` and ``Module.to`` move fake tensors between devices; in this process, for good."""
+    """Make ``tensor.data = other`` and ``Module.to`` move fake tensors between devices, permanently in this process."""
     base: Any = torch._C.TensorBase.data
 
     def assign(this: Any, value: Any) -> None:
@@ -26,7 +26,7 @@ def patch() -> None:
 
     fake: Any = FakeTensor
     fake.data = property(base.__get__, assign)
-    # torch.tensor(..., device="cuda") must not make a real tensor on the way.
+    # torch.tensor(..., device="cuda") must not make a real tensor first.
     mode: Any = FakeTensorMode
     mode.avoid_device_init = property(lambda _: True)
     # Builds with CUDA would make a real tensor on the device for the first fake one (PyTorch before 2.13).
@@ -41,14 +41,14 @@ def patch() -> None:
     # PyTorch's optimizers use their foreach kernels, with temporaries of all parameters at once, for these types only.
     optimizers: Any = import_module("torch.optim.optimizer")  # torch.optim has no attribute of that name
     optimizers._foreach_supported_types.append(FakeTensor)
-    # Without real values transformers would take every batch for a packed or traced one, and make masks.
+    # Without real values transformers would treat every batch as packed or traced, and make masks.
     masks: Any = masking_utils
     masks.is_tracing = lambda *_: False
     masks.find_packed_sequence_indices = lambda *_, **__: None
 
 
 def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
-    """``Module._apply`` as it is for real tensors: fake ones would be swapped, which weak references forbid."""
+    """Run ``Module._apply`` as for real tensors: fake ones would be swapped, which weak references forbid."""
     if recurse:
         for child in module.children():
             child._apply(function)
@@ -68,7 +68,7 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
 
 @contextlib.contextmanager
 def left() -> Generator[None]:
-    """Leave fake tensors and the recording of them in the body."""
+    """Disable fake tensors and their recording in the body."""
     dispatch: Any = _python_dispatch
     with dispatch._disable_current_modes():
         yield

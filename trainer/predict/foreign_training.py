@@ -1,4 +1,4 @@
-"""Training that is not DeepSpeed's, in a script that is run up to ``deepspeed.initialize``: refused where it begins."""
+"""Refuses training without DeepSpeed in a script that is run up to ``deepspeed.initialize``."""
 
 import contextlib
 import importlib
@@ -11,14 +11,14 @@ _WRAPPERS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "--deepspeed with ZeRO stage 3"),
     ("torch.distributed.fsdp", "fully_shard", "--deepspeed with ZeRO stage 3"),
 )
-"""Modules, what they wrap models with, and what is nearest to it."""
+"""Modules, their wrappers of models, and the nearest supported setting."""
 
 
 @contextlib.contextmanager
 def refused(error: type[BaseException]) -> Generator[None]:
-    """Raise ``error`` in the body where a model is wrapped by DDP or FSDP, or gradients are computed.
+    """Raise ``error`` in the body if a model is wrapped by DDP or FSDP, or gradients are computed.
 
-    ``torch.distributed.init_process_group`` does nothing there: the dry run has joined its process group already.
+    ``torch.distributed.init_process_group`` does nothing there, as the dry run has joined its process group already.
     """
     import torch
     import torch.distributed as dist

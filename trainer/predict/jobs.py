@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 MOST_RANKS = 4096
-"""DeepSpeed's set-up goes through all ranks, in Python: with 100,000 it takes minutes."""
+"""DeepSpeed's set-up iterates over all ranks in Python: with 100,000 it takes minutes."""
 
 
 class Prepared(NamedTuple):
-    """A job whose ranks can be run."""
+    """A job with ranks ready to run."""
 
     make: "Callable[[int], DryRun]"
-    """Makes one rank's dry run, in its process."""
+    """Makes one rank's dry run in its process."""
     model: str
     ranks: int
     stage: int
@@ -35,15 +35,15 @@ class Prepared(NamedTuple):
     """Whether optimizer states are offloaded."""
     gpu: Gpu
     notes: list[str]
-    """What was assumed."""
+    """Assumptions."""
     steps: int = 0
     """Optimizer steps of the run; 0: not known without its data."""
     config: "Config | None" = None
-    """Of ftmon's own trainer; None: a plain loop."""
+    """Configuration of ftmon's own trainer; None: a plain loop."""
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
     documents: "Documents | None" = None
-    """Of the data set's packed rows; None: none are packed, or the data set is not read."""
+    """Documents of the data set's packed rows; None: no packing, or the data set is not read."""
 
     @property
     def data_ranks(self) -> int:
@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
-    """Return the job that the command's arguments name.
+    """Return the job of the command's arguments.
 
     Raises:
         ConfigError: the model or the configuration cannot be used.
@@ -69,10 +69,10 @@ def _check_ranks(count: int, where: str) -> None:
 
 
 def find(name: str) -> Gpu:
-    """Return the kind of GPU that a person or PyTorch calls so.
+    """Return the kind of GPU of this name, as a user or PyTorch gives it.
 
     Raises:
-        ConfigError: there is none in the table, or several.
+        ConfigError: the table has no such GPU, or several.
     """
     found = find_gpu(name)
     titled = [gpu for gpu in FIT_TABLE if gpu.title.lower().startswith(name.lower())]
@@ -196,7 +196,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
 
 
 def deepspeed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return DeepSpeed's configuration as the run would have it, and what was assumed."""
+    """Return the run's DeepSpeed configuration, and the assumptions."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
     if arguments.deepspeed:

@@ -1,6 +1,6 @@
-"""What CUDA kernels allocate beside their outputs, by operation: fake kernels do not.
+"""Memory that CUDA kernels allocate besides their outputs, by operation; fake kernels do not.
 
-Every entry follows the source of PyTorch 2.11 to 2.13 that is named with it.
+Every entry follows the named source of PyTorch 2.11 to 2.13.
 """
 
 import importlib
@@ -17,11 +17,11 @@ _aten: Any = torch.ops.aten
 MIB = 1 << 20
 _FEW_ROWS = 128
 _CHUNK = 1 << 16
-"""Elements that a block of a kernel over many tensors takes: ``MultiTensorApply.cuh``."""
+"""Elements per block of a kernel over many tensors: ``MultiTensorApply.cuh``."""
 
 
 class Workspaces:
-    """cuBLAS workspaces: one for each thread's handle and stream, kept for good.
+    """cuBLAS workspaces: one per thread's handle and stream, never freed.
 
     ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: 32 MiB on Hopper and Blackwell, 8,320 KiB
     on other GPUs. The autograd engine's device thread has a handle of its own.
@@ -43,7 +43,7 @@ class Workspaces:
 
 
 def _flash_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """FlashAttention 2's backward: fp32 sums of dQ, and dK and dV of every query head where several share a key head.
+    """FlashAttention 2's backward: fp32 sums of dQ, and dK and dV per query head if several share a key head.
 
     ``csrc/flash_attn/flash_api.cpp``, ``mha_bwd``.
     """
@@ -60,7 +60,7 @@ def _flash_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, resul
 
 
 def _varlen_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """The same of packed rows, whose documents have 128 rows more each: ``flash_api.cpp``, ``mha_varlen_bwd``."""
+    """The same for packed rows, with 128 more rows per document: ``flash_api.cpp``, ``mha_varlen_bwd``."""
     query, key, documents = args[1], args[2], args[6].shape[0] - 1
     if query.device.type != "cuda":
         return
@@ -73,9 +73,9 @@ def _varlen_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, resu
 
 
 def _dequantized(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """A product with a weight in 4 bits: of more than a few rows, of the whole weight in the inputs' type.
+    """A product with a weight in 4 bits: with more than a few rows, the whole weight in the inputs' type.
 
-    bitsandbytes 0.50, ``backends/cuda/ops.py``, ``gemm_4bit``; which kernel takes up to 1,536 rows differs by GPU.
+    bitsandbytes 0.50, ``backends/cuda/ops.py``, ``gemm_4bit``; the kernel for up to 1,536 rows depends on the GPU.
     """
     inputs, shape, blocksize = args[0], args[2], args[4]
     if inputs.device.type != "cuda" or inputs.numel() // inputs.shape[-1] <= _FEW_ROWS:
@@ -85,7 +85,7 @@ def _dequantized(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: 
 
 
 def _norms(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Norms of many tensors: one of each chunk, for each tensor as many chunks as the largest has.
+    """Norms of many tensors: one per chunk, with as many chunks for each tensor as the largest has.
 
     ``ForeachReduceOp.cu``, ``foreach_tensor_norm_cuda``.
     """
@@ -96,12 +96,12 @@ def _norms(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -
 
 
 def _rounded(width: int) -> int:
-    """Return the width of a head that FlashAttention computes with."""
+    """Return the padded width of a head in FlashAttention."""
     return math.ceil(width / 32) * 32 if width <= 128 else math.ceil(width / 64) * 64
 
 
 def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
-    """Return what to record after which operation, on a GPU of this compute capability."""
+    """Return the recording functions by operation, for a GPU of this compute capability."""
     workspaces = Workspaces(capability)
     products = (
         *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),

@@ -1,4 +1,4 @@
-"""The largest sequence length and micro-batch that fit, on each kind of GPU or in a capacity: dry runs of their own."""
+"""Finds by dry runs the largest sequence length and micro-batch that fit each kind of GPU, or a capacity."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from .jobs import Prepared
 from .result import Holds, Point, Prediction
 
 CONFIRMED = (0.99, 0.97, 0.95)
-"""Shares of a length that fits which must fit, too: memory does not rise evenly with the length."""
+"""Shares of a fitting length that must fit, too: memory does not grow evenly with the length."""
 _MOST_TOKENS = 1 << 24
-"""Of a micro-batch."""
+"""Maximum tokens of a micro-batch."""
 _MOST_POSITIONS = 1 << 20
-"""Where it is not known for how long sequences a model is made."""
+"""Maximum length if a model's own is not known."""
 _MOST_ROWS = 1024
 
 Run = Callable[[list[int]], dict[int, Point]]
@@ -33,14 +33,14 @@ def add(
 ) -> Prediction:
     """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
 
-    Of ranks that differ, those run that need most at one of the points.
+    If ranks differ, only those are run that need most at one of the points.
 
     Args:
-        found: the run as it is.
-        job: the same.
-        arguments: of the command; with its capacity, that counts in place of kinds of GPU.
+        found: prediction of the unchanged run.
+        job: the unchanged run.
+        arguments: arguments of the command; a capacity replaces the kinds of GPU.
         allocator: settings of the run.
-        tell: called with the planned runs, before each round.
+        tell: called with the planned runs before each round.
 
     Raises:
         ConfigError: a dry run was refused.
@@ -86,7 +86,7 @@ def add(
 
 
 def _kinds(job: Prepared, capacity: int | None) -> list[tuple[str, int]]:
-    """Return the kinds of GPU, and what PyTorch may reserve on each."""
+    """Return the kinds of GPU, and the limit of PyTorch's reserved memory on each."""
     if capacity is not None:
         return [("", capacity)]
     return [(gpu.title, gpu.memory_bytes - round(answer.beside(job, gpu).value)) for gpu in FIT_TABLE]
@@ -99,7 +99,7 @@ def _search(
     points: dict[int, Point],
     confirm: Sequence[float] = (),
 ) -> list[largest.Largest]:
-    """Search one axis; ``points`` are known ones, and get those that are run."""
+    """Search one axis; ``points`` has the known points, and receives the new ones."""
 
     def needs(asked: list[int]) -> list[largest.Need]:
         new = [value for value in asked if value not in points]

@@ -17,7 +17,7 @@ _LAUNCHERS = {
     "accelerate-launch": "accelerate",
     "accelerate": "accelerate launch",
 }
-"""What a program is, or is with the word that must follow it."""
+"""Kind of a program, by its name or its name with the following word."""
 _LAUNCHING_MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -32,14 +32,14 @@ _SWITCHES = (
     *("standalone", "no_python", "run_path", "no_local_rank", "virtual_local_rank", "force_multi", "use_env"),
     *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training", "q", "quiet"),
 )
-"""Options of the launchers that take no value."""
+"""Options of the launchers without a value."""
 
 
 def parse(command: Sequence[str]) -> Launched:
     """Parse a command: a launcher or ``python``, its options, a script and its arguments.
 
     Raises:
-        UsageError: it is another command, or names no script that is there.
+        UsageError: it is another command, or its script does not exist.
     """
     words = list(command)
     if not words:
@@ -73,7 +73,7 @@ def _check_script(script: str, is_module: bool) -> None:
 
 
 def _after_python(words: list[str]) -> tuple[str, list[str]]:
-    """Return the launcher that Python runs as a module, or an empty name, and what follows Python's own options."""
+    """Return the launcher that Python runs as a module (or empty), and the words after Python's own options."""
     program = parse_program(["python", *words])
     if program.module in _LAUNCHING_MODULES:
         return _LAUNCHING_MODULES[program.module], list(program.arguments)
@@ -85,14 +85,14 @@ def _after_python(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _script(words: list[str]) -> tuple[bool, list[str]]:
-    """Return whether Python is to run a module, and its name or the script's with its arguments."""
+    """Return whether Python runs a module, and the name of module or script with its arguments."""
     if words and words[0] == "-m":
         return True, words[1:]
     return False, words
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], bool, list[str]]:
-    """Return a launcher's options, whether it runs a module, and what follows: the script and its arguments."""
+    """Return a launcher's options, whether it runs a module, and the script with its arguments."""
     found: dict[str, str] = {}
     is_module = False
     rest = list(words)

@@ -30,7 +30,7 @@ from ..host.low_priority import end_with_parent, lower_priority
 _SHORTEST = 8
 _LENGTHS = 5
 _NEEDED_BYTES = 4 << 30
-"""Host memory that must be free: a dry run takes up to half a GB a rank, two at a time, beside the libraries."""
+"""Free host memory required: a dry run uses up to half a GB per rank, two at a time, besides the libraries."""
 _KEPT = 64
 _VOLATILE = {"run": ("name", "master_port"), "checkpoint": None, "output": None, "schedule": None, "debug": None}
 """Keys without an effect on a step's memory; None: the whole section."""
@@ -64,12 +64,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lengths(longest: int) -> list[int]:
-    """Return the sequence lengths that are predicted: the longest, and its halves."""
+    """Return the sequence lengths to predict: the longest, and its halves."""
     return sorted({max(_SHORTEST, longest >> halvings) for halvings in range(_LENGTHS)} - {0})
 
 
 def made(run: RunDir, config: str, gpu: str) -> Prediction:
-    """Return the prediction of a run's configuration, by dry runs; of one that is refused, why."""
+    """Return the prediction of a run's configuration by dry runs, or the reason of a refusal."""
     started = time.monotonic()
     free = available_memory()
     if free < _NEEDED_BYTES:
@@ -122,7 +122,7 @@ def _message(found: Any, seconds: float) -> Prediction:
 
 
 def cache_file(config: str, gpu: str) -> Path:
-    """Return the file in which the prediction of a configuration is kept, whether or not there is one."""
+    """Return the cache file of a configuration's prediction, which may not exist."""
     settings: Any = yaml.safe_load(config)
     for section, names in _VOLATILE.items():
         if names is None:
@@ -144,7 +144,7 @@ def _cached(path: Path) -> Prediction | None:
 
 
 def _keep(path: Path, found: Prediction) -> None:
-    """Keep a prediction for runs to come, and the last ones used of the others; a full disk keeps none."""
+    """Cache a prediction for later runs, with the last used ones of the others; a full disk is ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_files.write_private(path, msgspec.json.encode(found))

@@ -18,7 +18,7 @@ _aten: Any = torch.ops.aten
 _prim: Any = torch.ops.prim
 
 Hidden = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Called after an operation with its arguments and result: what its CUDA kernels allocate beside their outputs."""
+"""Called after an operation with its arguments and result; records its CUDA kernels' further allocations."""
 
 
 class Recorder(TorchDispatchMode):
@@ -35,10 +35,10 @@ class Recorder(TorchDispatchMode):
         self._lock = threading.RLock()
         self.in_backward = False
         self._recomputing = -1
-        """Event at which checkpointed layers began to go forward again; -1: none does."""
+        """Event at which the recomputation of checkpointed layers began; -1: none is under way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record what it allocated."""
+        """Run an operation and record its allocations."""
         if func is _prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _recompute(self) -> None:
-        """Autograd computes gradients without recording a graph: where one is recorded, layers go forward again."""
+        """Record the start or end of recomputation: only then a backward pass records a graph."""
         if self._recomputing < 0:
             self._recomputing = len(self.trace.events)
             return
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
                 self._see(part)
 
     def follow(self, tensor: Any) -> None:
-        """Record the allocation of a tensor's storage, unless it is known, and its free when it goes."""
+        """Record the allocation of a tensor's storage, unless it is known, and later its free."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._known:
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
             self.trace.free(entry[1])
 
     def handle_of(self, tensor: Any) -> int | None:
-        """Return the trace's handle of a tensor's storage; None for one that is not followed."""
+        """Return the trace's handle of a tensor's storage; None if it is not followed."""
         entry = self._known.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _scalar(args: tuple[Any, ...]) -> Any:
-    """Return a value for a fake tensor's. 1.0 keeps gradients finite; 0 and False mean that nothing was found."""
+    """Return a substitute for a fake tensor's value: 1.0 keeps gradients finite; 0 and False mean nothing found."""
     constant = getattr(args[0], "constant", None)
     if constant is not None:
         return constant.item()

@@ -1,4 +1,4 @@
-"""The model of a dry run, from its configuration alone."""
+"""Makes the model of a dry run from its configuration alone."""
 
 import json
 import re
@@ -18,20 +18,20 @@ _NOT_FOUND = {
     "connection error": "not in the local cache, and the Hugging Face hub cannot be reached; give a folder or a file",
     "does not appear to have a file": f"has no {_CONFIG} on the Hugging Face hub",
 }
-"""Reasons by words of transformers' errors (``transformers/utils/hub.py``, ``cached_files``)."""
+"""Reasons by texts in transformers' errors (``transformers/utils/hub.py``, ``cached_files``)."""
 _CUSTOM_CODE = "contains custom code"
 _UNKNOWN = "Unrecognized model identifier"
-"""Beginnings of transformers' errors about a model; a list of all known ones follows."""
+"""Beginning of transformers' errors about a model, before a list of all known ones."""
 _LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def read_config(where: str) -> Any:
     """Return transformers' configuration of a model: a folder, a JSON file, or a name on the Hugging Face hub.
 
-    Of a name only ``config.json`` is downloaded, unless it is in the local cache.
+    For a name, only ``config.json`` is downloaded, unless it is in the local cache.
 
     Raises:
-        ConfigError: there is none, the hub cannot be reached, transformers refuses it, or its model is not predicted.
+        ConfigError: it does not exist, the hub is unreachable, transformers refuses it, or its model is not supported.
     """
     from transformers import AutoConfig
 
@@ -53,7 +53,7 @@ def read_config(where: str) -> Any:
         raise
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or _why_not_found(error)}") from None
-    except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong value
+    except Exception as error:  # transformers and huggingface_hub raise various classes for a wrong value
         raise ConfigError(f"{where}: {_first_line(error.__cause__ or error)}") from None
     _check_kind(config, where)
     config.use_cache = False
@@ -98,7 +98,7 @@ def _make_config(path: Path, fields: dict[str, Any]) -> Any:
 
 
 def _why_not_found(error: BaseException) -> str:
-    """Return why a name of the hub has no configuration: the text of transformers' error depends on its cause."""
+    """Return the reason why a name on the hub has no configuration, by the text of transformers' error."""
     text = str(error)
     for mark, reason in _NOT_FOUND.items():
         if mark in text:
@@ -107,7 +107,7 @@ def _why_not_found(error: BaseException) -> str:
 
 
 def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, attention: str) -> Any:
-    """Return the model, in training mode; under fake tensors it takes no memory.
+    """Return the model in training mode; under fake tensors it uses no memory.
 
     Raises:
         ConfigError: transformers refuses the configuration.
@@ -116,7 +116,7 @@ def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, at
 
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except RuntimeError:  # fake tensors' errors are among them, which DryRun explains
+    except RuntimeError:  # includes fake tensors' errors, which DryRun explains
         raise
     except Exception as error:
         raise ConfigError(f"{config.name_or_path}: {_first_line(error.__cause__ or error)}") from None

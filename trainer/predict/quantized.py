@@ -1,7 +1,7 @@
 """Linear layers in 4 bits (QLoRA) in a dry run: bitsandbytes' own modules and operations on fake tensors.
 
-bitsandbytes' parameter is a tensor of a class of its own, which cannot be a fake one: a plain parameter with the same
-attributes takes its place. The operations have fake kernels.
+bitsandbytes' parameter is a tensor subclass, which cannot be fake: a plain parameter with the same attributes replaces
+it. The operations have fake kernels.
 """
 
 from importlib import import_module
@@ -13,14 +13,14 @@ from transformers import modeling_utils
 from . import fake_tensors
 
 _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-"""Of bitsandbytes' parameter, which peft and its modules read."""
+"""Attributes of bitsandbytes' parameter that peft and its modules read."""
 
 
 def hold_in_4_bits(model: Any, settings: Any) -> None:
-    """Replace a model's linear layers as ``from_pretrained`` does, and put all of it on the GPU.
+    """Replace a model's linear layers as ``from_pretrained`` does, and move the model to the GPU.
 
     Args:
-        model: made of fake tensors without a place (meta).
+        model: the model, of fake tensors on the meta device.
         settings: transformers' ``BitsAndBytesConfig``.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -37,7 +37,7 @@ def hold_in_4_bits(model: Any, settings: Any) -> None:
         if not isinstance(module, bitsandbytes.nn.Linear4bit):
             continue
         before = module.weight
-        # As each is loaded: whole, to the GPU, and there into 4 bits.
+        # As in loading: each is moved to the GPU whole, and converted to 4 bits there.
         whole = torch.empty(module.out_features, module.in_features, dtype=dtype, device="cuda")
         packed, state = bitsandbytes.functional.quantize_4bit(
             whole,

@@ -1,4 +1,4 @@
-"""Every rank of a job that can differ, each in a process forked from one that has imported the libraries."""
+"""Runs every rank of a job that can differ, each in a process forked from one that has imported the libraries."""
 
 import gc
 import importlib
@@ -24,9 +24,9 @@ from .result import Rank
 
 _TOGETHER = 2
 _MOST_RANKS = 8
-"""Ranks that are run; others get the figures of the nearest one."""
+"""Maximum number of ranks run; others get the figures of the nearest one."""
 _TRACEBACK = 113
-"""Exit status of a forked process that has printed a traceback; scripts seldom use it."""
+"""Exit status of a forked process that has printed a traceback; scripts rarely use it."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -37,9 +37,9 @@ class Outcome(msgspec.Struct, frozen=True):
     fails_in: str = ""
     """The phase whose allocation does not fit the capacity; empty: all fit, or no capacity was given."""
     seconds: float = 0.0
-    """Processor seconds of this length, the start of the run counted to the first."""
+    """Processor seconds of this length; the first one includes the start of the run."""
     work: Work = Work([], [])
-    """What a step does, for its time."""
+    """Work of a step, from which its time is predicted."""
 
 
 class RankRun(msgspec.Struct):
@@ -48,9 +48,9 @@ class RankRun(msgspec.Struct):
     parameters: int = 0
     trainable: int = 0
     flops: ModelFlops | None = None
-    """Of the model, forward and backward; None: not known."""
+    """FLOPs of the model, forward and backward; None: not known."""
     positions: int = 0
-    """Tokens of the longest sequence that the model is made for; 0: not known."""
+    """The model's maximum sequence length in tokens; 0: not known."""
     notes: list[str] = []
     outcomes: list[Outcome] = []
     error: str = ""
@@ -58,11 +58,11 @@ class RankRun(msgspec.Struct):
 
 
 def differing(stage: int, ranks: int) -> list[int]:
-    """Return the ranks to run; each other one is like the nearest of them.
+    """Return the ranks to run; the other ranks have the figures of the nearest one.
 
-    ZeRO-1 and ZeRO-2 cut one flat buffer of all parameters into a partition for each rank, so ranks hold other layers,
-    whose gradients become available at different times of the backward pass. ZeRO-3 cuts each parameter into equal
-    shares, padded, and without ZeRO every rank holds everything: there rank 0 is like all.
+    ZeRO-1 and ZeRO-2 cut one flat buffer of all parameters into a partition for each rank, so ranks hold different
+    layers, whose gradients become available at different times of the backward pass. ZeRO-3 cuts each parameter into
+    equal shares, padded, and without ZeRO every rank holds everything: there all ranks are like rank 0.
     """
     if stage not in (1, 2):
         return [0]
@@ -72,12 +72,12 @@ def differing(stage: int, ranks: int) -> list[int]:
 
 
 def every(run: dict[int, Rank], ranks: int) -> list[Rank]:
-    """Return all ranks of a job from those that were run: each other one has the figures of the nearest."""
+    """Return all ranks of a job; those that were not run have the figures of the nearest one."""
     return [msgspec.structs.replace(run[nearest(run, rank)], rank=rank) for rank in range(ranks)]
 
 
 def nearest(run: Iterable[int], rank: int) -> int:
-    """Return the rank that was run whose figures a rank has."""
+    """Return the nearest of the ranks that were run."""
     return min(run, key=lambda one: abs(one - rank))
 
 
@@ -96,12 +96,12 @@ _IMPORTED = (
 def warm(modules: Iterable[str] = ()) -> None:
     """Import what every rank needs, and ``modules``, once: forked processes do not import it again.
 
-    DeepSpeed queries the GPU when it is imported: none is visible meanwhile, so this process makes no CUDA context.
+    DeepSpeed queries the GPU at import: none is visible meanwhile, so that this process makes no CUDA context.
     """
     os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported objects are kept
     for name in (*_IMPORTED, *modules):
         importlib.import_module(name)
     gc.freeze()
@@ -122,10 +122,10 @@ def run(
     """Run some ranks at some lengths, two at a time, in forked processes.
 
     Args:
-        make: makes one rank's dry run, in its process.
-        ranks: to run.
+        make: makes one rank's dry run in its process.
+        ranks: ranks to run.
         lengths: sequence lengths, measured in this order.
-        capacity_bytes: what PyTorch may reserve; None: no end.
+        capacity_bytes: limit of PyTorch's reserved memory; None: no limit.
         in_turn: as in a process that measures one length after the other (``DryRun.measure``).
 
     Raises:
@@ -163,7 +163,7 @@ T = TypeVar("T")
 
 
 def once(call: Callable[[], Any], kind: type[T]) -> T:
-    """Return the result of a call that is made in a forked process; it is sent here as JSON.
+    """Return the result of a call in a forked process, sent as JSON.
 
     Raises:
         ConfigError: the call was refused, or its process ended.
@@ -206,7 +206,7 @@ def _how(status: int) -> str:
 
 
 def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
-    """Start one rank's process; return the end of a pipe from which its result can be read, and its id."""
+    """Start one rank's process; return the read end of a pipe for its result, and its process id."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -237,7 +237,7 @@ def _measure(
         before = 0.0
         for number, length in enumerate(lengths, 1):
             outcome = partial(_outcome, dry, length, capacity, in_turn)
-            # Each length goes on from an engine that has taken no step.
+            # Each length starts from an engine before its first step.
             found = outcome() if in_turn or number == len(lengths) else once(outcome, Outcome)
             used = sum(os.times()[:4])
             result.outcomes.append(msgspec.structs.replace(found, seconds=round(used - before, 2)))

@@ -14,7 +14,7 @@ class Phase(msgspec.Struct, frozen=True):
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     parts: dict[str, int] = {}
-    """What the allocated peak consists of, by the words of the memory screen; they add up to it. None of ``init``."""
+    """Composition of the allocated peak, by the parts of the memory screen; they add up to it. Empty for ``init``."""
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -26,10 +26,10 @@ class Rank(msgspec.Struct, frozen=True):
     host_bytes: int
     """Host memory of its tensors: offloaded states and page-locked buffers, without the process itself."""
     needed_bytes: int = 0
-    """The least that PyTorch must be allowed to reserve for every allocation to succeed, found by replays of the trace;
-    below the reserved peak where cached memory can be given back."""
+    """Minimum of reservable memory for every allocation to succeed, found by replays of the trace; below the reserved
+    peak if cached memory can be freed."""
     nvml_bytes: int = 0
-    """What NVML shows for the process at its peak: reserved, the CUDA context and NCCL's buffers."""
+    """Memory of the process according to NVML at its peak: reserved, the CUDA context and NCCL's buffers."""
 
     @property
     def peak_phase(self) -> str:
@@ -56,92 +56,92 @@ class Point(msgspec.Struct, frozen=True):
     host_bytes: int
     """Host memory of all ranks' tensors."""
     nvml_bytes: int
-    """The highest of the ranks."""
+    """Highest over the ranks."""
     fits: bool | None = None
     """Whether every rank's allocations fit; None without a capacity."""
     fails_in: str = ""
     """The phase whose allocation does not fit."""
     needed_bytes: int = 0
-    """The highest of the ranks."""
+    """Highest over the ranks."""
     step_seconds: float | None = None
-    """Of an optimizer step; None where the table has no rates of the GPU. Its error and basis: ``time.total``."""
+    """Time of an optimizer step; None if the table has no rates of the GPU. Its error and basis: ``time.total``."""
     tokens_per_second: float | None = None
-    """Of all ranks."""
+    """Tokens per second of all ranks."""
     mfu: float | None = None
-    """Model FLOPs utilisation (``protocol.messages.throughput``); None where the model's FLOPs are not known."""
+    """Model FLOPs utilisation (``protocol.messages.throughput``); None if the model's FLOPs are not known."""
     price_per_million_tokens: float | None = None
-    """With a price of a GPU hour, in its currency."""
+    """Price in the currency of the GPU hour's price; None without that."""
     run_seconds: float | None = None
-    """Of all optimizer steps; None where their number is not known (``training.max_steps``)."""
+    """Time of all optimizer steps; None if their number is not known (``training.max_steps``)."""
     run_price: float | None = None
-    """Of the run, with a price of a GPU hour; evaluation, checkpoints and the start are not counted."""
+    """Price of the run, given a price of a GPU hour; without evaluation, checkpoints and the start."""
     time: StepTime | None = None
-    """What the step's time goes to."""
+    """Parts of the step's time."""
     fits_on: list[str] = []
-    """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, beside the CUDA context and NCCL."""
+    """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, besides the CUDA context and NCCL."""
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """A change of the run, predicted by a dry run of its own."""
+    """A change of the run, predicted by a separate dry run."""
 
     name: str
     change: str
     fits: bool
     needed_bytes: int
-    """What PyTorch must be allowed to reserve."""
+    """Minimum of memory that PyTorch must be able to reserve."""
     saved_bytes: int
-    """Less than the run as it is."""
+    """Reduction relative to the unchanged run."""
     host_bytes: int
-    """Of the rank that holds the most, as in the table of the phases."""
+    """Host memory of the rank with the most, as in the table of the phases."""
     step_seconds: float
     slower: float
-    """GPU time a sample over that of the run as it is."""
+    """GPU time per sample relative to the unchanged run."""
     price_per_million_tokens: float | None = None
     refused: str = ""
-    """Why there is no prediction; the figures do not count then."""
+    """Reason of a missing prediction, with which the figures are invalid."""
 
 
 class Holds(msgspec.Struct, frozen=True):
-    """How long sequences and how large micro-batches can be."""
+    """Largest sequence length and micro-batch."""
 
     gpu: str
-    """The kind of GPU; empty: the capacity that was given."""
+    """The kind of GPU; empty: the given capacity."""
     capacity_bytes: int
-    """What PyTorch may reserve on it."""
+    """Limit of PyTorch's reserved memory on it."""
     sequence_length: Largest
-    """At the micro-batch that was asked for; within 0.8 %."""
+    """Largest length at the requested micro-batch, within 0.8 %."""
     micro_batch: Largest
-    """At the longest length that was asked for."""
+    """Largest micro-batch at the longest requested length."""
 
 
 class RiskyStep(msgspec.Struct, frozen=True):
     """An optimizer step of the first epoch, by its longest micro-batch."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     rank: int
     rows: list[int]
-    """Numbers of the examples, as the rehearsal names them."""
+    """Numbers of the examples, as in the rehearsal."""
     places: list[str]
-    """Where the records of each row stand: ``train.jsonl:12``."""
+    """Place of each row's records: ``train.jsonl:12``."""
     length: int
-    """That its rows are padded to, in tokens."""
+    """Padded length of its rows, in tokens."""
 
 
 class DataRisk(msgspec.Struct, frozen=True):
     """Whether every step of the first epoch fits."""
 
     steps: int
-    """Of the epoch."""
+    """Steps of the epoch."""
     longest: RiskyStep
     largest_length: int | None
-    """The largest of the lengths that occur that fits; None: none does."""
+    """The largest occurring length that fits, or None."""
     failing_steps: int
-    """Steps that do not fit."""
+    """Number of steps that do not fit."""
     failing: list[RiskyStep]
-    """The first of them."""
+    """The first steps that do not fit."""
     epoch_seconds: float | None = None
-    """Of an epoch's optimizer steps at ``training.sequence_length``; without evaluation, checkpoints and the start."""
+    """Time of an epoch's optimizer steps at ``training.sequence_length``, without evaluation, checkpoints and start."""
     epoch_price: float | None = None
     """With a price of a GPU hour, in its currency."""
 
@@ -156,29 +156,29 @@ class Prediction(msgspec.Struct, frozen=True):
     pieces: list[Piece] = []
     """With several lengths: the highest phase's peak over the length as straight pieces."""
     beside_pytorch: Figure | None = None
-    """Bytes on the GPU beside what PyTorch reserves, with their expected error."""
+    """Bytes on the GPU besides PyTorch's reserved memory, with their expected error."""
     notes: list[str] = []
-    """What was assumed."""
+    """Assumptions."""
     capacity_bytes: int | None = None
     gpu: str = ""
-    """The kind of GPU that the dry run and the time are of."""
+    """The kind of GPU of the dry run and the time."""
     trainable: int = 0
-    """Parameters that are trained."""
+    """Number of trained parameters."""
     checkpoint_bytes: int = 0
-    """Disk space of one checkpoint that can be resumed from, of all ranks."""
+    """Disk space of one checkpoint for a resume, of all ranks."""
     price_per_gpu_hour: float | None = None
     expected_errors: dict[str, Figure] = {}
-    """By figure: its expected error as a share and what it was measured on; ``value`` is 0."""
+    """By figure: its expected error as a share, and the basis of that; ``value`` is 0."""
     data: DataRisk | None = None
-    """With ``--data``: which steps of the first epoch do not fit."""
+    """With ``--data``: the steps of the first epoch that do not fit."""
     positions: int = 0
-    """Tokens of the longest sequence that the model is made for; 0: not known."""
+    """The model's maximum sequence length in tokens; 0: not known."""
     largest: list[Holds] = []
-    """With ``--largest``: by kind of GPU, or of the capacity."""
+    """With ``--largest``: by kind of GPU, or for the capacity."""
     batch_pieces: list[Piece] = []
     """With ``--largest``: the highest phase's peak over the micro-batch, at the longest length."""
     what_if: list[WhatIf] = []
-    """Changes at the longest length: those that fit by GPU time a sample, then the others by missing bytes."""
+    """Changes at the longest length: fitting ones by GPU time per sample, then the others by missing bytes."""
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
     versions: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Results of operations on fake tensors, kept by what they depend on: function, shapes, strides, data types, numbers.
+"""Caches results of operations on fake tensors by function, shapes, strides, data types and numbers.
 
 PyTorch's cache of fake results (``FakeTensorMode.cache``) also has storage offsets in its keys. ZeRO's parameters are
-views into one flat buffer, so each layer's operations missed it.
+views into one flat buffer, so each layer's operations would miss it.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _aten: Any = torch.ops.aten
 _fake: Any = FakeTensor
 MISSING: Any = object()
-"""What ``kept`` returns for a result that is not kept."""
+"""Returned by ``kept`` for a result that is not cached."""
 _NEVER: Any = object()
 _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
 _VIEWS = frozenset((_aten._unsafe_view.default,))
-"""Return their argument's storage, although they are not declared to."""
+"""Operations that return their argument's storage without declaring it."""
 _VARYING = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -35,19 +35,19 @@ class _Made(NamedTuple):
     device: Any
     requires_grad: bool
     argument: int = -1
-    """Position of the argument whose storage it has; -1: it has its own."""
+    """Position of the argument whose storage it shares; -1: it has its own."""
     offset: int = 0
-    """From that argument's."""
+    """Offset relative to that argument's."""
 
 
 class _Same(NamedTuple):
-    """An argument itself is returned."""
+    """An operation returns an argument itself."""
 
     argument: int
 
 
 class ResultCache:
-    """Returns again what an operation returned for tensors of the same kind. For one fake mode."""
+    """Returns an operation's earlier result for tensors of the same kind; for one fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -55,7 +55,7 @@ class ResultCache:
         self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call's result depends on; None where it cannot be kept."""
+        """Return the cache key of a call; None if its result cannot be cached."""
         cacheable = self._cacheable.get(func)
         if cacheable is None:
             cacheable = self._cacheable[func] = _is_cacheable(func)
@@ -71,7 +71,7 @@ class ResultCache:
         return tuple(parts)
 
     def kept(self, key: Any, args: tuple[Any, ...]) -> Any:
-        """Return a new result of a call with this key; ``MISSING`` where none is kept."""
+        """Return a new result of a call with this key; ``MISSING`` if none is cached."""
         found = self._kept.get(key, MISSING)
         if found is MISSING or found is _NEVER:
             return MISSING
@@ -80,7 +80,7 @@ class ResultCache:
         return self._make(found, args)
 
     def keep(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Keep what a call returned, where a result of the same kind can be made without it."""
+        """Cache a call's result, if one of the same kind can be made without the call."""
         if key in self._kept:
             return
         storages = {one.untyped_storage()._cdata for one in _tensors((args, tuple(kwargs.values())))}
@@ -114,7 +114,7 @@ class ResultCache:
         return True
 
     def _part(self, func: Any, args: tuple[Any, ...], tensor: Any, storages: set[int]) -> Any:
-        """Return how to make a result again: None as it is, ``_NEVER``: it cannot be."""
+        """Return the recipe of a result; None: the value itself, ``_NEVER``: it cannot be made again."""
         if tensor is None:
             return None
         for position, one in enumerate(args):

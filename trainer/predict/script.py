@@ -1,8 +1,8 @@
-"""A dry run of a script that is not ftmon's: it is run up to ``deepspeed.initialize``, whose engine is then predicted.
+"""A dry run of another script, up to ``deepspeed.initialize``, whose engine is then predicted.
 
-The script runs under fake tensors from its first line, so that a model takes no memory; ``from_pretrained`` makes the
-model from its configuration, without weights. Everything before ``deepspeed.initialize`` really happens: it reads its
-data and writes its files.
+The script runs under fake tensors from its first line, so that a model uses no memory; ``from_pretrained`` makes the
+model from its configuration, without weights. Everything else before ``deepspeed.initialize`` is real: the script reads
+its data and writes its files.
 """
 
 import copy
@@ -27,13 +27,13 @@ from .launched import Launched
 
 _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900
-"""A script that has not come to ``deepspeed.initialize`` by then is given up."""
+"""Time limit within which a script must call ``deepspeed.initialize``."""
 _MOST_CHARACTERS = 240
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 ADAMS = ("Adam", "AdamW", "FusedAdam")
-"""Optimizers of a script in whose place DeepSpeed's CPUAdam computes the same."""
+"""Optimizers of a script that DeepSpeed's CPUAdam can replace with the same result."""
 
 
 class ScriptInputs(msgspec.Struct, frozen=True):
@@ -43,17 +43,17 @@ class ScriptInputs(msgspec.Struct, frozen=True):
     deepspeed: dict[str, Any]
     checkpointing: bool = False
     optimizer: str = ""
-    """The class of the optimizer that it made itself; empty: DeepSpeed's configuration names one."""
+    """Class of the script's own optimizer; empty: DeepSpeed's configuration names one."""
     trainer: bool = False
-    """Whether transformers' ``Trainer`` called: the batch and checkpointing are its arguments."""
+    """Whether transformers' ``Trainer`` called it; then batch and checkpointing are the ``Trainer``'s arguments."""
 
 
 class _ReachedError(BaseException):
-    """The script has called ``deepspeed.initialize``: no ``except Exception`` of its own may stop this."""
+    """Raised when the script calls ``deepspeed.initialize``; passes its ``except Exception``."""
 
 
 class _StopError(BaseException):
-    """The script does something that no dry run can follow; the text names it. Passes ``except Exception``."""
+    """Raised at an operation that a dry run does not support; the text names it. Passes ``except Exception``."""
 
 
 class _QuantizedError(ConfigError):
@@ -67,15 +67,15 @@ class _QuantizedError(ConfigError):
 
 
 class ScriptRun(DryRun):
-    """A dry run of a script's model under its DeepSpeed configuration; it can be made once in a process.
+    """A dry run of a script's model under its DeepSpeed configuration; only one per process.
 
     Args:
         launched: the script.
-        job: with DeepSpeed's settings as they are to be; None: only read the script's arguments.
-        ranks: of the run.
+        job: the job with DeepSpeed's settings; None: only read the script's arguments.
+        ranks: number of ranks of the run.
         allocator: settings of PyTorch's allocator.
         gpu: the kind of GPU.
-        rank: this process's.
+        rank: this process's rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ScriptRun(DryRun):
         self._launched = launched
         self._settings = job.deepspeed if job is not None else None
         self._kept: BaseException | None = None
-        """Keeps the script's frames, and so whatever it holds."""
+        """Keeps the script's frames, and so its objects, alive."""
         self.inputs: ScriptInputs | None = None
         self.notes = [
             "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
@@ -149,7 +149,7 @@ class ScriptRun(DryRun):
             _guard_values(None)
 
     def _make_engine(self, given: Mapping[str, Any], initialize: Any) -> None:
-        """Make the engine of what the script gave.
+        """Make the engine from the script's arguments.
 
         Raises:
             ConfigError: it cannot be predicted.
@@ -206,14 +206,14 @@ def _calls_trainer(reached: BaseException | None) -> bool:
 
 
 def _on_the_host(optimizer: Any) -> Any:
-    """Return DeepSpeed's CPUAdam in place of a script's Adam, as Accelerate does where states are offloaded."""
+    """Return DeepSpeed's CPUAdam for a script's Adam, as Accelerate does with offloaded states."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=type(optimizer).__name__ != "Adam")
 
 
 def _settings(given: Mapping[str, Any], script: str) -> dict[str, Any]:
-    """Return DeepSpeed's configuration as the script gave it."""
+    """Return DeepSpeed's configuration from the script's arguments."""
     found = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(found, (str, os.PathLike)):
         return deepspeed_file.read(os.fspath(found))
@@ -239,7 +239,7 @@ def _check_model(model: Any, script: str) -> None:
 
 
 def _patch_weights() -> None:
-    """Have ``from_pretrained`` make models from their configurations, for good."""
+    """Make ``from_pretrained`` return models from their configurations, permanently in this process."""
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
@@ -275,7 +275,7 @@ def _dtype_of(config: Any, dtype: Any) -> Any:
 
 
 def _guard_values(launched: Launched | None) -> None:
-    """Refuse that the script itself decides by a tensor's value; None: no longer. Libraries get values as they can."""
+    """Refuse reads of a tensor's value by the script itself, not by libraries; None: allow them again."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     fake: Any = FakeTensor
@@ -295,7 +295,7 @@ def _guard_values(launched: Launched | None) -> None:
 
 
 def _is_own(filename: str, launched: Launched) -> bool:
-    """Return whether a file is the script's own, and not a library's."""
+    """Return whether a file is the script's own, not a library's."""
     home = os.getcwd() if launched.is_module else os.path.dirname(os.path.realpath(launched.script))
     found = os.path.realpath(filename)
     return found.startswith(home + os.sep) and "site-packages" not in found and not found.startswith(_TRAINER)
@@ -309,7 +309,7 @@ def _late(_number: int, _frame: object) -> NoReturn:
 
 
 def _place(error: BaseException, launched: Launched) -> str:
-    """Return where in the script, or in the file of its own nearest to the error, it was raised."""
+    """Return the place of an error in the script, or in its own file nearest to the error."""
     found = launched.script
     step = error.__traceback__
     while step is not None:
@@ -321,7 +321,7 @@ def _place(error: BaseException, launched: Launched) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """Return in a line what a script's error means for a dry run."""
+    """Return in one line the meaning of a script's error for a dry run."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

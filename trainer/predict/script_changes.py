@@ -1,4 +1,4 @@
-"""Changes to a user's own script for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
+"""Describes a remedy as changes of a user's own script: keys of DeepSpeed, arguments of ``Trainer``, calls."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ NOT_CHANGED = (
 
 
 def words(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
-    """Return changes, assignments to DeepSpeed's keys and flags of ``predict``, as what to set in the script."""
+    """Return the settings of the script for changes (assignments to DeepSpeed's keys, flags of ``predict``)."""
     return " ".join(_one(change, script_inputs) for change in changes)
 
 
 def refusal(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
-    """Return why the script as it is cannot take these changes; empty: it can."""
+    """Return the reason why these changes do not apply to the script; empty if they do."""
     if not script_inputs.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
         return ""
     if deepspeed_file.offloads(script_inputs.deepspeed) or script_inputs.optimizer in ADAMS:

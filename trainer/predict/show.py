@@ -1,4 +1,4 @@
-"""A prediction as text."""
+"""Renders a prediction as text."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _GIB = 1 << 30
 _PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
 _MOST_ROWS = 4
 _LEAST_SHARE = 0.005
-"""Of a peak: smaller parts are shown together."""
+"""Minimum share of a peak for a part of its own; smaller parts are shown together."""
 _BASIS = """\
 allocated: a dry run of DeepSpeed's engine on fake tensors; reserved: its trace through a model of PyTorch's allocator.
 NVML: reserved, and the CUDA context and NCCL's buffers as measured. Highest of a steady step.
@@ -67,12 +67,12 @@ def render(prediction: Prediction) -> str:
 
 
 def _between(points: list[Point]) -> str:
-    """Return a caution about the curve between two lengths."""
+    """Return a note on the curve between two lengths."""
     return " (on average; between two lengths another phase may lead)" if len(points) == 2 else ""
 
 
 def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
-    """Return aligned columns; those in ``left`` to the left, the others to the right."""
+    """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
     lines = [
         "  ".join(
@@ -85,7 +85,7 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 
 
 def _composition(point: Point) -> str:
-    """Return what the highest peak consists of."""
+    """Return the composition of the highest peak."""
     rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
     phase = max((name for name in rank.phases if rank.phases[name].parts), key=_peak_of(rank), default="")
     if not phase:
@@ -134,7 +134,7 @@ def _fits(point: Point) -> str:
 
 
 def _data(prediction: Prediction) -> str:
-    """Return which steps of the data set's first epoch do not fit."""
+    """Return the steps of the data set's first epoch that do not fit."""
     risk = prediction.data
     if risk is None:
         return ""
@@ -187,7 +187,7 @@ def _value(found: Largest, highest: str = "") -> str:
 
 
 def _what_if(prediction: Prediction) -> str:
-    """Return the table of changes, or that there is one to ask for."""
+    """Return the table of changes, or a note on how to request it."""
     if not prediction.what_if:
         if any(point.fits is False for point in prediction.points):
             return "it does not fit: --what-if predicts which changes would, and what they cost\n"
@@ -232,7 +232,7 @@ def _errors(prediction: Prediction) -> str:
 
 
 def _alike(ranks: list[Rank]) -> list[list[Rank]]:
-    """Return the ranks in groups that would be shown as equal rows."""
+    """Return the ranks in groups with equal rows."""
     groups: dict[tuple[str, ...], list[Rank]] = {}
     for rank in ranks:
         sizes = [rank.phases[name].allocated_peak_bytes for name in _PHASES]

@@ -1,4 +1,4 @@
-"""The allocations of a dry run, in order, replayed at once through the model of PyTorch's caching allocator."""
+"""The allocations of a dry run, in order, applied at once to the model of PyTorch's caching allocator."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Event = tuple[int, int, int, int, str]
 
 
 class AllocatorReplay:
-    """The caching allocator's model, given the events of a trace one by one."""
+    """Applies the events of a trace to the caching allocator's model."""
 
     def __init__(self, settings: Settings, capacity_bytes: int | None = None) -> None:
         self._allocator = CachingAllocator(settings, capacity_bytes)
@@ -42,7 +42,7 @@ class AllocatorReplay:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the blocks that are allocated."""
+        """Bytes of the allocated blocks."""
         return self._allocator.allocated
 
     def peaks(self) -> Peaks:
@@ -51,7 +51,7 @@ class AllocatorReplay:
 
 
 class Trace:
-    """Allocations and frees on the GPU as events, and what is allocated in each kind of memory."""
+    """Allocations and frees on the GPU as events, and allocated bytes by kind of memory."""
 
     def __init__(self, settings: Settings) -> None:
         self.events: list[Event] = []
@@ -62,13 +62,13 @@ class Trace:
         self._sizes: dict[int, tuple[int, str, int]] = {}
         self._next = 0
         self._names: dict[int, int] = {}
-        """Handle of an allocation in the events and the allocator, where a repeated step replaced it."""
+        """Handle of an allocation in the events and the allocator, if a repeated step replaced it."""
         self.block_bytes: dict[int, int] = {}
-        """Bytes of the block that each allocation got, by its handle in the events."""
+        """Bytes of each allocation's block, by its handle in the events."""
         self.parts: dict[int, str] = {}
-        """What an allocation was seen to hold (``protocol.messages.memory.PARTS``), by its handle in the events."""
+        """Part of an allocation (``protocol.messages.memory.PARTS``), by its handle in the events."""
         self.recomputed: list[tuple[int, int]] = []
-        """Events between which checkpointed layers went forward again in a backward pass."""
+        """First and last events of recomputed layers in a backward pass."""
 
     def allocate(self, size: int, device: str, stream: int = 0) -> int:
         """Record an allocation of ``size`` bytes; return its handle."""
@@ -88,13 +88,13 @@ class Trace:
             self._record((FREE, self._names.pop(handle, handle), size, stream, ""))
 
     def use(self, handle: int, stream: int) -> None:
-        """Record that a storage is used on another stream than it was allocated on (``record_stream``)."""
+        """Record the use of a storage on a stream other than its own (``record_stream``)."""
         size, device, own = self._sizes[handle]
         if device == "cuda" and size and own != stream:
             self._record((USE, self._names.get(handle, handle), size, stream, ""))
 
     def empty_cache(self) -> None:
-        """Record that cached segments are given back to the driver."""
+        """Record that cached segments are freed to the driver."""
         self._record((EMPTY, 0, 0, 0, ""))
 
     def move(self, handle: int, device: str) -> None:
@@ -105,7 +105,7 @@ class Trace:
         self._add(device, size)
 
     def see(self, handle: int, part: str) -> None:
-        """Note that an allocation holds a part: the first counts, but a gradient may lie in a bucket."""
+        """Record the part of an allocation: the first one counts, except that a gradient may be in a bucket."""
         name = self._names.get(handle, handle)
         if part == "buckets" or name not in self.parts:
             self.parts[name] = part
@@ -117,7 +117,7 @@ class Trace:
             self.free(handle)
 
     def begin(self, phase: str) -> None:
-        """Begin a phase: its peaks start at what is allocated now."""
+        """Begin a phase, whose peaks start at the present allocation."""
         self._record((MARK, 0, 0, 0, phase))
 
     def end(self, phase: str) -> Peaks:
@@ -126,11 +126,11 @@ class Trace:
         return self.peaks()
 
     def repeat(self, start: int) -> list[tuple[str, Peaks]] | None:
-        """Let everything since an event happen again: the next step, where one is like another.
+        """Repeat everything since an event, as a next and equal step.
 
         Returns:
-            Each phase that ended, with its peaks; None, and nothing is done, where the step left other allocations
-            behind than it began with, so that the next one may differ.
+            Each phase that ended, with its peaks; None, without a repetition, if the step ended with other allocations
+            than it began with, so that the next one may differ.
         """
         step = self.events[start:]
         born: dict[int, tuple[int, int]] = {}
@@ -186,7 +186,7 @@ class Trace:
 
 
 def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> str:
-    """Return the phase whose allocation fails where PyTorch may reserve ``capacity_bytes``; empty: all succeed."""
+    """Return the phase whose allocation fails with ``capacity_bytes`` of reservable memory; empty: all succeed."""
     replay = AllocatorReplay(settings, capacity_bytes)
     phase = "init"
     try:
@@ -200,13 +200,13 @@ def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: i
 
 
 def needed_bytes(events: Sequence[Event], settings: Settings, low: int, high: int) -> int:
-    """Return the least that PyTorch must be allowed to reserve for every allocation to succeed, within 0.5 %.
+    """Return the minimum of reservable memory for every allocation to succeed, within 0.5 %.
 
     Args:
-        events: of the steps.
-        settings: of the allocator.
-        low: what is certainly needed: the highest allocated bytes.
-        high: what certainly suffices: the highest reserved bytes.
+        events: events of the steps.
+        settings: settings of the allocator.
+        low: lower bound: the highest allocated bytes.
+        high: upper bound: the highest reserved bytes.
     """
     while high - low > max(_NEAR * high, 1 << 21):
         middle = (low + high) // 2

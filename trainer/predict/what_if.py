@@ -1,4 +1,4 @@
-"""Remedies for a run's memory, each predicted by a dry run of its own, the cheapest that fits first."""
+"""Predicts remedies for a run's memory, each by a separate dry run, the cheapest fitting one first."""
 
 import argparse
 import json
@@ -20,10 +20,10 @@ class RunChange(NamedTuple):
 
     name: str
     change: str
-    """What to set."""
+    """The setting to change."""
     prepare: Callable[[], Prepared]
     combines: bool
-    """It leaves what is trained and how as it is, so it may be joined with others."""
+    """Whether it may be combined with others, because it does not change the training."""
     changes: tuple[str, ...] = ()
     """The assignments or flags behind ``change``."""
 
@@ -35,15 +35,15 @@ def table(
     capacity_bytes: int,
     tell: Callable[[str], None],
 ) -> list[WhatIf]:
-    """Predict every remedy at the longest length of ``base``, and return the table.
+    """Return the table of all remedies, predicted at the longest length of ``base``.
 
-    Remedies that leave what is trained as it is are joined where none of them fits alone.
+    Remedies that do not change the training are combined if none of them fits alone.
 
     Args:
-        arguments: of the command.
-        allocator: settings of the run as it is.
-        base: the run as it is.
-        capacity_bytes: what PyTorch may reserve on one GPU.
+        arguments: arguments of the command.
+        allocator: settings of the unchanged run.
+        base: prediction of the unchanged run.
+        capacity_bytes: limit of PyTorch's reserved memory on one GPU.
         tell: called with the name of each remedy before its dry run.
     """
     point = max(base.points, key=lambda one: one.sequence_length)
@@ -82,7 +82,7 @@ def _option(remedy: RunChange, price: float | None, capacity: int) -> tuple[Opti
 
 def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: int) -> Option:
     point = max(predicted.points, key=lambda one: one.sequence_length)
-    # The allocator's own verdict counts, which the search for the least capacity meets within half a percent.
+    # The allocator's own verdict counts; the search for the least capacity is exact to half a percent.
     peak = min(point.needed_bytes, capacity) if point.fits else max(point.needed_bytes, capacity + 1)
     if point.fits is None:
         peak = point.needed_bytes
@@ -108,7 +108,7 @@ def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
 
 
 def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChange]:
-    """Yield the changes that this run has not made yet."""
+    """Yield the changes that this run does not have yet."""
     if not allocator.expandable_segments:
         expandable = msgspec.structs.replace(allocator, expandable_segments=True)
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -119,7 +119,7 @@ def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChan
 
 
 def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange]) -> RunChange | None:
-    """Return changes as one; None where two of them set the same key."""
+    """Return changes combined as one; None if two of them set the same key."""
     changes = tuple(change for part in parts for change in part.changes)
     keys = [change.partition("=")[0] for change in changes]
     if len(set(keys)) < len(keys):
@@ -149,12 +149,12 @@ def _refuser(text: str) -> Callable[[], Prepared]:
 
 
 def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
-    """Return what prepares the job of changed arguments.
+    """Return a function that prepares the job with changes.
 
     Args:
         given: the arguments.
         allocator: settings of the run.
-        changes: assignments to a configuration's keys; without one flags, and keys of DeepSpeed's file.
+        changes: assignments to a configuration's keys; without a configuration, flags and keys of DeepSpeed's file.
     """
     arguments = argparse.Namespace(**vars(given))
     if given.config:
@@ -170,13 +170,13 @@ def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, 
 
 _GATHERED = "nothing kept gathered"
 _KEEPS_GATHERED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
-"""Keys of ZeRO-3 that keep parameters whole between their uses, or fetch them early: memory for time."""
+"""Keys of ZeRO-3 that keep parameters whole between their uses, or prefetch them: memory for time."""
 Kind = tuple[str, tuple[str, ...], bool]
-"""A remedy's name, its changes, and whether it may be joined with others."""
+"""A remedy's name, its changes, and whether it may be combined with others."""
 
 
 def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
-    """Remedies of a configuration of ftmon's own trainer, as assignments."""
+    """Yield remedies for a configuration of ftmon's own trainer, as assignments."""
     from . import configured
 
     config = configured.read(given.config, given.overrides, given.ranks, given.sequence_length)
@@ -190,7 +190,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     if training.micro_batch > 1:
         half, times = training.micro_batch // 2, training.micro_batch / (training.micro_batch // 2)
         if times == int(times):
-            accumulation = training.grad_accumulation * int(times)  # the batch of a step stays as it is
+            accumulation = training.grad_accumulation * int(times)  # the batch of a step does not change
             changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
             yield f"micro-batch {half}", changes, True
     if config.run.ranks > 1:
@@ -213,7 +213,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
 
 
 def _flags(given: argparse.Namespace) -> Iterator[Kind]:
-    """Remedies of a script of one's own, as flags and keys of DeepSpeed's file."""
+    """Yield remedies for the user's own script, as flags and keys of DeepSpeed's file."""
     from . import deepspeed_file
 
     command = getattr(given, "command", None)

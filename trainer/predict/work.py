@@ -1,4 +1,4 @@
-"""Counts a step's work on device and host from the operations of a dry run, for its time."""
+"""Counts a step's work on device and host from the operations of a dry run, to predict its time."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ _COLLECTIVES: dict[str, Collective] = {
     "alltoall_base_": "all_to_all",
     "alltoall_": "all_to_all",
 }
-"""Operations of ``c10d`` by what NCCL runs."""
+"""NCCL's collective of each operation of ``c10d``."""
 _WITHOUT_KERNEL = frozenset(
     (
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "detach"),
@@ -35,7 +35,7 @@ _WITHOUT_KERNEL = frozenset(
 )  # fmt: skip
 _WRITES_ONLY = frozenset(("fill_", "zero_", "fill", "zeros_like", "ones_like", "full_like", "copy_"))
 _PICKS = frozenset(("embedding", "gather", "index_select", "index", "nll_loss_forward", "nll_loss_backward"))
-"""Read as much of their inputs as they write."""
+"""Operations that read as much of their inputs as they write."""
 _ATTENTION = {
     "_scaled_dot_product_flash_attention": (0, 4, 1.0),
     "_scaled_dot_product_efficient_attention": (0, 6, 1.0),
@@ -44,7 +44,7 @@ _ATTENTION = {
     "_scaled_dot_product_efficient_attention_backward": (1, 11, 2.5),
     "_varlen_attn_backward": (1, 10, 2.5),
 }
-"""Positions of the query and of ``is_causal``, and products over those of the forward pass: the backward makes five."""
+"""Positions of query and ``is_causal``, and number of products relative to the forward pass (the backward has five)."""
 _BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
 """Position of the borders between the documents of packed rows."""
 _ADAM_MOVES = 7 / 4
@@ -55,30 +55,30 @@ class Counting:
     """Counts the work of one step."""
 
     def __init__(self, ranks: int, sequence_parallel_size: int = 1) -> None:
-        """Begin with nothing.
+        """Start with empty counts.
 
         Args:
-            ranks: of the run; all take part in DeepSpeed's collectives.
-            sequence_parallel_size: ranks that take part in an all_to_all; 1: all do.
+            ranks: number of ranks of the run, all in DeepSpeed's collectives.
+            sequence_parallel_size: number of ranks in an all_to_all; 1: all.
         """
         self._ranks = ranks
         self._sharing = sequence_parallel_size
         self.pairs_a_token: float | None = None
-        """Pairs of query and key under the causal mask, for each token of packed rows; None: documents are equal."""
+        """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
         self.clear()
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Reset the counts for a step."""
         self._operations: Counter[tuple[float, float, Precision, bool]] = Counter()
         self._communications: Counter[tuple[Collective, int, bool]] = Counter()
         self._calls = 0
         self.fetches = 0
-        """Modules whose parameters ZeRO-3 gathers or releases, each time it does."""
+        """Number of times that ZeRO-3 gathers or releases a module's parameters."""
         self._transfer_bytes = 0
         self._host_bytes = 0
 
     def work(self) -> Work:
-        """Return what was counted."""
+        """Return the counted work."""
         return Work(
             [
                 Operation(flops, moved, precision, count, attention)
@@ -101,11 +101,11 @@ class Counting:
         """Count one operation.
 
         Args:
-            func: of the dispatcher.
-            args: of it.
-            kwargs: of it.
-            result: what it returned.
-            stream: the number of the CUDA stream that it runs on; collectives on others than 0 run beside it.
+            func: the dispatcher's operator.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            result: its result.
+            stream: number of its CUDA stream; collectives on streams other than 0 overlap with computation.
         """
         self._calls += 1
         packet = func._overloadpacket
@@ -142,7 +142,7 @@ class Counting:
             self._host_bytes += moved
 
     def _keys_of_packed(self, name: str, args: tuple[Any, ...]) -> float | None:
-        """Return the keys in the document of a token of packed rows, in the mean; None of other attention."""
+        """Return the mean number of keys in the document of a token of packed rows; None for other attention."""
         if name not in _BORDERS:
             return None
         if self.pairs_a_token is not None:
@@ -167,7 +167,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensor: Any) -> int:
-    """Return the bytes of reading a tensor: an expanded one is read once."""
+    """Return the bytes of reading a tensor; an expanded tensor is read once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride:
@@ -190,9 +190,9 @@ def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Ite
 def _attention_flops(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, keys: float | None
 ) -> float:
-    """FLOPs of attention: two products of the pairs of query and key, half of them under a causal mask.
+    """Return the FLOPs of attention: two products over pairs of query and key, half of them under a causal mask.
 
-    Packed rows are joined, and documents do not see each other: there a query has ``keys`` in its own.
+    Packed rows are joined, and attention stays within documents: a query has ``keys`` keys in its own document.
     """
     query, key = args[position], args[position + 1]
     causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
