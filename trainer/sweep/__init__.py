@@ -1,1 +1,1 @@
-"""Sweeps: many configurations one after the other, each a run of its own. Nothing here imports torch."""
+"""Sweeps: many configurations one after the other, each in a separate run. Nothing here imports torch."""

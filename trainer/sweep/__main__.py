@@ -94,7 +94,7 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
 
 
 def _lost(started: Started) -> Row:
-    """End the run that a killed session left behind, and return the row that counts its time."""
+    """End the run of a killed session, and return the row that counts its time."""
     run = RunDir(started.run)
     ended = started.time
     if started.run:
@@ -149,7 +149,7 @@ def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
 
 
 def _answered(plan: Plan, session: Session) -> int:
-    """Count the plan's runs that have a row; of a search, whose runs are not known before, all rows."""
+    """Return the number of the plan's runs with a row; of a search without a known plan, all rows."""
     if plan.search is not None and plan.search.goal != "fastest":
         return len(session.rows)
     return sum(session.has(run.settings, repeat) for run in plan.runs for repeat in range(plan.repeats))
@@ -177,7 +177,7 @@ def _header(wanted: Spec) -> Header:
 
 
 class _Answer(msgspec.Struct):
-    """What ``--json`` prints."""
+    """Output of ``--json``."""
 
     name: str
     ended: str
@@ -187,11 +187,11 @@ class _Answer(msgspec.Struct):
     used_seconds: float
     rows: list[Row]
     found: list[str]
-    """Of a search: a sentence for each combination of the axes."""
+    """A sentence for each combination of a search's axes."""
     curves: list[Any]
     fastest: Settings | None
     columns: list[dict[str, float | None]]
-    """Of each row of ``rows``, the figures that the sweep file's ``columns`` names."""
+    """Figures named in the sweep file's ``columns``, for each row of ``rows``."""
 
 
 def _answer(results: Results, ended: Ended, found: list[str], used: float) -> _Answer:

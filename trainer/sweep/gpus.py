@@ -9,7 +9,7 @@ from ..host.hardware.gpu_memory import GpuUse, gpu_use, wait_until_free
 _SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _TOLERANCE = 512 << 20
-"""What a device's memory in use may have risen by: contexts of other processes come and go."""
+"""Allowed increase of a device's used memory: contexts of other processes appear and disappear."""
 
 
 def before() -> GpuUse | None:
@@ -18,12 +18,12 @@ def before() -> GpuUse | None:
 
 
 def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
-    """Wait until the run's GPUs are as empty as before it; return what is still held, in words, empty: nothing.
+    """Wait until the run's GPUs are as empty as before it; return the memory still in use in words, or empty.
 
     Args:
         earlier: the sample before the run.
-        pids: of the run's ranks.
-        devices: the GPUs on which NVML saw the run; empty: not known, all are compared.
+        pids: process ids of the run's ranks.
+        devices: the run's GPUs according to NVML; empty: not known, so all are compared.
     """
     if earlier is None:
         return ""

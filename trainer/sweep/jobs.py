@@ -1,4 +1,4 @@
-"""From a configuration of the sweep to the command that starts its run."""
+"""Makes the command of a run from a configuration of the sweep."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from ..recipe.hardware import missing_packages
 from .spec import ENVIRONMENT, LENGTH, PLACEHOLDER, Spec
 
 STOP_GRACE_SECONDS = 5.0
-"""Between the request to end a run and its kill: what it has computed is not needed."""
+"""Time between the request to end a run and its kill; its results are not needed."""
 ALLOCATOR_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _MEASURING: dict[str, Value] = {
@@ -39,7 +39,7 @@ _MEASURING: dict[str, Value] = {
     "output.push": "",
     "output.log_every": 1,
 }
-"""Laid over the base configuration: a few steps are measured, and nothing is kept. ``set`` and axes win over these."""
+"""Overrides of the base configuration: a few measured steps, without outputs. ``set`` and axes override these."""
 
 
 class Job(NamedTuple):
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 
 def combinations(spec: Spec) -> list[Settings]:
-    """Return the grid: each combination of the axes' values, the last axis varying fastest."""
+    """Return the grid: all combinations of the axes' values, the last axis varying fastest."""
     found: list[Settings] = [{}]
     for axis in spec.axes:
         found = [{**settings, axis.name: value} for settings in found for value in axis.values]
@@ -58,13 +58,13 @@ def combinations(spec: Spec) -> list[Settings]:
 
 
 def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) -> Job:
-    """Return what starts the run of a configuration, as a run called ``name``.
+    """Return the job that starts the run of a configuration, under ``name``.
 
     Args:
         spec: the sweep.
         settings: the configuration.
-        name: of the run.
-        lengths: sequence lengths to be measured in it, one after the other; none: the configuration's own.
+        name: name of the run.
+        lengths: sequence lengths to measure in it, one after the other; empty: the configuration's own.
     """
     options = RunOptions(
         allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
@@ -81,17 +81,17 @@ def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) 
 
 
 def overrides(spec: Spec, settings: Settings) -> list[str]:
-    """Return the assignments that make the base configuration that of a run."""
+    """Return the assignments that turn the base configuration into a run's."""
     steps: dict[str, Value] = {"training.max_steps": spec.steps + spec.warm_up}
     varied = {name: value for name, value in settings.items() if not name.startswith(ENVIRONMENT)}
     return [_assignment(name, value) for name, value in {**_MEASURING, **steps, **spec.settings, **varied}.items()]
 
 
 def check(spec: Spec) -> None:
-    """Refuse keys and values that no configuration takes, before anything is started.
+    """Refuse keys and values that no configuration accepts, before anything is started.
 
     Raises:
-        ConfigError: of the base configuration, of ``set``, or of an axis; with its place in the sweep file.
+        ConfigError: the base configuration, ``set`` or an axis is wrong; the text has the place in the sweep file.
         UsageError: packages are missing.
     """
     if spec.command:
@@ -115,7 +115,7 @@ def check(spec: Spec) -> None:
 
 
 def fingerprint(spec: Spec) -> str:
-    """Return a hash of all that a row depends on besides its settings."""
+    """Return a hash of everything that a row depends on, besides its settings."""
     base = write.dump(load(spec.config).config) if spec.config else ""
     allocator = {name: os.environ.get(name, "") for name in ALLOCATOR_ENVIRONMENT}
     parts: list[Any] = [base, spec.settings, spec.command, spec.environment, allocator, spec.steps, spec.warm_up]
@@ -155,5 +155,5 @@ def _plain(value: Value) -> str:
 
 
 def group_of(settings: Settings, axis: str) -> str:
-    """Name a configuration without one of its axes."""
+    """Return the name of a configuration without one of its axes."""
     return key_of({name: value for name, value in settings.items() if name != axis})

@@ -22,7 +22,7 @@ _TEXT = 300
 
 
 def read(run: RunDir) -> RecordedRun | None:
-    """Read what a run recorded; None where there is no recording that can be read."""
+    """Return a run's recording; None if there is none, or it cannot be read."""
     try:
         return RecordedRun(run.recording)
     except RecordingError:
@@ -30,16 +30,16 @@ def read(run: RunDir) -> RecordedRun | None:
 
 
 class Live(NamedTuple):
-    """How a live run is getting on."""
+    """Progress of a live run."""
 
     steps: int
-    """Finished by every rank; 0 while one of them has none."""
+    """Steps finished by every rank; 0 while a rank has finished none."""
     hung_seconds: float
-    """For how long the monitor has called it hung; 0: it does not."""
+    """Seconds for which the monitor has reported it as hung; 0: it is not."""
 
 
 def progress(run: RunDir, now: float) -> Live:
-    """Return a live run's progress from its recording; what cannot be read yet counts as nothing."""
+    """Return a live run's progress from its recording; without a readable one, no progress."""
     try:
         with Reader(run.recording) as reader:
             state = [frame.message for frame in reader.state_at(math.inf)]
@@ -69,9 +69,9 @@ def rank_rows(recorded: RecordedRun, warm_up: int, most: int) -> list[RankRow]:
 
 
 def length_rows(recorded: RecordedRun, index: int, warm_up: int, most: int) -> list[RankRow]:
-    """Return the figures of each rank at one of the lengths that were measured in one process.
+    """Return the figures of each rank at one of the lengths measured in one process.
 
-    What NVML showed is left out: it does not shrink from one length to the next.
+    NVML's figures are omitted, as they do not shrink from one length to the next.
     """
     first = index * (warm_up + most)
     found: list[RankRow] = []
@@ -82,7 +82,7 @@ def length_rows(recorded: RecordedRun, index: int, warm_up: int, most: int) -> l
 
 
 def still_held(ending: Ending, recorded: RecordedRun | None, earlier: GpuUse | None) -> str:
-    """Wait until nothing of a run is left; return what is, in words, empty: nothing."""
+    """Wait until a run's processes and memory are gone; return the rest in words, or empty."""
     pids, devices = (recorded.pids, recorded.devices) if recorded is not None else ([], set[int]())
     held = gpus.still_held(earlier, pids, devices)
     if ending.left:
@@ -91,7 +91,7 @@ def still_held(ending: Ending, recorded: RecordedRun | None, earlier: GpuUse | N
 
 
 class Why(NamedTuple):
-    """What became of a run."""
+    """Outcome of a run."""
 
     verdict: Verdict
     text: str = ""
@@ -102,12 +102,12 @@ class Why(NamedTuple):
 
 
 def refused(error: RefusedError) -> Why:
-    """Return what became of a run that was not started."""
+    """Return the outcome of a run that was not started."""
     return Why("refused", str(error).removeprefix("ftmon: "))
 
 
 def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
-    """Return what became of a run, with the evidence."""
+    """Return the outcome of a run, with the evidence."""
     if ending.ended_for in ("interrupt", "budget"):
         return Why("unfinished", ending.ended_for)
     failed = ending.exit is None or ending.exit.exit_code != 0
@@ -130,7 +130,7 @@ def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
 
 
 def _failure(ending: Ending, recorded: RecordedRun) -> Why:
-    """Return what a run failed of: of memory by the kernel's word, of an exception, of a signal, or its last words."""
+    """Return the cause of a failure: out of memory by the kernel's report, an exception, a signal, or the last line."""
     alerts = {alert.kind: alert for alert in reversed(recorded.alerts)}
     if "oom" in alerts:
         return _of_alert("out-of-memory", alerts["oom"])
@@ -159,7 +159,7 @@ def _step_reached(recorded: RecordedRun) -> int | None:
 
 
 def _last_words(ending: Ending) -> str:
-    """Return the last line that the run wrote, for a failure that no rank reported."""
+    """Return the last line of the run's output, for a failure that no rank reported."""
     end = ending.exit
     status = f"status {end.exit_code}" if end is not None else "it is unknown how it ended"
     logs = [*sorted(ending.run.logs.glob("*.err")), ending.run.logs / "launcher.log"]
@@ -175,7 +175,7 @@ def _line(text: str) -> str:
 
 
 def row(settings: Settings, repeat: int, found: Why, ranks: list[RankRow], run: str, seconds: float, now: float) -> Row:
-    """Make the row of a run."""
+    """Return the row of a run."""
     return Row(
         settings,
         found.verdict,

@@ -1,7 +1,7 @@
-"""Sequence lengths of one configuration, measured in one process, shortest first.
+"""Measures sequence lengths of one configuration in one process, shortest first.
 
-Each length has its row as soon as its steps are recorded. A length that fails ends the process; those that follow it
-have another one.
+The row of each length is written as soon as its steps are recorded. A length that fails ends the process; later ones
+run in another process.
 """
 
 import math
@@ -25,13 +25,13 @@ from .spec import LENGTH
 def measure_plan(
     session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] | None = None
 ) -> None:
-    """Measure configurations; those that differ in nothing but their sequence length share a process.
+    """Measure configurations; those that differ only in their sequence length share a process.
 
     Args:
         session: keeps the rows.
         runs: the configurations.
         repeat: which repeat this is, from 0.
-        progress: is called after each row.
+        progress: called after each row.
 
     Raises:
         StopError: the session ends before its plan is done.
@@ -53,7 +53,7 @@ def _length(settings: Settings) -> int:
 
 
 class _Process:
-    """One process, and the lengths that it is to measure."""
+    """One process, and the lengths to measure in it."""
 
     def __init__(
         self, session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] | None
@@ -64,12 +64,12 @@ class _Process:
         self._repeat = repeat
         self._progress = progress
         self._done = 0
-        """Lengths that have their row."""
+        """Number of lengths with a row."""
         self._begun = time.time()
-        """When the length that is under way began."""
+        """Time at which the present length began."""
 
     def measure(self) -> int:
-        """Run it, and return how many lengths have a row now: at least one.
+        """Run the process, and return the number of lengths with a row, at least one.
 
         Raises:
             StopError: the session ends.
@@ -93,7 +93,7 @@ class _Process:
         return self._done
 
     def _poll(self, run: RunDir) -> str:
-        """Write the rows of lengths that are measured by now; return why the process is to end."""
+        """Write the rows of measured lengths; return the reason to end the process, or empty."""
         if self._session.interrupted():
             return "interrupt"
         deadline, over = self._session.deadline(time.monotonic() - (time.time() - self._begun))
@@ -102,7 +102,7 @@ class _Process:
         live = self._session.progress(run)
         if live is None:
             return ""
-        # The last one's row is written when its process is known to be gone.
+        # The last row is written once the process is gone.
         done = min(live.steps // (self._spec.warm_up + self._spec.steps), len(self._runs) - 1)
         if done > self._done and (recorded := measure.read(run)) is not None:
             while self._done < done:
@@ -130,7 +130,7 @@ class _Process:
         self._row(found, ranks, ending.run.id, held)
 
     def _measured(self, recorded: RecordedRun, run: RunDir, held: str) -> None:
-        """Write the row of a length that is done; the next one has begun."""
+        """Write the row of a finished length, after the next one has begun."""
         ranks = measure.length_rows(recorded, self._done, self._spec.warm_up, self._spec.steps)
         last = (self._done + 1) * (self._spec.warm_up + self._spec.steps)
         ends = [
@@ -147,14 +147,14 @@ class _Process:
             self._session.started(following.settings, self._repeat, str(run.path))
 
     def _row(self, found: Why, ranks: list[RankRow], run: str, held: str, ended: float | None = None) -> None:
-        """Write the row of the length that is under way.
+        """Write the row of the present length.
 
         Args:
-            found: what became of it.
+            found: its outcome.
             ranks: its figures.
             run: the run's identifier.
-            held: what is still held, in words.
-            ended: when; None: now.
+            held: resources still in use, in words.
+            ended: time of its end; None: now.
 
         Raises:
             StopError: the session ends with it.

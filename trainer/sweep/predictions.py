@@ -1,4 +1,4 @@
-"""Predictions for the configurations of a sweep: ``python -m ftmon.trainer.predict``, one process for all lengths."""
+"""Predicts the configurations of a sweep by ``python -m ftmon.trainer.predict``, one process for all lengths."""
 
 import subprocess
 import sys
@@ -43,10 +43,10 @@ class Predictor:
         """NVML's name of this host's GPUs; empty: not in the table, and ``ftmon predict`` takes its default."""
         self._gpus = len(usable_gpus())
         self.on = spec.predict and bool(spec.config) and self.capacity_bytes is not None
-        """Whether anything is predicted: only for ftmon's trainer, and where a capacity is known."""
+        """Whether configurations are predicted: only for ftmon's trainer, and with a known capacity."""
 
     def plan(self, runs: Sequence[Settings]) -> list[Planned]:
-        """Return configurations with what is predicted of them, in their order."""
+        """Return configurations with their predictions, in order."""
         if not self.on:
             return [Planned(settings) for settings in runs]
         groups: dict[str, list[Settings]] = {}
@@ -64,12 +64,12 @@ class Predictor:
         return [Planned(settings, found.get(id(settings))) for settings in runs]
 
     def points(self, settings: Settings, lengths: Sequence[int]) -> list[Point]:
-        """Predict a configuration at several lengths (none: the configuration's own); empty where it cannot be."""
+        """Return a configuration's prediction at several lengths (empty: its own); empty if it cannot be predicted."""
         prediction = self.predict(settings, lengths)
         return prediction.points if prediction is not None else []
 
     def predict(self, settings: Settings, lengths: Sequence[int]) -> Prediction | None:
-        """Return the whole prediction; None, and a note, where there is none."""
+        """Return the whole prediction; None, after adding a note, if there is none."""
         varied = {name: value for name, value in settings.items() if name != LENGTH}
         try:
             words = self.words(varied, lengths)

@@ -1,4 +1,4 @@
-"""One run of a sweep: started, waited for, ended when its time is over, and known to be gone."""
+"""Runs one configuration of a sweep: starts it, waits for it, ends it at its time limit, checks that it is gone."""
 
 import contextlib
 import os
@@ -20,12 +20,12 @@ from .jobs import STOP_GRACE_SECONDS, Job
 _START_SECONDS = 180.0
 _POLL_SECONDS = 0.5
 _CLOSING_SECONDS = 90.0
-"""A launcher waits so long for its hub to finish the recording, and some more."""
+"""Slightly more than a launcher's wait for its hub to finish the recording."""
 _END_SECONDS = 30.0
 
 
 class RefusedError(Exception):
-    """The run was not started; the text is the starter's own words, one line."""
+    """The run was not started; the text is the starter's output, one line."""
 
 
 class Ending(NamedTuple):
@@ -33,16 +33,16 @@ class Ending(NamedTuple):
 
     run: RunDir
     exit: ExitFile | None
-    """None: it was not recorded."""
+    """The recorded end, or None."""
     ended_for: str
-    """Why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
+    """Reason why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
     itself, or the monitor ended it."""
     left: list[int]
-    """Pids of the run that could not be ended."""
+    """Pids of the run's processes that could not be ended."""
 
 
 class Running:
-    """A run that is tied to this process: when this process dies, its launcher ends it.
+    """A run that depends on this process: if this process dies, its launcher ends it.
 
     Raises:
         RefusedError: it was not started.
@@ -69,8 +69,8 @@ class Running:
         """Wait for the run's end.
 
         Args:
-            deadline: when to end it (``time.monotonic``).
-            ended: called twice a second; why the run is to end now, empty: it is not.
+            deadline: time at which to end it (``time.monotonic``).
+            ended: called twice a second; returns the reason to end the run now, or empty.
         """
         why = ""
         while not why and not self._over():
@@ -98,7 +98,7 @@ class Running:
         self._line.read()
 
     def _end(self) -> None:
-        """Ask the launcher to end the run; it kills what is left after the run's grace."""
+        """Make the launcher end the run; it kills the remaining processes after the run's grace time."""
         asked = False
         deadline = time.monotonic() + STOP_GRACE_SECONDS + _END_SECONDS
         while not self._over() and time.monotonic() < deadline:
@@ -110,12 +110,12 @@ class Running:
             self._wait(_POLL_SECONDS / 5)
 
     def _clear(self) -> list[int]:
-        """End the run's remaining processes, and return those that could not be ended."""
+        """End the run's remaining processes; return those that could not be ended."""
         return [process.pid for process in sweep(lambda: processes.of_run(self.run.path, (), {os.getpid()}))]
 
 
 def clear_lost(run: RunDir) -> None:
-    """End a run that a killed sweep left behind; its launcher ends it by itself unless it was killed too."""
+    """End the run of a killed sweep; its launcher does that itself unless it was killed too."""
     deadline = time.monotonic() + STOP_GRACE_SECONDS + _END_SECONDS
     while run.path.exists() and run.read_exit() is None and time.monotonic() < deadline:
         launcher = run.read_run().launcher

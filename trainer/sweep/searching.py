@@ -1,4 +1,4 @@
-"""Searches of a sweep: earlier runs and predictions decide which configurations are run."""
+"""Searches of a sweep: earlier runs and predictions determine the configurations to run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +11,11 @@ from .session import Session
 from .spec import LENGTH
 
 _PREDICTED_POINTS = 9
-"""Lengths at which a searched axis is predicted."""
+"""Number of lengths at which a searched axis is predicted."""
 
 
 def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequence[Settings]) -> list[str]:
-    """Search along an axis for each combination of the others; return what was found, a line for each.
+    """Search along an axis for each combination of the others; return the results, a line each.
 
     Raises:
         StopError: from the session.
@@ -31,7 +31,7 @@ def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequenc
 
 
 def fits_the_goal(run: Planned) -> bool:
-    """Return whether a configuration is worth a run in a search for the fastest: not known not to fit."""
+    """Return whether to run a configuration in a search for the fastest: unless it is known not to fit."""
     return run.predicted is None or run.predicted.fits is not False
 
 
@@ -72,7 +72,7 @@ def _one(session: Session, predictor: Predictor, wanted: Search, others: Setting
 
 
 def _predictions(predictor: Predictor, wanted: Search, others: Settings) -> tuple[dict[int, Predicted], list[Piece]]:
-    """Predict some values of the searched length, then those around the largest that fits; none of another axis."""
+    """Predict some values of the searched length, then those around the largest that fits; empty for other axes."""
     if not predictor.on or wanted.axis != LENGTH:
         return {}, []
     last = (wanted.high - wanted.low) // wanted.step
@@ -89,7 +89,7 @@ def _predictions(predictor: Predictor, wanted: Search, others: Settings) -> tupl
 
 
 def _crossing(known: Mapping[int, Predicted], wanted: Search, capacity: int | None) -> int | None:
-    """Return where the line between the last value that fits and the first that does not meets the capacity."""
+    """Return the value at which a line from the last fitting to the first failing value reaches the capacity."""
     fits = max((value for value, one in known.items() if one.fits), default=None)
     over = min((value for value, one in known.items() if one.fits is False), default=None)
     if fits is None or over is None or capacity is None:

@@ -20,26 +20,26 @@ from .spec import Spec
 _POLL_SECONDS = 2.0
 """Seconds between reads of a live run's recording."""
 _ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
-"""Of a budget, kept for the end of a run and of the sweep."""
+"""Part of a budget reserved for the end of a run and of the sweep."""
 
 
 class StopError(Exception):
-    """The session ends before its plan is done."""
+    """Ends the session before its plan is finished."""
 
     def __init__(self, reason: Ended) -> None:
-        """Keep how the session ends."""
+        """Keep the reason of the end."""
         super().__init__(reason.text)
         self.reason = reason
 
 
 class Listener(Protocol):
-    """What shows a session."""
+    """Interface of a session's output."""
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
-        """A run begins."""
+        """Show the start of a run."""
 
     def row(self, row: Row) -> None:
-        """A run has ended."""
+        """Show the end of a run."""
 
 
 class Session:
@@ -47,11 +47,11 @@ class Session:
 
     Args:
         spec: the sweep.
-        writer: of the results file.
-        earlier: what the file had before this session.
-        listener: what shows it.
-        fail_fast: the first run that is not done ends the session.
-        interrupted: whether the session is to end.
+        writer: writer of the results file.
+        earlier: contents of the file before this session.
+        listener: shows the session.
+        fail_fast: whether the first run that is not done ends the session.
+        interrupted: returns whether the session is to end.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session:
         self._next_poll = 0.0
         self._count = sum(isinstance(entry, Started) for entry in earlier.entries)
         self.rows = list(self._answered.values())
-        """All answers, those of earlier sessions first."""
+        """All rows, those of earlier sessions first."""
 
     @property
     def used_seconds(self) -> float:
@@ -86,7 +86,7 @@ class Session:
         return (key_of(settings), repeat) in self._answered
 
     def measure(self, settings: Settings, repeat: int = 0, predicted: Predicted | None = None) -> Row:
-        """Return the row of a run, which is run unless there is one.
+        """Return the row of a run, after running it unless there is one.
 
         Raises:
             StopError: the budget is used up, the session was interrupted, or ``--fail-fast`` ends it.
@@ -116,7 +116,7 @@ class Session:
         return f"{self.spec.name}-{self._count + 1:03d}"
 
     def started(self, settings: Settings, repeat: int, run: str = "") -> None:
-        """Write that a run begins; ``run``: its directory."""
+        """Write the start of a run; ``run``: its directory."""
         self._count += 1
         self._writer.append(Started(time.time(), settings, repeat, run))
 
@@ -140,7 +140,7 @@ class Session:
             raise StopError(Ended(time.time(), "failure", "--fail-fast: a run is not done"))
 
     def deadline(self, begun: float) -> tuple[float, str]:
-        """Return when a run that began at ``begun`` (``time.monotonic``) is to end, and why: timeout or budget."""
+        """Return a run's deadline, from its start ``begun`` (``time.monotonic``), and the reason: timeout or budget."""
         deadline = begun + self.spec.timeout
         if self.spec.budget.seconds is not None:
             room = max(0.0, self.spec.budget.seconds - self.used_seconds - _ENDING_SECONDS)

@@ -1,4 +1,4 @@
-"""A sweep as plain lines: what is planned, each run as it ends, what is left."""
+"""Prints a sweep as plain lines: the plan, each run as it ends, the remaining budget."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ class Lines:
         self._number = 0
 
     def plan(self, plan: Plan, answered: int, used: float) -> None:
-        """Print what is going to be run, and within what."""
+        """Print the planned runs and the budget."""
         spec = self._spec
         self._total = 0 if plan.search is not None and plan.search.goal != "fastest" else len(plan.runs) * plan.repeats
         self._number = answered
@@ -67,23 +67,23 @@ class Lines:
             self._print(f"  {settings_text(run.settings)}{words}")
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
-        """Print that a run begins."""
+        """Print the start of a run."""
         self._number += 1
         again = f" (repeat {repeat + 1})" if repeat else ""
         expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
         self._print(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
 
     def row(self, row: Row) -> None:
-        """Print what became of it."""
+        """Print the outcome of a run."""
         self._print(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
 
     def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
-        """Print what is left, where there is a budget or a price."""
+        """Print the remaining runs, time and cost, with a budget or a price."""
         if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
             self._print(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
 
     def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
-        """Print the table and what follows from it."""
+        """Print the table and the conclusions."""
         if rows:
             for line in aligned(table(pool(rows), plan.columns)):
                 self._print(line)

@@ -1,4 +1,4 @@
-"""The sweep file: what is varied, over what, and within which bounds. Every refusal names the line and the key."""
+"""Reads the sweep file: axes, their values, and bounds. Every error names the line and the key."""
 
 import difflib
 import re
@@ -20,7 +20,7 @@ KEYS = (
 )  # fmt: skip
 LENGTH = "training.sequence_length"
 ENVIRONMENT = "env."
-"""An axis with this before its name sets an environment variable."""
+"""Prefix of an axis that sets an environment variable."""
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _GOALS: tuple[Goal, ...] = ("largest", "fastest", "phases")
 _SIZE = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}
@@ -29,12 +29,12 @@ _MOST_RUNS = 10_000
 
 
 class Axis(NamedTuple):
-    """One thing that is varied."""
+    """One axis of a sweep."""
 
     name: str
     values: list[Value]
     places: list[str]
-    """Where each value was written."""
+    """Place of each value."""
 
 
 class Spec(NamedTuple):
@@ -43,11 +43,11 @@ class Spec(NamedTuple):
     source: str
     name: str
     config: str
-    """Configuration of ftmon's trainer; empty where ``command`` is given."""
+    """Configuration of ftmon's trainer; empty with a ``command``."""
     settings: dict[str, Value]
-    """Laid over the configuration, the same in each run."""
+    """Overrides of the configuration, the same in each run."""
     command: list[str]
-    """A script's command with ``{axis}`` in it."""
+    """A script's command with placeholders ``{axis}``."""
     environment: dict[str, str]
     axes: list[Axis]
     search: Search | None
@@ -60,13 +60,13 @@ class Spec(NamedTuple):
     capacity_bytes: int | None
     predict: bool
     columns: list[str]
-    """Figures of the recordings that the table shows; none: the usual ones."""
+    """Figures of the recordings in the table; empty: the default ones."""
     one_process: bool
-    """Sequence lengths that differ in nothing else are measured in one process."""
+    """Whether configurations that differ only in their sequence length are measured in one process."""
 
     @property
     def axis_names(self) -> list[str]:
-        """All axes, that of the search last."""
+        """Names of all axes, that of the search last."""
         searched = [self.search.axis] if self.search is not None and self.search.axis else []
         return [*(axis.name for axis in self.axes), *searched]
 
