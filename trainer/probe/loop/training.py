@@ -93,7 +93,7 @@ class Training:
             self.batch_losses.arm(raw.number, bool(self.state.forward_by) and self.updaters.is_sole)
 
     def _met_updater(self) -> None:
-        """Send the hello of the trained engines, where several train."""
+        """Send the hello of the trained engines, if several train."""
         modules = [updater.module for updater in self.updaters.known if hasattr(updater, "module")]
         if len(modules) > 1:
             self.introduction.facts.update(describe_models(modules), flops=None)

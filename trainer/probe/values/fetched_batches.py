@@ -1,8 +1,8 @@
-"""Batches that dataloaders have delivered, until their forward begins: what is counted of them is in the host's memory.
+"""Batches delivered by dataloaders, until their forward begins; their counted parts are in the host's memory.
 
-Some loops ask for batches ahead: accelerate's loader for one, a Trainer for all micro-batches of a step and one. So
-forwards take them in the order in which they were fetched. How many are left when the first batch of the next step is
-asked for is learnt from the first step; more than that are batches that the script left out.
+Some loops fetch batches ahead: accelerate's loader one, a Trainer all micro-batches of a step and one more. So forwards
+use them in the order of their fetches. The first step shows how many remain when the first batch of the next step is
+requested; the script has left out any more than that.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from ..phases.marks import Notes
 from .batch import OnHost, on_host
 
 _MOST = 256
-"""Batches that are kept of one dataloader."""
+"""Limit of batches kept per dataloader."""
 
 
 class _Queue:
@@ -27,17 +27,17 @@ class _Queue:
 
 
 class FetchedBatches:
-    """The batches under way, on the training thread alone."""
+    """The fetched batches without a forward; for the training thread alone."""
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
-        """That of the dataloader that was asked last."""
+        """Queue of the dataloader that was used last."""
         self._notes: Notes | None = None
         self._micro_steps = 0
-        """Notes of the step whose forwards took batches, and its micro-steps before the last of them."""
+        """Notes of the step of the latest forward, and its micro-steps before that forward."""
 
     def add(self, iterator: Any, notes: Notes, found: Any) -> None:
-        """Add a batch of a dataloader's iterator; ``notes`` are those of the step in the making."""
+        """Add a batch of a dataloader's iterator; ``notes``: of the unfinished step."""
         queue: _Queue | None = getattr(iterator, "_ftmon_batches", None)
         if queue is None:
             queue = iterator._ftmon_batches = _Queue()
