@@ -122,7 +122,7 @@ def check(settings: Any) -> None:
     """Check the types of the values that a prediction reads itself; DeepSpeed checks the others in its engine.
 
     Raises:
-        ValueError: the key, what it must be, and what it is.
+        ValueError: a type is wrong; the text has the key, the valid type and the value.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"must be a JSON object, not {_kind(settings)}")
@@ -158,11 +158,11 @@ def check(settings: Any) -> None:
 
 
 def place(path: str, refusal: str) -> str:
-    """Return where in a file stands what a refusal is about: ``ds.json:6``; the file alone where no line is found.
+    """Return the place of a refusal in a file: ``ds.json:6``; only the file if no line is found.
 
     Args:
-        path: of the file.
-        refusal: DeepSpeed's words, which begin with a dotted key or name a value.
+        path: path of the file.
+        refusal: DeepSpeed's text, which begins with a dotted key or contains a value.
     """
     try:
         lines = Path(path).read_text().splitlines()
