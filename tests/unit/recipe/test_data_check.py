@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from ftmon.trainer.recipe.data.check import show
 from ftmon.trainer.recipe.data.check.__main__ import main
+from ftmon.trainer.recipe.data.check.findings import Finding
 from planted_faults import CLEAN, FAULTS, Case, tokenizers, words
 
 
@@ -77,6 +79,12 @@ def test_what_is_wrong_is_told_with_lines_and_what_to_do(
     shown = capsys.readouterr().out
     fix = "repair or remove them: no training starts with more than 1.00% (data.max_refused)"
     assert f"1 record is refused; {fix}  (refused)\n    data.jsonl:6: is not JSON" in shown
+
+
+def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
+    found = Finding("refused", 1, "records are refused", "repair them", [("a\x1b]0;x\x07.jsonl:1", "bad \x9b2J")])
+    shown = show._findings([found], show.Painter(colour=True, ascii_only=False, width=80))
+    assert "a\\x1b]0;x\\x07.jsonl:1: bad \\x9b2J" in shown
 
 
 @pytest.mark.parametrize(

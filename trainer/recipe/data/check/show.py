@@ -120,7 +120,7 @@ def _sample(sample: Sample, tokenizer: Any, painter: Painter, pad_to: int) -> st
     padding = -len(sample.ids) % 8 if not pad_to else pad_to - len(sample.ids)
     behind += [f"{padding:,} padding"] if padding > 0 and not pad_to else []
     tail = painter.paint(_DIM, f" ({', '.join(behind)})") if behind else ""
-    return f"{painter.paint(_DIM, sample.place)}\n{''.join(parts)}{tail}"
+    return f"{painter.paint(_DIM, _plain(sample.place, painter))}\n{''.join(parts)}{tail}"
 
 
 def _plain(text: str, painter: Painter) -> str:
@@ -137,11 +137,13 @@ def _findings(findings: list[Finding], painter: Painter) -> str:
     lines: list[str] = []
     for finding in findings:
         text = f"{finding.count:,} {_numbered(finding)}" if finding.kind != "unusable" else finding.text
-        lines.append(painter.paint(_WRONG, text) + f"; {finding.fix}  ({finding.kind})")
-        lines += [f"    {place}: {detail}" for place, detail in finding.first[:_SHOWN]]
+        lines.append(
+            painter.paint(_WRONG, _plain(text, painter)) + _plain(f"; {finding.fix}  ({finding.kind})", painter)
+        )
+        lines += [_plain(f"    {place}: {detail}", painter) for place, detail in finding.first[:_SHOWN]]
         if finding.count > _SHOWN and finding.first:
             lines.append(f"    and {finding.count - _SHOWN:,} more")
-    return "\n".join(_plain(line, painter) if not painter.colour else line for line in lines)
+    return "\n".join(lines)
 
 
 def _numbered(finding: Finding) -> str:
