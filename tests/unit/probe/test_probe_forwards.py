@@ -176,3 +176,13 @@ def test_torch_compile_does_not_trace_the_hooks(compiling):
 
     activate._on_dynamo(trace_rules)
     assert trace_rules.check_file(forwards.__file__).skipped
+
+
+def test_a_fetch_inside_a_data_phase_of_the_script_s_own_takes_no_longer_than_its_step(loop):
+    before = loop.training.phases.open("data")
+    loop.fetch(Loader())
+    loop.training.phases.close(before)
+    notes, marks = loop.training.tracker.notes, loop.training.tracker.marks
+    loop.update()
+    assert sum(notes.fetches.values()) == 1
+    assert 0 < notes.fetch_ns < marks[-1].ns - marks[0].ns

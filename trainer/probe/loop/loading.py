@@ -82,7 +82,8 @@ class Loading:
 
     @guarded
     def fetching(self, iterator: Any) -> None:
-        """Handle a request for a batch; inside ``no_grad``, or of an evaluation's loader, its phase is ``eval``."""
+        """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
+        self._fetching_ns = perf_counter_ns()
         tracker, state = self._tracker, self._state
         if tracker.depth or (state.in_update and not state.closures):
             return
@@ -113,7 +114,6 @@ class Loading:
             self._phases.enter("eval")
         else:
             self._phases.enter("data")
-            self._fetching_ns = perf_counter_ns()
 
     @guarded
     def fetched(self, found: Any) -> None:
