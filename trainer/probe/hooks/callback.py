@@ -11,7 +11,22 @@ from typing import Any
 
 from ..active import switched_on
 from ..api import current
+from ..guard import log_error
 from .trained_model import register_model
+
+
+def _harmless(event: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an event of the callback log its errors: what it raises would end ``Trainer.train``."""
+
+    @functools.wraps(event)
+    def safe(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return event(*args, **kwargs)
+        except Exception as error:
+            log_error(f"{event.__name__} of the Trainer's callback", error)
+            return None
+
+    return safe
 
 
 @functools.cache
@@ -30,6 +45,7 @@ def callback_class() -> Any:
             self._begin = begin
             self._best: dict[str, float] = {}
 
+        @_harmless
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Report the plan; start watching the process if it is not watched yet."""
             if self._begin is not None and current() is None:
@@ -62,6 +78,7 @@ def callback_class() -> Any:
             )
             training.outbox.send_hello()
 
+        @_harmless
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             """Make the Trainer save and end after this step if that was requested."""
             probe = current()
@@ -70,12 +87,14 @@ def callback_class() -> Any:
                 control.should_training_stop = True
             return control
 
+        @_harmless
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
             """Report the result of an evaluation."""
             probe = current()
             if probe is not None and metrics and state.is_world_process_zero:
                 self._report(probe, metrics, int(state.global_step))
 
+        @_harmless
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Report a checkpoint."""
             probe = current()
@@ -120,7 +139,7 @@ def _epochs(args: Any, batches: Any) -> float | None:
         return None
     try:
         steps = -(-len(batches) // int(args.gradient_accumulation_steps))
-    except TypeError:  # a DataLoader over an iterable data set has a length by name only
+    except Exception:  # a DataLoader over an iterable data set has a length by name only
         return None
     return args.max_steps / max(1, steps)
 

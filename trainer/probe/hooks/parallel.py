@@ -161,7 +161,8 @@ def _on_pipeline(module: ModuleType) -> None:
             training = switched_on()
             if training is not None:
                 facts = training.introduction.facts
-                facts["pipeline_stage"] = min(self.stage_index, facts.get("pipeline_stage", self.stage_index))
+                known = facts.get("pipeline_stage")  # None after an engine of DeepSpeed without a pipeline
+                facts["pipeline_stage"] = self.stage_index if known is None else min(self.stage_index, known)
 
         return __init__
 
