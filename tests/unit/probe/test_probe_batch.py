@@ -92,6 +92,10 @@ class Fields:
         self.__dict__.update(fields)
 
 
+def nested(layout, dtype=torch.float32):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout, dtype=dtype)
+
+
 X, Y = torch.zeros(4, 8), torch.zeros(4)
 PICTURES = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 25)]
 TARGETS = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
@@ -140,3 +144,25 @@ def test_a_forward_of_graphs_has_the_samples_that_the_fetched_batch_states():
     nodes = (torch.zeros(192, 5), torch.zeros(2, 700, dtype=torch.long))
     batch.note(notes, (nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
     assert (notes.samples, notes.shape) == (16, [192, 5])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_has_its_samples_and_no_shape(layout):
+    notes = noted(nested(layout))
+    assert (notes.samples, notes.shape, notes.padded_tokens) == (2, [], 0)
+    ids = nested(layout, torch.long)
+    notes = Notes()
+    for _ in range(2):
+        batch.note(notes, {"input_ids": ids, "attention_mask": ids, "labels": ids}, is_forward=False)
+    assert (notes.samples, notes.shape, notes.labels, notes.tokens) == (4, [], [], [])
+    fetched = batch.on_host({"input_ids": IDS, "attention_mask": ids, "labels": ids})
+    assert (fetched.mask, fetched.labels) == (None, None)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_mask_of_a_type_that_numpy_lacks_is_counted(later):
+    mask = torch.tensor([[1, 1, 0]], dtype=torch.bfloat16)
+    notes = Notes()
+    batch.note(notes, {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": mask}, False, later)
+    assert tokens(notes) == 2

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from ftmon.trainer.probe.frame_locals import frame_locals
 from ftmon.trainer.probe.phases.updater_names import name_of
+from ftmon.trainer.probe.rank.model import dtype_of
 from ftmon.trainer.probe.rank.optimized import Optimized
+from ftmon.trainer.probe.rank.trained import Trained
+from ftmon.trainer.probe.values.sizes import model_sizes
 from torch import nn
 from torch.optim import SGD
 
@@ -59,6 +62,17 @@ def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
     assert found == {"model": "Generator + Critic", "parameters": 10, "trainable_parameters": 10}
     optimized.forget()
     assert optimized.add(SGD(critic.parameters(), lr=0.1), sys._getframe())["parameters"] == 4
+
+
+def test_lazy_parameters_without_a_size_count_nothing():
+    lazy = nn.Sequential(Generator(2, 2), nn.LazyLinear(3))
+    optimizer = SGD(lazy.parameters(), lr=0.1)
+    found = Optimized().add(optimizer, sys._getframe())
+    assert found == {"model": "Sequential", "parameters": 6, "trainable_parameters": 6}
+    assert dtype_of(lazy) == "fp32"
+    trained = Trained()
+    trained.primary = weakref.ref(optimizer)
+    assert model_sizes(trained)[:2] == (24, 6)
 
 
 def test_an_optimizer_of_several_models_names_each_of_them():

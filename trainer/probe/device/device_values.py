@@ -7,6 +7,7 @@ device (so the script's peaks stay what they are); the publisher reads it once t
 from typing import Any
 
 import numpy
+import torch
 
 from . import pinned
 
@@ -73,4 +74,8 @@ def read_count(value: Any) -> int:
 
 
 def _count(mask: Any) -> int:
-    return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of the cost of a torch operator
+    mask = mask.detach()
+    try:
+        return int(numpy.count_nonzero(mask.numpy()))  # a tenth of the cost of a torch operator
+    except TypeError:  # numpy has no bfloat16
+        return int(torch.count_nonzero(mask))

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 _MOST_WRAPPERS = 8
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "AveragedModel")
 
@@ -45,7 +47,7 @@ def dtype_of(module: Any) -> str:
     sizes: dict[str, int] = {}
     for parameter in module.parameters():
         name = dtype_name(parameter.dtype)
-        sizes[name] = sizes.get(name, 0) + int(getattr(parameter, "ds_numel", parameter.numel()))
+        sizes[name] = sizes.get(name, 0) + number_of_elements(parameter)
     return max(sizes, key=lambda name: sizes[name], default="")
 
 
@@ -86,9 +88,14 @@ def own_class(module: Any) -> type:
     return kind
 
 
+def number_of_elements(parameter: Any) -> int:
+    """Return a parameter's number of elements, in all shards of ZeRO-3; 0 for a lazy one that has no size yet."""
+    return 0 if is_lazy(parameter) else int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def full_size(parameter: Any, tensor_parallel: int = 1) -> int:
     """Return a parameter's number of elements in all its shards: of ZeRO-3, and of tensor parallelism over ranks."""
-    size = int(getattr(parameter, "ds_numel", parameter.numel()))
+    size = number_of_elements(parameter)
     return size * tensor_parallel if getattr(parameter, "tensor_model_parallel", False) else size
 
 

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from ..frame_locals import frame_locals, receiver_name
-from .model import describe_model, own_model
+from .model import describe_model, number_of_elements, own_model
 
 _MOST_FRAMES = 24
 _MOST_ATTRIBUTES = 200
@@ -40,7 +40,7 @@ class Optimized:
         known += [model for model in models if all(model is not each for each in known)]
         self._models = [weakref.ref(each) for each in known]
         for key, each in {**own, **{key: each for model in models for key, each in _by_id(model)}}.items():
-            self._sizes[key] = int(each.numel()), bool(each.requires_grad)
+            self._sizes[key] = number_of_elements(each), bool(each.requires_grad)
             self._alive[key] = weakref.ref(each, partial(self._forget, key))
         sizes = list(self._sizes.values())  # a parameter may be freed meanwhile
         return {

@@ -80,8 +80,8 @@ def note(
     ids, mask, is_tokens, rows = _find_in_call(*found) if is_forward else _find(found)
     if fetched is not None and fetched.rows is not None:
         rows = fetched.rows
-    shape = [] if ids is None else list(ids.shape)
-    notes.samples += rows if rows is not None else shape[0] if shape else 0
+    shape = [] if ids is None or ids.is_nested else list(ids.shape)  # a nested tensor's rows differ in length
+    notes.samples += rows if rows is not None else int(ids.size(0)) if ids is not None and ids.dim() else 0
     if not shape:
         return
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
@@ -119,7 +119,7 @@ def _labels(found: Any, is_forward: bool) -> Any:
     for holder in (found[1], *found[0]) if is_forward else (found,):
         if _is_mapping(holder):
             labels: Any = holder.get("labels")
-            if _is_tensor(labels) and not labels.is_floating_point():
+            if _is_dense(labels) and not labels.is_floating_point():
                 return labels
     return None
 
@@ -151,7 +151,7 @@ def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
             ids: Any = value.get(key)
             if _is_tensor(ids):
                 mask = value.get("attention_mask")
-                return _Found(ids, mask if _is_tensor(mask) else None, key in _OF_TOKENS, rows)
+                return _Found(ids, mask if _is_dense(mask) else None, key in _OF_TOKENS, rows)
         items = value.values()
     for item in items:
         if _is_tensor(item):
@@ -199,6 +199,10 @@ def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
+
+
+def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    return _is_tensor(value) and not value.is_nested
 
 
 def _are_ids(tensor: Any) -> bool:

@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+from ..rank.model import number_of_elements
 from ..rank.trained import Trained
 
 
@@ -21,11 +22,11 @@ def model_sizes(trained: Trained) -> ModelSizes:
     """Return the sizes of a rank's model from its parameters' shapes, without reading tensor values."""
     model: Any = trained.model()
     parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary())
-    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]
+    sizes = [number_of_elements(parameter) for parameter in parameters]
     pairs = list(zip(sizes, parameters, strict=True))
     trainable = sum(size for size, parameter in pairs if parameter.requires_grad)
     return ModelSizes(
-        sum(size * parameter.element_size() for size, parameter in pairs),
+        sum(size * parameter.dtype.itemsize for size, parameter in pairs),
         math.ceil(trainable / trained.partitions),
         _vocabulary(model),
     )
