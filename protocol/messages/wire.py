@@ -4,6 +4,8 @@ Frame 0 is a msgpack map ``{"v": [major, minor], "src": sender, "seq": number, "
 The hub republishes a body's bytes unchanged under its own header. Sequence numbers count from 1 for each sender.
 """
 
+from typing import Any
+
 import msgspec
 
 from ..errors import ProtocolError, VersionError
@@ -147,8 +149,19 @@ def encode_header(src: str, seq: int, t: float) -> bytes:
 
 
 def encode_body(message: Message) -> bytes:
-    """Encode frame 1."""
-    return _encoder.encode(message)
+    """Encode frame 1; halves of surrogate pairs, which come from bytes that are no UTF-8, become question marks."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(_encodable(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def encode(src: str, seq: int, t: float, message: Message) -> list[bytes]:

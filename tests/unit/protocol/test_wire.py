@@ -6,6 +6,7 @@ from ftmon.protocol.errors import ProtocolError, VersionError
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import RunState
 from ftmon.protocol.messages.oomevent import Oom
+from ftmon.protocol.messages.telemetry import Evaluation
 from ftmon.protocol.messages.wire import RESTART_LEAP, LossCounter
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,3 +168,9 @@ def test_the_optimizer_of_an_older_oom_message_is_read_from_its_words(words: str
 
 def required_fields(message: type[msgspec.Struct]) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(message) if field.required]
+
+
+def test_text_from_bytes_that_are_no_utf_8_is_sent_with_question_marks() -> None:
+    sent = Evaluation(0, 1, 1.0, "caf\udce9", 1.0, None, 8, metrics={"\udcff": 2.0})
+    received = wire.decode_body(wire.encode_body(sent))
+    assert received == msgspec.structs.replace(sent, name="caf?", metrics={"?": 2.0})

@@ -14,6 +14,7 @@ import zmq
 from ....protocol.link import sockets
 from ....protocol.messages import wire
 from ....protocol.messages.telemetry import Goodbye, Heartbeat
+from .. import guard
 from ..device import cuda_graphs
 from ..device.events import has_passed
 from ..memory.annotations import PhaseMarks
@@ -87,7 +88,8 @@ class Publisher(threading.Thread):
     ) -> None:
         super().__init__(name="ftmon-publisher", daemon=True)
         self.dropped = 0
-        """Messages that found the queue full."""
+        """Messages that found the queue full, or that could not be made or encoded."""
+        self._logged = False
         self._rank = rank
         self._introduction = introduction
         self._trained = trained
@@ -140,11 +142,20 @@ class Publisher(threading.Thread):
     def send(self, message: wire.Message) -> None:
         """Send one message, or count it as dropped; for the publisher thread."""
         self._sequence += 1
-        frames = wire.encode(self._rank.identity, self._sequence, time.time(), message)
         try:
+            frames = wire.encode(self._rank.identity, self._sequence, time.time(), message)
             self._telemetry.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
             self.dropped += 1
+        except (TypeError, ValueError, OverflowError) as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """Count a message that cannot be made or encoded as dropped; the first one is logged."""
+        self.dropped += 1
+        if not self._logged:
+            self._logged = True
+            guard.log_error("a message is dropped", error)
 
     def run(self) -> None:
         """Run until ``finish`` is called."""
@@ -275,7 +286,11 @@ class Publisher(threading.Thread):
         except RuntimeError:
             passed = False
         read = self._rank.device.memory.read
-        closing = closing_message(raw if passed else without_device(raw), self._rank.rank, read)
+        try:
+            closing = closing_message(raw if passed else without_device(raw), self._rank.rank, read)
+        except Exception as error:
+            self._drop(error)
+            return
         if closing is not None:
             self.send(closing)
 
@@ -284,7 +299,11 @@ class Publisher(threading.Thread):
         dropped = self.dropped + self._outbox.overflowed
         facts = self._introduction.facts
         share = COUNTED_ELSEWHERE if facts.get("pipeline_stage") else self._trained.tensor_parallel
-        step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share)
+        try:
+            step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share)
+        except Exception as error:
+            self._drop(error)
+            return
         self.send(step)
         self._last_sent = time.time()
         self._captures.note_sent(raw.number)

@@ -1,0 +1,73 @@
+"""What the publisher does with items that make no message."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.telemetry import Checkpoint, Step
+from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.probe.link.publisher import Publisher
+from ftmon.trainer.probe.memory.annotations import PhaseMarks
+from ftmon.trainer.probe.oom.history import OomHistory
+from ftmon.trainer.probe.oom.hold import Hold
+from ftmon.trainer.probe.phases.outbox import Outbox
+from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.stop_request import StopRequest
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.probe.rank.context import RankContext
+from ftmon.trainer.probe.rank.hello import Introduction
+from ftmon.trainer.probe.rank.trained import Trained
+
+
+class Sent:
+    """A publisher whose thread does not run: the test calls it, and receives from its socket."""
+
+    def __init__(self, context: "zmq.Context[Any]", place: Path) -> None:
+        rank = RankContext(0, 0, 1, RunDir(place))
+        outbox = Outbox()
+        self.tracker = Tracker(rank.device.memory, rank.device.mark_event, Counts(), outbox.hand_over_step)
+        self.outbox = outbox
+        self.publisher = Publisher(
+            *(rank, Introduction(rank), Trained(), self.tracker, outbox, Pace(), StopRequest(), Hold(RunOptions())),
+            *(OomHistory(), PhaseMarks(), [], lambda: None),
+        )
+        self.received = context.socket(zmq.PULL)
+        self.received.bind("inproc://telemetry")
+        self.publisher._telemetry = context.socket(zmq.PUSH)
+        self.publisher._telemetry.connect("inproc://telemetry")
+
+    def messages(self) -> list[Any]:
+        found: list[Any] = []
+        while self.received.poll(0):
+            found.append(wire.decode_body(self.received.recv_multipart()[1]))
+        return found
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> Iterator[Sent]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield Sent(context, tmp_path)
+    context.destroy(linger=0)
+
+
+def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent: Sent) -> None:
+    unencodable: Any = 1 << 70
+    sent.publisher.send(Checkpoint(0, 1, 0.0, "a", unencodable))
+    sent.publisher.send(Checkpoint(0, 1, 0.0, "b"))
+    assert [message.path for message in sent.messages()] == ["b"]
+    assert sent.publisher.dropped == 1
+
+
+def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent: Sent) -> None:
+    unreadable: Any = object()
+    sent.tracker.notes.tokens.append(unreadable)
+    sent.tracker.end_step()
+    sent.tracker.end_step()
+    sent.publisher._drain()
+    sent.publisher._send_steps()
+    steps = [message for message in sent.messages() if isinstance(message, Step)]
+    assert [(step.step, step.dropped) for step in steps] == [(2, 1)]
