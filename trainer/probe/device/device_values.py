@@ -58,8 +58,6 @@ def read(value: Any) -> float | None:
         return float(value.tensor())
     except (TypeError, ValueError, RuntimeError):
         return None
-    finally:
-        pinned.recycle(value)
 
 
 def read_count(value: Any) -> int:
@@ -68,9 +66,7 @@ def read_count(value: Any) -> int:
         return value
     if not isinstance(value, pinned.Fetched):
         return _count(value)
-    count = _count(value.tensor())
-    pinned.recycle(value)
-    return count
+    return _count(value.tensor())
 
 
 def _count(mask: Any) -> int:

@@ -3,7 +3,7 @@
 ``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured on an
 H200). So the copy is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory Management"), on the current stream,
 with nothing allocated on the device. The host's buffers are never returned to PyTorch: an unread copy may
-still be in flight. They are reused instead, up to a limit of memory.
+still be in flight. They are reused instead, the one that has been free for longest first, up to a limit of memory.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ _SCALAR = torch.Size(())
 
 _free: dict[int, "deque[_Buffer]"] = {}
 """Free buffers by size, a power of two."""
-_kept: "list[_Buffer]" = []
-"""All buffers."""
+_total = 0
+"""Bytes of all buffers there are."""
 _copy: Any = None
 
 
@@ -33,18 +33,25 @@ class _Buffer(NamedTuple):
 
     tensor: Any
     address: int
-    size: int
+    free: "deque[_Buffer]"
+    """Where it goes when it is free."""
 
 
-class Fetched(NamedTuple):
-    """A tensor on its way to the host."""
+class Fetched:
+    """A tensor on its way to the host. Whoever drops it, read or not, returns its buffer."""
 
-    buffer: _Buffer
-    dtype: Any
-    shape: Any
+    __slots__ = ("buffer", "dtype", "shape")
+
+    def __init__(self, buffer: _Buffer, dtype: Any, shape: Any) -> None:
+        self.buffer = buffer
+        self.dtype = dtype
+        self.shape = shape
+
+    def __del__(self) -> None:
+        self.buffer.free.append(self.buffer)
 
     def tensor(self) -> Any:
-        """Return the tensor on the host; the stream must have passed the copy."""
+        """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
         return _view(self.buffer.tensor, self.dtype, self.shape)
 
 
@@ -68,19 +75,15 @@ def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
     if cuda_graphs.under_way:
         return None
     free = _free.get(size)
-    buffer = free.pop() if free else _make(size)
+    buffer = free.popleft() if free else _make(size)
     if buffer is None:
         return None
     if _copy is None:
         _copy = _find_copy()
+    fetched = Fetched(buffer, dtype, shape)
     if not _copy(buffer, tensor, dtype, shape):
-        _view(buffer.tensor, dtype, shape).copy_(tensor.detach().view(shape), non_blocking=True)
-    return Fetched(buffer, dtype, shape)
-
-
-def recycle(fetched: Fetched) -> None:
-    """Reuse a buffer whose content has been read."""
-    _free[fetched.buffer.size].append(fetched.buffer)
+        fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
+    return fetched
 
 
 def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
@@ -88,14 +91,13 @@ def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
 
 
 def _make(size: int) -> _Buffer | None:
-    if sum(buffer.size for buffer in _kept) + size > MOST_BYTES:
+    global _total
+    if _total + size > MOST_BYTES:
         return None
     # A script may have set another default device, on which memory cannot be pinned.
     tensor: Any = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    buffer = _Buffer(tensor, tensor.data_ptr(), size)
-    _free.setdefault(size, deque())
-    _kept.append(buffer)
-    return buffer
+    _total += size
+    return _Buffer(tensor, tensor.data_ptr(), _free.setdefault(size, deque()))
 
 
 def _find_copy() -> Any:

@@ -139,8 +139,6 @@ class Replicas:
     def _message(self, enqueued: _Enqueued) -> Checksum:
         fetched = isinstance(enqueued.values, pinned.Fetched)
         values = (enqueued.values.tensor() if fetched else enqueued.values).tolist()
-        if fetched:
-            pinned.recycle(enqueued.values)
         events = self._rank.device.events
         if events is not None:
             events.recycle(enqueued.event)
