@@ -57,10 +57,44 @@ assert counts.groups == {dist.group.WORLD.group_name: 1}
 print("counted")
 """
 
+OVERLAPPING = """
+import threading, types
+from ftmon.trainer.probe import active
+from ftmon.trainer.probe.hooks import collectives
+counts, group = active.counts, types.SimpleNamespace(group_name="g")
+entered, leave = threading.Event(), threading.Event()
+class Tensor:
+    def numel(self): return 1
+def counted(function):
+    call = collectives._counted(function.__name__, function)
+    return lambda: call(Tensor(), group)
+@counted
+def other(tensor, group):
+    entered.set()
+    assert leave.wait(10)
+@counted
+def plain(tensor, group):
+    pass
+@counted
+def first(tensor, group):
+    thread.start()
+    assert entered.wait(10)
+    plain()
+thread = threading.Thread(target=other)
+first()
+assert (counts.entered, counts.in_flight) == (2, "other"), (counts.entered, counts.in_flight)
+leave.set()
+thread.join(10)
+plain()
+assert (counts.entered, counts.in_flight) == (3, ""), (counts.entered, counts.in_flight)
+print("counted")
+"""
 
-def test_each_collective_counts_once_by_group_and_size_and_is_named_while_it_runs():
+
+@pytest.mark.parametrize("code", [CODE, OVERLAPPING], ids=["one thread", "two threads at once"])
+def test_each_collective_counts_once_by_group_and_size_and_is_named_while_it_runs(code: str):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CODE)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "counted\n", done.stderr
 

@@ -50,8 +50,8 @@ POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "init_process_group")
 _SIZED = ("tensor", "input_tensor", "input", "output")
 """Names of the argument whose size is the collective's; the first that is present counts."""
 
-_owner = 0
-"""The thread inside the latest wrapped call; one is tracked at a time."""
+_inside: set[int] = set()
+"""The threads that are inside of a wrapped call."""
 
 
 def install() -> None:
@@ -83,20 +83,20 @@ def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[
     counts = active.counts
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        global _owner
         thread = get_ident()
-        if _owner == thread:
+        if thread in _inside:
             return real(*args, **kwargs)
-        before, _owner = _owner, thread
+        _inside.add(thread)
         counts.in_flight = name = enter(args, kwargs)
         start = perf_counter_ns()
         try:
             return real(*args, **kwargs)
         finally:
             counts.host_ns += perf_counter_ns() - start
-            counts.in_flight = ""
+            if counts.in_flight is name:  # not another thread's
+                counts.in_flight = ""
             counts.last = name
-            _owner = before
+            _inside.discard(thread)
 
     return call
 
