@@ -99,6 +99,29 @@ def test_each_collective_counts_once_by_group_and_size_and_is_named_while_it_run
     assert done.stdout == "counted\n", done.stderr
 
 
+SCRIPTED = """
+import torch
+from ftmon.trainer.probe.hooks import torch as hooks
+hooks.install(lambda: None)
+def forces(energy: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    found = torch.autograd.grad([energy], [places])[0]
+    return torch.zeros_like(places) if found is None else -found
+def backward(energy: torch.Tensor) -> None:
+    torch.autograd.backward([energy])
+places = torch.ones(3, requires_grad=True)
+print(torch.jit.script(forces)((places * places).sum(), places).tolist())
+torch.jit.script(backward)(places.sum())
+print(places.grad.tolist())
+"""
+
+
+def test_torchscript_compiles_the_functions_that_hooks_replace(tmp_path: Path):
+    script = tmp_path / "scripted.py"  # TorchScript reads the source
+    script.write_text(SCRIPTED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[-2.0, -2.0, -2.0]\n[1.0, 1.0, 1.0]\n", done.stderr
+
+
 RUSAGE = """
 import resource
 from ftmon.trainer.probe.device.cpu import CpuMemory

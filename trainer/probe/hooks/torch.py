@@ -4,6 +4,7 @@ Each replaces a public function or method with one that reports to the probe and
 on another thread, it only calls the original.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
+from ..guard import log_error
 from ..loop.training import Training
 from ..memory.history import watch_script
 from ..replace import replace, replace_in_package
@@ -46,6 +48,7 @@ def install(become_rank: Callable[[], None]) -> None:
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", partial(_backward, become_rank))
     replace(torch.autograd, "grad", partial(_taking_gradients, become_rank))
+    _keep_scriptable(torch.autograd.backward, torch.autograd.grad)
     replace(torch, "save", _saving)
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
@@ -63,6 +66,19 @@ def install(become_rank: Callable[[], None]) -> None:
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
+
+
+def _keep_scriptable(*functions: Callable[..., Any]) -> None:
+    """Let TorchScript, which finds functions by their ids, find the operators of functions that were replaced."""
+    try:
+        from torch.jit._builtins import _find_builtin, _register_builtin
+
+        for function in functions:
+            operator = _find_builtin(inspect.unwrap(function))
+            if operator is not None:
+                _register_builtin(function, operator)
+    except Exception as error:
+        log_error("TorchScript does not find replaced functions", error)
 
 
 def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
