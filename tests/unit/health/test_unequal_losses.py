@@ -149,3 +149,19 @@ def test_an_error_ends_comparisons_and_nothing_else(monkeypatch: pytest.MonkeyPa
     assert loop.taker.current is None
     loop.taker.arm(20, is_comparable=True)
     assert loop.taker.current is None
+
+
+LARGE = torch.arange(4.0 * 3 * 40 * 50).view(4, 3, 40, 50)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [LARGE, LARGE.to(memory_format=torch.channels_last), LARGE[..., :-1], LARGE[:, :, 0, 0], LARGE.mT, LARGE[0, 0, 0]],
+    ids=["contiguous", "channels last", "cut", "small", "transposed", "one dimension"],
+)
+@pytest.mark.parametrize("most", [1, 7, 1000, 6001, 10**6])
+def test_the_first_elements_of_any_layout_are_taken_without_copying_all(tensor: torch.Tensor, most: int) -> None:
+    found = batch_losses.first_elements(tensor, most)
+    assert torch.equal(found, tensor.reshape(-1)[:most])
+    copied = found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    assert not copied or found.untyped_storage().nbytes() <= 2 * most * found.itemsize

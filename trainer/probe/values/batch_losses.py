@@ -100,13 +100,12 @@ class Comparison:
         self._crc = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), self._crc)
         if tensor.numel() == 0:
             return
-        part = tensor.detach().reshape(-1)
         if tensor.is_cuda:
             with torch.no_grad():
-                part = part[:MOST].double()
+                part = first_elements(tensor.detach(), MOST).double()
                 self._sums += [part.sum(), part.dot(torch.arange(1, len(part) + 1, device=part.device).double())]
             return
-        part = part.contiguous().view(torch.uint8)
+        part = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         for piece in (part[:MOST_BYTES], part[MOST_BYTES:][-MOST_BYTES:]):
             self._crc = zlib.crc32(piece.numpy().tobytes(), self._crc)
 
@@ -189,9 +188,20 @@ class BatchLosses:
         guard.log_error("comparing losses of equal batches is given up", error)
 
 
+def first_elements(tensor: Any, most: int) -> Any:
+    """Return a tensor's first ``most`` elements as a vector, copying at most twice as many, whatever the layout."""
+    while tensor.dim() > 1 and tensor.numel() > most:
+        rows = -(-most * tensor.size(0) // tensor.numel())
+        if rows > 1:
+            tensor = tensor[:rows]
+            break
+        tensor = tensor[0]
+    return tensor.reshape(-1)[:most]
+
+
 def _tensors(found: Any, depth: int) -> Iterator[Any]:
     if isinstance(found, torch.Tensor):
-        if found.layout == torch.strided and type(found) in (torch.Tensor, torch.nn.Parameter):
+        if found.layout == torch.strided and not found.is_nested and type(found) in (torch.Tensor, torch.nn.Parameter):
             yield found
         return
     if depth == 0:
