@@ -1,6 +1,7 @@
 """Samples of the CUDA caching allocator's statistics, by the cheaper of two ways."""
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from .. import guard
@@ -13,7 +14,7 @@ ATTEMPTS = 12
 PROOFS = 3
 """Number of times they must equal PyTorch's dictionary before they replace it."""
 CHECK_SECONDS = 20.0
-"""Seconds between the publisher's comparisons of numbers and dictionary from then on."""
+"""Seconds between comparisons of the two from then on."""
 
 Sample = Stats | bytes
 
@@ -38,17 +39,37 @@ class StatsSource:
         self._reads = self._proofs = 0
         self._copy: Callable[[], bytes] | None = None
         self._checked = monotonic()
+        self._compared: tuple[bytes, Stats, bytes] | None = None
+        """A copy, the dictionary, and another copy, to be compared."""
 
     def check(self) -> None:
-        """Compare a copy with the dictionary now and then; if they differ, use the dictionary. For the publisher."""
+        """Compare a copy with the dictionary now and then, and go back to that where they differ; for the publisher.
+
+        It does not read the dictionary: the allocator's lock, for which the interpreter's is not released, may be held
+        by a training thread that is stuck in the driver. The training thread does, with its next sample.
+        """
         now, copy, layout = monotonic(), self._copy, self.layout
-        if copy is None or layout is None or self.read is not copy or now - self._checked <= CHECK_SECONDS:
+        if copy is None or layout is None or self.read is not copy:
             return
-        self._checked = now
+        compared, self._compared = self._compared, None
+        if compared is not None:
+            self._compare(layout, *compared)
+        elif now - self._checked > CHECK_SECONDS:
+            self._checked = now
+            self.read = partial(self._read_both, copy)
+
+    def _read_both(self, copy: Callable[[], bytes]) -> bytes:
+        """Return a copy, and keep what ``check`` compares."""
+        before, stats, after = copy(), self._official(self._device), copy()
+        self._compared = before, stats, after
+        self.read = copy
+        return after
+
+    def _compare(self, layout: Layout, copy_before: bytes, stats: Stats, copy_after: bytes) -> None:
         totals = [place for place in layout.places if place[2] in ("allocated", "freed")]
         pick = layout.picker(totals)
-        # The training thread allocates meanwhile: the dictionary's totals lie between those of two copies.
-        before, stats, after = pick(copy()), self._official(self._device), pick(copy())
+        # Other threads may have allocated meanwhile: the dictionary's totals lie between those of the two copies.
+        before, after = pick(copy_before), pick(copy_after)
         official = [allocator_stats.value_of(stats, place) for place in totals]
         known = layout.places.keys() >= set(allocator_stats.peaks_in(stats))  # private pools may have been added
         if not known or not all(low <= value <= high for low, value, high in zip(before, official, after, strict=True)):
