@@ -1,7 +1,11 @@
 """A close look at one step: what it finds, and that nothing of it stays."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from ftmon.trainer.probe.memory.composition import step_capture
 from ftmon.trainer.probe.memory.composition.residency import resident_bytes
 from ftmon.trainer.probe.memory.composition.step_capture import StepCapture
 from ftmon.trainer.probe.memory.composition.storages import Held, Storages, tensors
@@ -175,6 +179,34 @@ def test_a_look_that_is_given_up_takes_itself_out_at_the_next_boundary():
     tracker.enter("forward")
     assert tracker.watchers == ()
     assert "reduce_ready_partitions_and_remove_grads" not in vars(engine.optimizer)
+
+
+def test_an_optimizer_that_the_script_drops_in_the_step_is_freed():
+    roots = [Roots(Engine(torch.nn.Linear(10, 10)), None, None)]
+    tracker = tracker_of("cuda")
+    capture = StepCapture(tracker, lambda: roots[0], 0, "first")
+    tracker.watchers = (capture,)
+    tracker.end_step()
+    zero = weakref.ref(roots[0].wrapper)
+    roots[0] = Roots(None, None, None)
+    gc.collect()
+    assert zero() is None
+    tracker.end_step()
+    assert (capture.done, capture.failed) == (True, "")
+
+
+def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them(monkeypatch):
+    monkeypatch.setattr(step_capture, "MOST_SIGHTINGS", 5)
+    tracker, capture = looking("glibc", Roots(None, None, None))
+    tracker.end_step()
+    kept = [torch.zeros(1) for _ in range(10)]
+    for tensor in kept:
+        capture._record_sighting("parameters", tensor)
+    assert len(capture.sightings) == 5
+    tracker.enter("forward")
+    assert capture.done
+    assert capture.failed
+    assert tracker.watchers == ()
 
 
 def test_an_error_in_a_look_stays_in_it():

@@ -7,7 +7,8 @@ of this one step. An ordinary step has no wrappers.
 """
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import perf_counter_ns, time_ns
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ from .walk import Roots, walk, walk_buckets, walk_gradients
 
 MOST_GRADIENT_WALKS = 4
 """Backwards of one step to walk in; later ones reuse the addresses, or DeepSpeed's calls recorded their storages."""
+
+
+MOST_SIGHTINGS = 100_000
+"""Beyond these the capture fails: with an evaluation in the step, ZeRO-3 gathers parameters for each of its batches."""
 
 
 class Sighting(NamedTuple):
@@ -183,13 +188,20 @@ class StepCapture:
     def _record_sightings(self, walk_part: Callable[[Roots, Storages], None]) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
         walk_part(self._roots(), found)
-        self.sightings += [Sighting(now, address, held.part) for address, held in found.held.items()]
+        self._add_sightings(Sighting(now, address, held.part) for address, held in found.held.items())
 
     def _record_sighting(self, part: str, tensor: Any) -> None:
         if tensor is not None:
             place = Storages(self._cuda_index).place(tensor)
             if place is not None:
-                self.sightings.append(Sighting(perf_counter_ns(), place[0], part))
+                self._add_sightings((Sighting(perf_counter_ns(), place[0], part),))
+
+    def _add_sightings(self, sightings: Iterable[Sighting]) -> None:
+        if len(self.sightings) < MOST_SIGHTINGS:
+            self.sightings += sightings
+        elif not self._withdrawn:
+            self.failed = f"more than {MOST_SIGHTINGS:,} storages came and went in the step"
+            self.withdraw()
 
     # Storages between boundaries ----------------------------------------------------------------------------------
 
@@ -238,8 +250,16 @@ class StepCapture:
             self._safely(after, args)
             return found
 
+        # A strong reference would keep the memory of an optimizer that the script drops in this step.
+        known = weakref.ref(owner)
+
+        def unwrap() -> None:
+            found = known()
+            if found is not None:
+                vars(found).pop(name, None)
+
         setattr(owner, name, wrapped)
-        self._undo.append(lambda: vars(owner).pop(name, None))
+        self._undo.append(unwrap)
 
     def _watch_modules(self) -> None:
         """Record forwards of modules inside the backward: recomputation, which allocates activations."""
