@@ -1,7 +1,7 @@
 import pytest
 from ftmon.protocol.messages.telemetry import Span
 from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import step_message
+from ftmon.trainer.probe.link.step_message import closing_message, step_message
 from ftmon.trainer.probe.phases import tracker as tracker_module
 from ftmon.trainer.probe.phases.marks import Counts as Counted
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
@@ -396,3 +396,31 @@ def test_a_phase_that_is_renamed_after_the_script_has_reset_its_peaks_is_renamed
     rig.tracker.enter("backward")
     rig.tracker.end_step()
     assert rig.step().phase("forward").host_us == 2000
+
+
+def test_a_job_that_only_generates_keeps_a_bounded_number_of_marks_and_the_time_of_each_phase(rig, monkeypatch):
+    monkeypatch.setattr(tracker_module, "MOST_MARKS", 100)
+    rig.clock.pass_ms(5)
+    for turn in range(1000):
+        before = rig.tracker.open_scope("generate")
+        rig.clock.pass_ms(7)
+        if turn % 10 == 0:
+            rig.tracker.note_reset(rig.memory.sample())
+        rig.counts.entered += 1
+        rig.tracker.close_scope(before)
+        rig.clock.pass_ms(2)
+    assert len(rig.tracker.marks) <= 100
+    closing = closing_message(rig.tracker.closing_step(True), 3, rig.memory.read)
+    phases = {record.name: record for record in closing.phases}
+    assert (phases["init"].host_us, phases["init"].collectives) == (5_000, 0)
+    assert (phases["generate"].host_us, phases["generate"].collectives) == (7_000_000, 1000)
+    assert closing.host_us == 9_000_000
+
+
+def test_a_step_whose_phases_are_watched_keeps_all_its_marks(rig, monkeypatch):
+    monkeypatch.setattr(tracker_module, "MOST_MARKS", 100)
+    rig.tracker.watchers = (lambda ended, begun: None,)
+    marks = rig.tracker.marks
+    for _ in range(200):
+        rig.tracker.close_scope(rig.tracker.open_scope("eval"))
+    assert rig.tracker.marks is marks

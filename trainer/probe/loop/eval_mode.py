@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..phases.forwards import Forwards
-from ..phases.marks import BatchesNoted, Notes
+from ..phases.marks import BatchesNoted, Mark, Notes
 from ..phases.tracker import Tracker
 from ..rank.trained import Trained
 from ..values import batch
@@ -36,7 +36,9 @@ class EvalMode:
         self._before = BatchesNoted()
         """Notes of the step in which the evaluation began, and the batches in them at that time."""
         self._first: list[int] = []
-        """Marks of the request and the delivery of a batch that may be the first of the training again."""
+        """The marks at which a batch was asked for and fetched that may be the first of the training again."""
+        self._marks: list[Mark] = []
+        """The list that these are of."""
 
     def __bool__(self) -> bool:
         return self._is_on and self._tracker.phase == "eval"
@@ -93,6 +95,8 @@ class EvalMode:
         first, self._first = self._first, []
         if len(first) < 2 or not self or self._tracker.notes is not self._notes:
             return None
+        if self._tracker.marks is not self._marks:
+            return None
         self._is_on = False
         self._forwards.settle(training=False)
         self._tracker.relabel(first[0], "data")
@@ -118,4 +122,6 @@ class EvalMode:
 
     def _note_mark(self) -> None:
         self._tracker.begin("eval")
-        self._first.append(len(self._tracker.marks) - 1)
+        if self._tracker.marks is not self._marks:
+            self._marks, self._first = self._tracker.marks, []
+        self._first.append(len(self._marks) - 1)

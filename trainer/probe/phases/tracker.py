@@ -6,6 +6,7 @@ computed that the publisher could compute.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns, time
 from typing import Any
 
@@ -26,6 +27,10 @@ measured in between: device memory of the batch counts as the forward's."""
 
 RECENT = 400
 """Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones."""
+
+
+MOST_MARKS = 8_000
+"""Marks of a step in the making beyond which the oldest are merged: a job that only generates never ends its step."""
 
 
 SLIVER_NS = 100_000
@@ -211,6 +216,8 @@ class Tracker:
         """Keep the memory peaks of the present phase, as the script is about to reset them."""
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
+        if len(self.marks) > MOST_MARKS:
+            self._merge_oldest()
 
     def end_step(self, number: int | None = None, after: str = "idle") -> None:
         """End the step at the end of its update; the next one begins in ``after``, or in an open scope's phase.
@@ -290,13 +297,40 @@ class Tracker:
             self.sample = sample = self.memory.sample()
             event = self.mark_event()
         counts = self.counts
-        self.marks.append(_new(Mark, (phase, start, sample, event, counts.entered, counts.host_ns)))
+        marks = self.marks
+        marks.append(_new(Mark, (phase, start, sample, event, counts.entered, counts.host_ns)))
+        if len(marks) > MOST_MARKS:
+            self._merge_oldest()
         before, self.phase, self.phase_ns = self.phase, phase, start
         self.progress += 1
         if self.watchers:
             for watcher in self.watchers:
                 watcher(before, phase)
         self.cost_ns += perf_counter_ns() - start
+
+    def _merge_oldest(self) -> None:
+        """Replace the older half of the marks, in a new list, by one for each phase with its host time and collectives.
+
+        Their memory peaks and device times are lost.
+        """
+        if self.watchers:
+            return
+        marks, middle, phase = self.marks, len(self.marks) // 2, ""
+        sums: dict[str, tuple[int, int, int]] = {}
+        for mark, after in pairwise(marks[: middle + 1]):
+            phase = mark.phase or phase
+            spent, entered, host_ns = sums.get(phase, (0, 0, 0))
+            sums[phase] = (
+                spent + after.ns - mark.ns,
+                entered + after.collectives - mark.collectives,
+                host_ns + after.collective_ns - mark.collective_ns,
+            )
+        begin, merged = marks[0], list[Mark]()
+        for name, (spent, entered, host_ns) in sums.items():
+            merged.append(begin._replace(phase=name))
+            totals = begin.collectives + entered, begin.collective_ns + host_ns
+            begin = Mark("", begin.ns + spent, begin.memory, None, *totals)
+        self.marks = [*merged, marks[middle]._replace(phase=marks[middle].phase or phase), *marks[middle + 1 :]]
 
     def _is_unmeasured(self) -> bool:
         """Return whether no figures were sampled since the last step's end, and no watcher needs exact ones."""
