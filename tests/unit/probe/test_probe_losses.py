@@ -99,6 +99,14 @@ def test_an_engine_divides_by_its_accumulation_whatever_the_script_did():
     assert step(losses(lambda loss: loss), accumulation=4, sum_losses=True) == pytest.approx(40)
 
 
+@pytest.mark.parametrize(("divided_by", "micro_steps"), [(2, 2), (4, 4), (8, 4), (1, 4), (0, 4)])
+def test_a_micro_batch_that_goes_backward_once_for_each_output_is_one(divided_by, micro_steps):
+    notes = Notes()
+    notes.micro_steps, notes.accumulation = 4, divided_by
+    assert step_loss(notes) is None
+    assert notes.micro_steps == micro_steps
+
+
 def test_a_scaled_loss_counts_as_what_it_was_scaled_from():
     found = [(loss * 65536.0, None, loss) for loss in losses(lambda loss: loss / 4)]
     assert step(found) == pytest.approx(10)

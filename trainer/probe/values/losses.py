@@ -185,11 +185,13 @@ def _summed(node: Any, name: str) -> int:
 def step_loss(notes: Notes) -> float | None:
     """Return a step's loss; None if it had none that could be read. The device must have finished the step.
 
-    A loss may go backward in parts: the micro-steps of ``notes`` are corrected.
+    A loss, or a micro-batch, may go backward in parts: the micro-steps of ``notes`` are corrected.
     """
     reported, whole, found = _read_all(notes.reported), _read_all(notes.trainer_losses), read_losses(notes)
     if notes.trainer_losses:
         notes.micro_steps = len(notes.trainer_losses)
+    if notes.accumulation > 1:  # a pipeline's stage goes backward once for each of its outputs
+        notes.micro_steps = min(notes.micro_steps, notes.accumulation)
     if notes.reported_loss is not None:
         return notes.reported_loss
     if reported:
