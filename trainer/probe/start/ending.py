@@ -30,6 +30,11 @@ def install(rank: RankContext, training: Training, stop: StopRequest, publisher:
         multiprocessing.util.Finalize(None, ending.finish, exitpriority=-100)
 
 
+def _is_interactive() -> bool:
+    """Return whether an exception ends a cell or an input, not the process: in a notebook or at a prompt."""
+    return hasattr(sys, "ps1")
+
+
 class _Ending:
     def __init__(self, rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
         self._rank = rank
@@ -40,6 +45,8 @@ class _Ending:
         self._exit_word = "sys.exit"
         self._exit_failure: Failure | None = None
         """The exception that the script was handling when it exited with an error."""
+        self._exit_steps = 0
+        """The finished steps at that exit: if there are more at the end, the script has caught it and trained on."""
         self._failed = ""
         self._interrupted = False
         self._finished = False
@@ -48,7 +55,8 @@ class _Ending:
         previous, leave = sys.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._note(error)
+            if not _is_interactive():
+                self._note(error)
             previous(kind, error, trace)
 
         def exit(status: Any = None, /) -> Any:  # noqa: A001
@@ -73,7 +81,7 @@ class _Ending:
 
     def _note_exit(self, status: Any) -> None:
         """Keep the exit status, and the text of the exception being handled, without its frames."""
-        self._exit_code, self._exit_failure = status, None
+        self._exit_code, self._exit_failure, self._exit_steps = status, None, self._training.outbox.steps_done
         error = sys.exc_info()[1]
         if status in (None, 0) or not isinstance(error, Exception) or self._failed:
             return
@@ -109,10 +117,12 @@ class _Ending:
         if self._finished or os.getpid() != self._rank.process.pid:
             return
         self._finished = True
+        if self._training.outbox.steps_done > self._exit_steps:
+            self._exit_code = self._exit_failure = None
         try:
             # A script's own excepthook may not call ours, but the interpreter keeps the exception in sys.last_value.
             # In a process of multiprocessing no excepthook is called; the exception is still being handled.
-            last, leaving = getattr(sys, "last_value", None), sys.exc_info()[1]
+            last, leaving = None if _is_interactive() else getattr(sys, "last_value", None), sys.exc_info()[1]
             if last is not None:
                 self._note(last)
             elif self._exit_failure is not None and not self._failed:
