@@ -123,9 +123,10 @@ def test_torchscript_compiles_the_functions_that_hooks_replace(tmp_path: Path):
 
 
 RUSAGE = """
-import resource
+import os, resource, sys
+from ftmon.trainer.probe import active
 from ftmon.trainer.probe.device.cpu import CpuMemory
-from ftmon.trainer.probe.device.rusage import install
+from ftmon.trainer.probe.device.rusage import install, real_getrusage
 install()
 from resource import getrusage
 memory = CpuMemory()
@@ -136,15 +137,21 @@ for _ in range(3):
     memory.sample()
 seen = getrusage(resource.RUSAGE_SELF)
 assert type(seen) is resource.struct_rusage and len(seen) == 16
-print(seen.ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+print(seen.ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, flush=True)
+os.register_at_fork(after_in_child=active.leave_to_parent)
+if os.fork() == 0:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss == real_getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
 """
 
 
-def test_the_script_s_peak_resident_size_never_falls():
+def test_the_script_s_peak_resident_size_never_falls_and_a_fork_has_its_own():
     output = subprocess.run([sys.executable, "-c", RUSAGE], capture_output=True, text=True, check=True, timeout=60)
-    own, children = map(int, output.stdout.split())
-    assert own > 96 * 1024
-    assert children == 0
+    own, children, fork = output.stdout.split()
+    assert int(own) > 96 * 1024
+    assert (int(children), fork) == (0, "True")
 
 
 PROGRAMS = Path(sys.executable).parent

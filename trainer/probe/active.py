@@ -5,6 +5,7 @@ from threading import get_ident
 
 import torch
 
+from .device import rusage
 from .loop.training import Training
 from .phases.tracker import Counts
 from .probe import Probe
@@ -46,6 +47,7 @@ def switched_on() -> Training | None:
 def leave_to_parent() -> None:
     """Disable the probe in a fork of a rank; the parent keeps it."""
     global training, probe, forked
+    rusage.forget()
     if training is not None:
         training = probe = None
         forked = True

@@ -19,6 +19,12 @@ def note(peak_kib: int) -> None:
         highest_kib = peak_kib
 
 
+def forget() -> None:
+    """In a fork, whose own mark begins with what is resident then: the marks were the parent's."""
+    global highest_kib
+    highest_kib = 0
+
+
 def getrusage(who: int, /) -> Any:
     """As ``resource.getrusage``, with the true ``ru_maxrss`` of this process."""
     usage = real_getrusage(who)
