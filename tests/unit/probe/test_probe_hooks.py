@@ -1,13 +1,16 @@
 """Hooks called as their frameworks call them, with a real ``Training`` behind them."""
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.hooks import parallel
+from ftmon.trainer.probe.hooks import torch as hooks
 from ftmon.trainer.probe.hooks.callback import callback_class
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases.outbox import Outbox
@@ -72,3 +75,19 @@ def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_
     for index in (4, 0, 2):
         Stage(index)
     assert facts["pipeline_stage"] == 0
+
+
+def test_an_optimizer_for_each_task_says_once_what_they_train(training: Training) -> None:
+    class Task(torch.nn.Linear):
+        pass
+
+    def sent(model: torch.nn.Module) -> int:
+        before = len(training.outbox.items)
+        hooks._report_optimized(training, torch.optim.SGD(model.parameters(), lr=0.1), sys._getframe())
+        training.tracker.step += 1
+        return len(training.outbox.items) - before
+
+    task, other = Task(2, 2), torch.nn.Linear(3, 3)
+    assert [sent(task) for _ in range(4)] == [1, 0, 0, 0]
+    assert training.introduction.facts["model"] == "Task"
+    assert [sent(other), sent(task)] == [1, 1]

@@ -225,8 +225,10 @@ def _report_optimized(training: Training, optimizer: Any, frame: FrameType) -> N
     try:
         if training.tracker.step:
             training.optimized.forget()
-        training.introduction.facts.update(training.optimized.add(optimizer, frame))
-        training.outbox.send_hello()
+        facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
+        if facts != facts | found:  # a script may make an optimizer for each of its tasks
+            facts.update(found)
+            training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 
