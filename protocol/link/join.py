@@ -14,6 +14,7 @@ from ..run.environment import JOIN_ENV as JOIN_ENV
 from ..run.run_options import RunOptions
 from ..run.rundir import RunDir
 from .keys import KeyPair
+from .sockets import CHANNELS
 
 JOIN_NAME = "join.json"
 
@@ -47,6 +48,10 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     def pair(self) -> KeyPair:
         """The agents' key pair."""
         return KeyPair(self.public, self.secret)
+
+    def port_of(self, channel: str) -> int:
+        """Return the TCP port of one of the hub's channels."""
+        return self.port + CHANNELS.index(channel)
 
     def __repr__(self) -> str:
         return f"JoinFile(id={self.id!r}, host={self.host!r}, port={self.port})"

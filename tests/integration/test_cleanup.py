@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from eventually import eventually
 from ftmon.protocol.link.join import JOIN_ENV, JoinFile, read_join, write_join
+from ftmon.protocol.link.sockets import CHANNELS
 from ftmon.protocol.run import run_store
 from ftmon.protocol.run.environment import RUN_ENV
 from ftmon.protocol.run.rundir import ExitFile, RunDir
@@ -33,7 +34,8 @@ def join(tmp_path: Path, hub: socket.socket, monkeypatch: pytest.MonkeyPatch) ->
     made = read_join(prepare(run, "127.0.0.1:7420"))
     here = RunDir(tmp_path / "here" / run.id)
     here.path.mkdir(mode=0o700, parents=True)
-    made = msgspec.structs.replace(made, run=str(here.path), host="nodea", port=hub.getsockname()[1])
+    first = hub.getsockname()[1] - CHANNELS.index("agents")
+    made = msgspec.structs.replace(made, run=str(here.path), host="nodea", port=first)
     write_join(here, made)
     return made
 

@@ -77,8 +77,7 @@ class Agent:
         self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
         addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
-        port = join.port + sockets.CHANNELS.index("agents")
-        self._route = Route(list(filter(None, addresses)), port, self._found_way)
+        self._route = Route(list(filter(None, addresses)), join.port_of("agents"), self._found_way)
         self._address = ""
         self._facts: dict[int, ProcessFact] = {}
         self._names: set[str] = set()
@@ -247,10 +246,9 @@ class Agent:
     def _connect(self, address: str) -> None:
         self._address = address
         host = f"[{address}]" if ":" in address else address
-        at = {channel: self._join.port + place for place, channel in enumerate(sockets.CHANNELS)}
-        self._uplink.connect(f"tcp://{host}:{at['agents']}")
-        self._proxies.connect(f"tcp://{host}:{at['ranks']}")
-        self._commands.connect(f"tcp://{host}:{at['ranks']}")
+        self._uplink.connect(f"tcp://{host}:{self._join.port_of('agents')}")
+        self._proxies.connect(f"tcp://{host}:{self._join.port_of('ranks')}")
+        self._commands.connect(f"tcp://{host}:{self._join.port_of('ranks')}")
         for target in self._targets():
             self._proxies.add(_sender(target.rank, target.pid, target.start_ticks))
         self._next_beat = 0.0

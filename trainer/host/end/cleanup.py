@@ -147,8 +147,9 @@ def _elsewhere(path: str) -> OrphanReason:
         join = read_join(Path(path))
     except FtmonError:
         return OrphanReason(f"of another host, and {sanitize(path, 200)}, its hub's address, is gone", sure=False)
+    port = join.port_of("agents")
     for address in join.addresses:
-        with contextlib.suppress(OSError), socket.create_connection((address, join.port), _ANSWER_SECONDS):
+        with contextlib.suppress(OSError), socket.create_connection((address, port), _ANSWER_SECONDS):
             return OrphanReason("")
     return OrphanReason(f"whose hub on {sanitize(join.host, 64)} does not answer", sure=False)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from ....protocol.errors import HubError, UsageError
@@ -42,9 +43,10 @@ def ask(
     """
     command = verb.command(secrets.token_hex(8))
     try:
-        message = wire.encode("cli", 1, time.time(), command)
+        msgspec.msgpack.encode(command)  # as it is: wire.encode replaces what is not UTF-8
     except UnicodeEncodeError:
         raise UsageError(f"{command.verb}: what is sent to the run must be UTF-8") from None
+    message = wire.encode("cli", 1, time.time(), command)
     context: zmq.Context[Any] = zmq.Context()
     socket = peer_socket(context, "control")
     try:
