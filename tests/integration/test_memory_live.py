@@ -126,7 +126,7 @@ async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that
             await until(pilot, has_stacks, "the stacks")
             await pilot.press("s")
             lines = app.screen.query_one(StackList)
-            assert lines.waiting
+            await until(pilot, lambda: lines.waiting, "the request on the screen")
             await answered(pilot, "stacks", {"answers": {"0": {"text": STACKS}}}, "stacks of rank 0")
             await until(pilot, lambda: not lines.waiting and "stacks of rank 0" in shown(app), "the answer")
             await pilot.press("t")
