@@ -87,6 +87,14 @@ leave.set()
 thread.join(10)
 plain()
 assert (counts.entered, counts.in_flight) == (3, ""), (counts.entered, counts.in_flight)
+class Interrupted:
+    def numel(self): raise KeyboardInterrupt
+try:
+    collectives._counted("stopped", lambda tensor, group: None)(Interrupted(), group)
+except KeyboardInterrupt:
+    before = counts.entered
+plain()
+assert counts.entered == before + 1, "ctrl-c while a call was noted ended the counting"
 print("counted")
 """
 

@@ -51,7 +51,7 @@ _SIZED = ("tensor", "input_tensor", "input", "output")
 """Names of the argument whose size is the collective's; the first that is present counts."""
 
 _inside: set[int] = set()
-"""The threads that are inside of a wrapped call."""
+"""Threads inside a wrapped call."""
 
 
 def install() -> None:
@@ -87,15 +87,17 @@ def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[
         if thread in _inside:
             return real(*args, **kwargs)
         _inside.add(thread)
-        counts.in_flight = name = enter(args, kwargs)
-        start = perf_counter_ns()
         try:
-            return real(*args, **kwargs)
+            counts.in_flight = name = enter(args, kwargs)
+            start = perf_counter_ns()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                counts.host_ns += perf_counter_ns() - start
+                if counts.in_flight is name:  # not another thread's
+                    counts.in_flight = ""
+                counts.last = name
         finally:
-            counts.host_ns += perf_counter_ns() - start
-            if counts.in_flight is name:  # not another thread's
-                counts.in_flight = ""
-            counts.last = name
             _inside.discard(thread)
 
     return call

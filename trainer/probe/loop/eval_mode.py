@@ -38,7 +38,7 @@ class EvalMode:
         self._first: list[int] = []
         """The marks at which a batch was asked for and fetched that may be the first of the training again."""
         self._marks: list[Mark] = []
-        """The list that these are of."""
+        """The tracker's list with these marks."""
 
     def __bool__(self) -> bool:
         return self._is_on and self._tracker.phase == "eval"

@@ -1,5 +1,6 @@
 """Writes memory snapshots into the run's folder, of limited size; a failure is returned, not raised."""
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -39,6 +40,7 @@ def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int,
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None, 0, f"no snapshot: {error.strerror or error}"
     return path, len(data), note
