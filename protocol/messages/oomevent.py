@@ -96,7 +96,7 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """Implementation of PyTorch's optimizer; empty: unknown, or not PyTorch's."""
 
     def __post_init__(self) -> None:
-        """Fill the optimizer's fields from ``optimizer``, the only one that earlier versions sent."""
+        """Fill the optimizer's fields from ``optimizer``, the only field in messages of earlier versions."""
         if self.optimizer and not self.optimizer_class:
             name, _, implementation = self.optimizer.partition(" ")
             msgspec.structs.force_setattr(self, "optimizer_class", name)

@@ -119,7 +119,7 @@ MARK_TABLES = (
         seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
         micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
 )
-"""Added to a recording of this schema that lacks them: one that an earlier version began."""
+"""Tables that a recording of this schema lacks if an earlier version began it; they are added to it."""
 
 TRAINING_STEPS_TABLE = """CREATE TABLE IF NOT EXISTS training_steps(
     seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)"""

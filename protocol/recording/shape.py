@@ -56,8 +56,8 @@ def _empty() -> sqlite3.Connection:
 def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
     """Return the kind of each table and view of the file, by name: ``table``, ``view``, ``virtual`` or ``shadow``.
 
-    The kind is the one that SQLite parsed, not the ``type`` column, which may hold any text. Before SQLite 3.37 it is
-    derived from the SQL statement.
+    SQLite finds the kind by parsing the statement; the ``type`` column may hold any text. Before SQLite 3.37 the kind
+    is derived from the statement here.
     """
     if sqlite3.sqlite_version_info >= (3, 37):
         rows = connection.execute("PRAGMA main.table_list").fetchall()

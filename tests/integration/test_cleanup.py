@@ -93,7 +93,7 @@ def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: 
 
 
 def test_a_run_whose_directory_cannot_be_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_path: Path) -> bool:  # as to root on a file system whose server maps it to nobody
+    def refuse(_path: Path) -> bool:  # root on a file system that squashes root
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", refuse)

@@ -242,8 +242,8 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     assert len(trained_records[1]) == round(len(left[1]) / 2)
     assert pipeline.held_out(folder, config).key == aside.key
     limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
-    nobody: Any = None
-    first = evaluation_examples.held_out(limited, nobody, nobody, tokenizer, folder)
+    unused: Any = None
+    first = evaluation_examples.held_out(limited, unused, unused, tokenizer, folder)
     assert first is not None
     assert [row["input_ids"].tolist() for row in first.rows] == [
         aside.rows[row]["input_ids"].tolist() for row in range(3)
