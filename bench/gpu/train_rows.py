@@ -137,13 +137,16 @@ ROWS = {
     "8b-zero3-2-compiled": Row(
         LLAMA_8B, micro_batch=2, gpus=2, words=["zero.stage=3", "model.compile=layers"], trl=None
     ),
-    "8b-zero3-2-compiled-recomputed": Row(
-        LLAMA_8B,
-        micro_batch=2,
-        gpus=2,
-        words=["zero.stage=3", "model.compile=layers", "model.gradient_checkpointing=true"],
-        trl=None,
-    ),
+    **{
+        f"8b-zero3-{gpus}-compiled-recomputed": Row(
+            LLAMA_8B,
+            micro_batch=2,
+            gpus=gpus,
+            words=["zero.stage=3", "model.compile=layers", "model.gradient_checkpointing=true"],
+            trl=None,
+        )
+        for gpus in (2, 4)
+    },
     "8b-zero3-2-compiled-bf16-reduced": Row(
         LLAMA_8B,
         micro_batch=2,

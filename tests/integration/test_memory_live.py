@@ -108,6 +108,7 @@ async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that
 ) -> None:
     put(hub, FRAMES[:HALF])
     hub.put(Stacks(0, RUN.created + 30, STACKS, "asked"))
+    hub.completes = False
     source = LiveSource(run)
     app = FtmonApp(source)
 

@@ -36,6 +36,8 @@ class SmallHub:
         self.commands: list[Command] = []
         self.mute = False
         """Queries stay without an answer."""
+        self.completes = True
+        """Whether a command has its result, ``done``, at once; else a test puts it."""
         self._lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self._writer = Writer(run.recording, run.read_run())
@@ -113,6 +115,7 @@ class SmallHub:
     def _act(self, socket: "zmq.Socket[Any]", peer: bytes, command: Command) -> None:
         self.commands.append(command)
         socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), Accepted(command.id, True, "under way"))])
-        result = Result(command.id, True, command.verb, "done", time=time.time())
-        self.put(result)
-        socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), result)])
+        if self.completes:
+            result = Result(command.id, True, command.verb, "done", time=time.time())
+            self.put(result)
+            socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), result)])
