@@ -121,7 +121,8 @@ class Playback:
     def request(self, request: Request) -> None:
         """Queue a request for the thread."""
         self._sent += 1
-        self._transport.seeking = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
+        moves = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
+        self._transport.seeking = self._transport.seeking or moves
         self._requests.put(request)
 
     def pump(self, budget_s: float) -> bool:
@@ -363,9 +364,17 @@ class Playback:
     def _show_model(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
         self._loaded = True
-        # Pending updates are from before the seek; marks and span are sent again, as they may be among them.
-        self._updates.clear()
-        self._put(model=model, marks=self._marks or None, span=(self._first, self._last))
+        # Pending updates are from before the seek, but not what they report; marks and span are sent again.
+        message, ended = None, False
+        while True:
+            try:
+                stale = self._updates.popleft()
+            except IndexError:  # `pump` takes from the same queue
+                break
+            message = message if stale.message is None else stale.message
+            ended = ended or stale.ended_live
+        marks, span = self._marks or None, (self._first, self._last)
+        self._put(model=model, marks=marks, span=span, message=message, ended_live=ended)
 
     def _put(
         self,
