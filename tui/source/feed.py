@@ -47,7 +47,7 @@ _MOST_WAITING = 40
 """Maximum number of batches not yet folded. Further messages stay in ZeroMQ's queue; if it overflows, the gap is
 fetched or the state reloaded."""
 _PAUSE_S = 0.02
-_CONNECT_MS = 1000
+_CONNECT_MS = 5000
 
 
 @dataclass(slots=True)
@@ -135,7 +135,8 @@ class Feed(threading.Thread):
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _report_gone(self, text: str) -> None:
-        """Report that the hub is gone, unless the run is over."""
+        """Report that the hub is gone, unless the run is over; from here on it takes no commands."""
+        self.hub = None
         if not self._closing.is_set() and not self._endpoint.ended():
             self._report("hub-gone" if self._joined else "connecting", text)
 
