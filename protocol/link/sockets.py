@@ -1,5 +1,7 @@
 """ZeroMQ sockets with safer options than the defaults: bounded queues, no linger, a size limit."""
 
+import errno
+import socket as os_socket
 from typing import Any
 
 import zmq
@@ -105,6 +107,13 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     return socket
+
+
+def is_listening(address: str) -> bool:
+    """Return whether a process has bound an ``ipc://`` address; it may be stopped."""
+    with os_socket.socket(os_socket.AF_UNIX, os_socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(address.removeprefix("ipc://")) in (0, errno.EAGAIN)
 
 
 def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DOMAIN) -> None:

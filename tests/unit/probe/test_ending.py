@@ -45,7 +45,7 @@ def told(training: Training, monkeypatch: pytest.MonkeyPatch) -> Told:
     )
     ending = _Ending(training.rank, training, stop, publisher)
     ending.hook_exceptions()
-    monkeypatch.setattr(publisher, "finish", lambda _: None)  # its thread does not run
+    monkeypatch.setattr(publisher, "finish", lambda: None)  # its thread does not run
 
     def end() -> tuple[str, str]:
         ending.finish()

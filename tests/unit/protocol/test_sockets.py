@@ -1,10 +1,12 @@
 """The hub's sockets over TCP."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from eventually import eventually
 from ftmon.protocol.link import sockets
 
 
@@ -31,3 +33,13 @@ def test_a_rank_reaches_the_hub_at_any_kind_of_address(
         rank.send(b"a step")
         assert hub.poll(10_000)
         assert hub.recv() == b"a step"
+
+
+def test_whether_an_address_is_bound_is_seen_without_a_message(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/telemetry"
+    assert not sockets.is_listening(address)
+    socket = context.socket(zmq.PULL)
+    socket.bind(address)
+    assert sockets.is_listening(address)
+    socket.unbind(address)
+    eventually(lambda: not sockets.is_listening(address), "nobody at the address")

@@ -41,6 +41,10 @@ from .stack_dump import Dumper
 from .step_message import closing_message, step_message, without_device
 
 POLL_MS = 100
+FLUSH_SECONDS = 5.0
+"""Time limit for a hub to receive the last messages, when the rank ends."""
+ALONE_SECONDS = 0.5
+"""The same without a hub: one may be about to start again."""
 LAST_STEPS_SECONDS = 0.25
 """Time limit for the device to pass the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
@@ -133,11 +137,16 @@ class Publisher(threading.Thread):
         self._slow_facts = SlowFacts(rank.rank, introduction, tracker, outbox, last_iterator)
         self._telemetry: Any = None
 
-    def finish(self, seconds: float) -> None:
-        """Send the remaining messages and end, within ``seconds``; called by the thread that ends the process."""
-        self._flush_seconds = seconds
+    def finish(self) -> None:
+        """Send the remaining messages and end; called by the thread that ends the process.
+
+        A hub that receives them is done in milliseconds. The end of the process is delayed by at most
+        ``FLUSH_SECONDS`` by a hub that stands still, and by at most ``ALONE_SECONDS`` if there is none.
+        """
+        is_there = sockets.is_listening(self._rank.run.ipc_address("telemetry"))
+        self._flush_seconds = FLUSH_SECONDS if is_there else ALONE_SECONDS
         self._ending.set()
-        self.join(seconds + 0.1)
+        self.join(self._flush_seconds + 0.1)
 
     def send(self, message: wire.Message) -> None:
         """Send one message, or count it as dropped; for the publisher thread."""

@@ -1,4 +1,4 @@
-"""Ends a rank: sends its last messages, which delays the end by at most half a second."""
+"""Ends a rank: sends its last messages, which delays the end a little (``Publisher.finish``)."""
 
 import atexit
 import os
@@ -15,7 +15,6 @@ from ..loop.training import Training
 from ..phases.stop_request import StopRequest
 from ..rank.context import RankContext
 
-FLUSH_SECONDS = 0.5
 _TRACEBACK_LIMIT = 16_384
 
 
@@ -131,7 +130,7 @@ class _Ending:
                 self._note(leaving)
             self._training.hand_over_closing()
             self._training.outbox.hand_over(self._goodbye())
-            self._publisher.finish(FLUSH_SECONDS)
+            self._publisher.finish()
             self._rank.guard.enabled = False
         except Exception as error:
             guard.log_error("ending", error)
