@@ -67,7 +67,7 @@ from .telemetry.stream import Stream
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0
 """Lead time of a stop command to ranks on several hosts."""
-TRACES_SECONDS = 2.0
+TRACES_SECONDS = 10.0
 """Time limit at a run's end for analysing the traces of captured steps."""
 _DRAIN = 512
 """Maximum messages received per socket before commands are handled again."""

@@ -29,11 +29,12 @@ from ..ranks.rank_link import Answers, RankLink
 from ..ranks.stack_requests import StackRequests
 from .kill import Kills, interrupted_on
 
-STACKS_BEFORE_KILL_SECONDS = 1.0
-_STACKS_SECONDS = 2.0
+STACKS_BEFORE_KILL_SECONDS = 3.0
+"""Like the others a limit for ranks that do not answer: those that do are not waited for."""
+_STACKS_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 60.0
-_STOP_SECONDS = 3.0
-_RELEASE_SECONDS = 3.0
+_STOP_SECONDS = 10.0
+_RELEASE_SECONDS = 15.0
 _CONSOLE_SECONDS = 60.0
 
 

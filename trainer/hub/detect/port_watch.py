@@ -12,7 +12,7 @@ from ...host.port_holders import PortHolder, holder_of
 
 _UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
 """The line of a traceback with the exception. PyTorch's warning before it falls back to IPv4 has no such line."""
-SEARCH_SECONDS = 2.0
+SEARCH_SECONDS = 10.0
 
 
 class PortWatch:

@@ -23,7 +23,7 @@ from ....protocol.recording.results import answer_query
 MOST = 5_000
 """Maximum frames, points or columns in one answer; the app requests the rest with another query."""
 
-_COMMIT_SECONDS = 1.0
+_COMMIT_SECONDS = 5.0
 _POLL_MS = 500
 
 

@@ -17,7 +17,7 @@ from ....protocol.recording.writer import Writer
 
 _STUCK_SECONDS = 5.0
 """A commit that takes longer than this is reported."""
-_CLOSE_SECONDS = 60.0
+_CLOSE_SECONDS = 90.0
 """Time limit at the end for writing the remaining messages."""
 
 
@@ -86,7 +86,7 @@ class Recorder(threading.Thread):
         self._hand_over(then, last=False)
 
     def close(self) -> None:
-        """Write the appended messages and close the file cleanly; wait at most a minute for a stuck disk."""
+        """Write the appended messages and close the file cleanly; wait at most 90 s for a stuck disk."""
         self._hand_over(None, last=True)
         self.join(_CLOSE_SECONDS)
         if self.is_alive():
