@@ -176,8 +176,10 @@ class Kill(threading.Thread):
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
         """Wait until no process, or with ``stop_early`` no rank, is left; return those left."""
         deadline = time.monotonic() + seconds
-        while left and time.monotonic() < deadline:
+        is_over = False
+        while left and not is_over:
             time.sleep(_POLL_SECONDS)
+            is_over = time.monotonic() >= deadline  # before the last look: this thread may not run for a while
             left = self._find()
             if stop_early and not self._alive(self._targets, {process.pid: process for process in left}):
                 break
