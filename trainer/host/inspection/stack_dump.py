@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
 _POLL_SECONDS = 0.02
+_QUIET_LOOKS = 5
+"""Looks in a row at a file that did not grow: the handler is done. It may not run between two of its lines."""
 _LARGEST = 1 << 20
 
 
@@ -50,13 +53,15 @@ def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
             if _tgkill(target.pid, target.dump.receiver, target.dump.signal):
                 waiting[target.rank] = path, size
     found: dict[int, str] = {}
+    unchanged: Counter[int] = Counter()
     deadline = time.monotonic() + WRITE_SECONDS
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         for rank, (path, size) in list(waiting.items()):
             text = _added(path, size)
             # faulthandler writes line by line: it is done when the file stops growing.
-            if text and text == found.get(rank):
+            unchanged[rank] = unchanged[rank] + 1 if text and text == found.get(rank) else 0
+            if unchanged[rank] == _QUIET_LOOKS:
                 del waiting[rank]
             found[rank] = text
     return {rank: text for rank, text in found.items() if text}
