@@ -26,10 +26,10 @@ class Checkpointer(threading.Thread):
         self._work.set()
 
     def stop(self) -> None:
-        """End the thread; wait for it at most 5 s."""
+        """End the thread; wait for it at most a minute."""
         self._ending.set()
         self._work.set()
-        self.join(timeout=5)
+        self.join(timeout=60)
 
     def run(self) -> None:
         """Checkpoint until stopped. Errors are ignored: the writer gets those of the same disk."""
