@@ -80,6 +80,22 @@ def compiler(device: str) -> str | None:
     return next((found for found in (shutil.which(name) for name in names if name) if found), None)
 
 
+_claims: list[socket.socket] = []
+"""A UNIX socket for each port returned by ``free_port``; its name is the claim, which ends with this process."""
+
+
+def _claim(port: int) -> bool:
+    """Reserve a port against every other ``free_port`` of this host; return False if it is reserved."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0ftmon-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
+
+
 def port_is_free(port: int) -> bool:
     """Return whether a TCP port of the loopback address can be bound now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -92,9 +108,12 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a free TCP port below Linux's ephemeral range, so that no outgoing connection can use it meanwhile."""
+    """Return a free TCP port below Linux's ephemeral range, so that no outgoing connection can use it meanwhile.
+
+    Ranks bind it only after their imports: until this process ends, no other call on this host returns it.
+    """
     for _ in range(100):
         port = random.randrange(20000, 32768)
-        if port_is_free(port):
+        if port_is_free(port) and _claim(port):
             return port
     raise OSError("no free TCP port between 20000 and 32767 in 100 tries")

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ftmon.trainer.recipe import hardware
@@ -33,6 +34,14 @@ def test_a_free_port_can_be_bound_and_is_then_no_longer_free() -> None:
     assert 20000 <= port < 32768
     with socket.create_server(("127.0.0.1", port)):
         assert not hardware.port_is_free(port)
+
+
+def test_no_port_is_given_to_two_launches_that_have_not_bound_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, ended = hardware.free_port(), hardware.free_port()
+    hardware._claims.pop().close()  # a launch whose process has ended
+    draws = iter([taken, taken, ended])
+    monkeypatch.setattr(hardware, "random", SimpleNamespace(randrange=lambda *_: next(draws)))
+    assert hardware.free_port() == ended
 
 
 @pytest.mark.parametrize(
