@@ -5,6 +5,7 @@ import os
 import resource
 import select
 import signal
+import statistics
 import time
 from typing import Any
 
@@ -27,7 +28,7 @@ class FaultMaker:
         self._world = world
         self._step = 0
         self._began = 0.0
-        self._usual_s = 0.0
+        self._durations_s: list[float] = []
         self._done = False
         if self._fault is None:
             return
@@ -38,10 +39,10 @@ class FaultMaker:
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
     def begin(self, step: int) -> None:
-        """Record the beginning of a step, and measure a usual one."""
+        """Record the beginning of a step, and the time of each step before the fault."""
         now = time.perf_counter()
         if self._fault is not None and 2 < step <= self._fault.step:
-            self._usual_s = now - self._began
+            self._durations_s.append(now - self._began)
         self._step, self._began = step, now
 
     def in_data(self) -> None:
@@ -50,7 +51,7 @@ class FaultMaker:
         if fault is None or self._step < fault.step:
             return
         if fault.kind == "slow":
-            _work(self._usual_s * _SLOW_SHARE or 0.2)
+            _work(statistics.median(self._durations_s or [0.0]) * _SLOW_SHARE or 0.2)
         elif fault.kind == "stop" and self._now("stop"):
             _announce("stops itself (SIGSTOP)")
             os.kill(os.getpid(), signal.SIGSTOP)
