@@ -61,7 +61,7 @@ def spawn() -> Iterator[Spawn]:
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(200)
         assert process.stdout is not None
         assert process.stdin is not None
         process.stdout.close()

@@ -18,7 +18,8 @@ from ftmon.trainer.host.end.kill import Kill, Target
 from ftmon.trainer.host.mailbox import Mailbox
 
 AGENT = "agent-nodeb-7-70"
-LONG = 20_000
+LONG = 200_000
+"""Milliseconds."""
 
 
 class Bench:
@@ -118,9 +119,13 @@ def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sen
             assert isinstance(failed, Result)
             assert (failed.id, failed.ok) == ("fails", False)
 
-            bench.send("5", "kill", ranks=[3], signal="SIGTERM")
-            assert bench.answer() == Accepted("5", True)
-            assert bench.commands.kills_under_way == 1
+            begun: list[Kill] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(Kill, "start", lambda kill: begun.append(kill))
+                bench.send("5", "kill", ranks=[3], signal="SIGTERM")
+                assert bench.answer() == Accepted("5", True)
+                assert bench.commands.kills_under_way == 1
+            begun[0].start()
             killed = bench.answer()
             assert isinstance(killed, Result)
             assert (killed.ok, killed.data["ranks"], killed.data["signal"]) == (True, [3], "SIGTERM"), killed

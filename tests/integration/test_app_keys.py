@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import SECONDS
 from ftmon.protocol.messages.telemetry import LogLine
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.app import FtmonApp, _run
@@ -19,6 +20,7 @@ from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.ranks.rank_grid import RankGrid
+from ftmon.tui.widgets.state import app_state
 from scenes import hanging, recorded, settled, until
 from streams import Stream, write
 from textual.widget import Widget
@@ -69,11 +71,10 @@ async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: Repla
     async with app.run_test(size=(200, 60)) as pilot:
         await settled(pilot)
         await pilot.press("down", "right", "enter")
-        assert isinstance(app.screen, RankScreen)
+        await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 3" in shown(app), "rank 3")
         assert app.app_state.selected == 3
-        assert "rank 3" in shown(app)
         await pilot.press("left", "escape")
-        assert isinstance(app.screen, OverviewScreen)
+        await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
         assert app.app_state.selected == 2
 
 
@@ -112,7 +113,7 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
 
     class Slow(Widget):
         async def on_unmount(self) -> None:
-            for _ in range(500):
+            for _ in range(20_000):
                 if bare > 1:
                     return
                 await asyncio.sleep(0.01)
@@ -136,7 +137,7 @@ async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck:
         assert "8,841" in text
         assert "34 s" in text
         await pilot.press("enter")
-        assert isinstance(app.screen, RankScreen)
+        await until(pilot, lambda: isinstance(app.screen, RankScreen), "the rank")
         assert app.app_state.selected == 3
 
 
@@ -144,7 +145,11 @@ async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySourc
     app = FtmonApp(stuck)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
-        await pilot.press("a", "slash", *"spike")
+        await pilot.press("a")
+        await until(pilot, lambda: isinstance(app.screen, AlertsScreen) and app.screen.is_mounted, "the alerts")
+        await pilot.press("slash")
+        await until(pilot, lambda: app.focused, "the filter's prompt")
+        await pilot.press(*"spike")
         alerts = app.screen.query_one(AlertList)
         await until(pilot, lambda: alerts.count() == 1, "the filter")
         await pilot.press("escape")
@@ -156,10 +161,14 @@ async def test_letters_typed_into_a_filter_are_no_commands(source: ReplaySource)
     app = FtmonApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
-        await pilot.press("l", "slash", *"qk?a", "enter")
+        await pilot.press("l")
+        await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+        await pilot.press("slash")
+        await until(pilot, lambda: app.focused, "the filter's prompt")
+        await pilot.press(*"qk?a", "enter")
+        await until(pilot, lambda: app.screen.query_one(LogList).text == "qk?a", "the filter")
         assert app.is_running
         assert isinstance(app.screen, LogsScreen)
-        assert app.screen.query_one(LogList).text == "qk?a"
 
 
 async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplaySource) -> None:
@@ -170,7 +179,7 @@ async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplayS
         await settled(pilot)
         assert "following" in shown(app)
         await pilot.press("up")
-        assert "held" in shown(app)
+        await until(pilot, lambda: "held" in shown(app), "that it is held")
         await pilot.press("f")
         await settled(pilot)
         assert "following" in shown(app)
@@ -207,11 +216,11 @@ async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
     async with app.run_test(size=(200, 60)) as pilot:
         await settled(pilot)
         await pilot.press("question_mark")
+        await until(pilot, lambda: "Every rank of the run" in shown(app), "the overview's help")
         assert isinstance(app.screen, HelpScreen)
-        assert "Every rank of the run" in shown(app)
         assert "the run's highest peak" in shown(app)
         await pilot.press("escape", "a", "question_mark")
-        assert "Alerts: spikes" in shown(app)
+        await until(pilot, lambda: "Alerts: spikes" in shown(app), "the alerts' help")
 
 
 async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(source: ReplaySource) -> None:
@@ -220,7 +229,7 @@ async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(sourc
         await settled(pilot)
         assert "graphs 0 to 139.8 GiB (device)" in shown(app)
         await pilot.press("z")
-        assert "graphs 0 to 40 GiB (the run's peak)" in shown(app)
+        await until(pilot, lambda: "graphs 0 to 40 GiB (the run's peak)" in shown(app), "the other scale")
 
 
 async def test_steps_back_and_forward(source: ReplaySource) -> None:
@@ -244,13 +253,20 @@ async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
         assert "rank 1 optimizer" in shown(app)
 
 
-async def test_going_to_a_step_and_to_one_that_is_not_there(source: ReplaySource) -> None:
+async def test_going_to_a_step_and_to_one_that_is_not_there(
+    source: ReplaySource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
     app = FtmonApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
-        await pilot.press("g", *"12", "enter")
+        await pilot.press("g")
+        await until(pilot, lambda: app.focused, "the prompt")
+        await pilot.press(*"12", "enter")
         await until(pilot, lambda: app.app_state.model.leading_step == 12, "step 12")
-        await pilot.press("g", *"99999", "enter")
+        await pilot.press("g")
+        await until(pilot, lambda: app.focused, "the prompt")
+        await pilot.press(*"99999", "enter")
         await until(pilot, lambda: "99999" in app.app_state.message[0], "a line that says why not")
 
 
@@ -271,13 +287,16 @@ async def test_a_replay_plays_and_holds(eight: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["k", "S"])
-async def test_a_replay_kills_and_stops_nothing_and_says_so(source: ReplaySource, key: str) -> None:
+async def test_a_replay_kills_and_stops_nothing_and_says_so(
+    source: ReplaySource, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
     app = FtmonApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
         await pilot.press(key)
+        await until(pilot, lambda: "a replay has no processes" in app.app_state.message[0], "the refusal")
         assert isinstance(app.screen, OverviewScreen)
-        assert "a replay has no processes" in app.app_state.message[0]
 
 
 async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
@@ -285,10 +304,10 @@ async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
         await pilot.press("d")
+        await until(pilot, lambda: app.theme == "ftmon-light", "the light theme")
         assert not app.app_state.theme.palette.dark
-        assert app.theme == "ftmon-light"
         await pilot.press("d")
-        assert app.app_state.theme.palette.dark
+        await until(pilot, lambda: app.app_state.theme.palette.dark, "the dark theme")
 
 
 async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import SECONDS
 from ftmon.protocol.messages.control import RunState
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.notices import TERMINAL, Notify, write_notify
@@ -18,6 +19,7 @@ from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.base.panes import SummaryBar
+from ftmon.tui.widgets.state import app_state
 from hub_client import exit_of, fake_ranks, hub_of, members, started
 from scenes import until
 
@@ -49,15 +51,16 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
             await pilot.press("k")
-            assert isinstance(app.screen, KillDialog)
+            await until(pilot, lambda: isinstance(app.screen, KillDialog) and "[ No ]" in shown(app), "the dialog")
             text = shown(app)
             assert "Kill" in text
             assert "rank 1" in text
-            assert "[ No ]" in text
             await pilot.press("enter")
-            assert isinstance(app.screen, OverviewScreen), "the default is no"
+            await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview: the default is no")
             assert len(members(run)) >= 2
-            await pilot.press("k", "a", "y")
+            await pilot.press("k")
+            await until(pilot, lambda: isinstance(app.screen, KillDialog), "the dialog")
+            await pilot.press("a", "y")
             await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result")
             await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end")
             assert exit_of(run).state in ("stopped", "failed")
@@ -73,22 +76,23 @@ async def test_the_screen_behind_a_dialog_goes_on_with_the_run(run: RunDir) -> N
             await both_train(pilot)
             behind = app.screen.query_one(SummaryBar)
             await pilot.press("k")
-            assert isinstance(app.screen, KillDialog)
+            await until(pilot, lambda: isinstance(app.screen, KillDialog), "the dialog")
             before = behind.plain
             await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog")
     finally:
         source.close()
 
 
-async def test_read_only_refuses_to_kill(run: RunDir) -> None:
+async def test_read_only_refuses_to_kill(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
     source = LiveSource(run)
     app = FtmonApp(source, read_only=True)
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
             await pilot.press("k")
+            await until(pilot, lambda: "read-only" in app.app_state.message[0], "the refusal")
             assert isinstance(app.screen, OverviewScreen)
-            assert "read-only" in app.app_state.message[0]
             assert "read-only" in shown(app)
     finally:
         source.close()

@@ -1,6 +1,6 @@
 """``ftmon attach ssh://``: a run seen, asked and killed through OpenSSH's client and a real SSH server."""
 
-import os
+import math
 import re
 import shutil
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from eventually import eventually
+from eventually import SECONDS, eventually
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.messages import verbs
 from ftmon.protocol.messages.telemetry import Step
@@ -59,9 +59,11 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             assert source.connection.state == "live"
             assert source.model.info.command
             (relay,) = relays()
+            endpoint._next = math.inf  # no other connection before the loss of this one was seen
             relay.kill()
             pumped(source, lambda: source.connection.state == "hub-gone")
             assert "connection" in source.connection.text
+            endpoint._next = 0.0
             pumped(source, lambda: source.connection.state == "live")
             seen = source.model.leading_step
             pumped(source, lambda: source.model.leading_step > seen + 5)
@@ -105,7 +107,7 @@ def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monke
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as attached:
             eventually(lambda: list(Path(folder).glob("ftmon-ssh-*/control")), "the connection")
             attached.send_signal(signal.SIGINT)
-            assert attached.wait(20) == 130
+            assert attached.wait(SECONDS) == 130
         assert not list(Path(folder).glob("ftmon-ssh-*"))
 
 
@@ -119,7 +121,7 @@ def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer)
             assert next(line for line in attached.stdout if " step " in line)
             attached.send_signal(signal.SIGINT)
             *_, last = attached.stdout
-            assert attached.wait(20) == 130
+            assert attached.wait(SECONDS) == 130
         assert last == f"{run.id} continues; attach again: ftmon attach {server.url}/{run.id}\n"
 
 
@@ -182,8 +184,9 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     if remote:
         monkeypatch.setenv("FTMON_REMOTE", remote)
-    before = set(os.listdir(tempfile.gettempdir()))
-    with pytest.raises(UsageError, match=re.escape(words)) as error:
-        attach_ssh(parse(["attach", "--plain", address.replace("URL", server.url)]))
-    assert "\n" not in str(error.value)
-    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("ftmon-ssh-")]
+    with tempfile.TemporaryDirectory() as folder:  # another suite's connections have folders in the common one
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(UsageError, match=re.escape(words)) as error:
+            attach_ssh(parse(["attach", "--plain", address.replace("URL", server.url)]))
+        assert "\n" not in str(error.value)
+        assert not list(Path(folder).glob("ftmon-ssh-*"))

@@ -10,7 +10,7 @@ import pytest
 import start_ranks
 from ftmon.protocol.messages.oom import OomReport
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, ftmon_home, lines_with
+from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 from ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "short_loop.py"
@@ -44,11 +44,11 @@ def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> 
 
 
 def test_a_script_that_is_missing_or_gives_up_is_named_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
-    missing = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "trian.py"), seconds=120)
+    missing = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "trian.py"))
     assert missing.returncode == 1, missing.stdout + missing.stderr
     assert lines_with(missing.stdout, ["why:", "can't open file", "trian.py'"]), missing.stdout
     (tmp_path / "gives_up.py").write_text("raise SystemExit('no data at /nowhere')\n")
-    gave_up = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "gives_up.py"), seconds=120)
+    gave_up = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "gives_up.py"))
     assert lines_with(gave_up.stdout, ["why:", "the last line that rank 0 wrote: no data at /nowhere"]), gave_up.stdout
 
 
@@ -56,6 +56,7 @@ def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftm
     done = home.run("run", "--plain", "--", *torchrun(free_port()), str(SCRIPT), "1", "1", "oom", seconds=480)
     assert done.returncode == 1, done.stdout + done.stderr
     assert lines_with(done.stdout, ["oom: rank 0 out of memory", "20.00 GiB", "3.25 GiB free"]), done.stdout
+    wait_until_nothing_is_left(home.newest())  # the hub has recorded the end
     with Reader(home.newest().recording) as reader:
         frames = reader.frames(0, 10_000)
     reports = [frame.message for frame in frames if isinstance(frame.message, OomReport)]

@@ -17,7 +17,7 @@ SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_deepspeed_rank_s_resident_peaks_are_composed_at_first_and_on_request(collector, stage):
     collector.start(sys.executable, SCRIPTS / "composed_engine.py", stage, 1000, MASTER_PORT=str(free_port()), **SINGLE)
-    collector.collect(lambda c: any(found.step > 1 for found in c.of(Composition)))
+    collector.collect(lambda c: any(found.step > 1 for found in c.of(Composition)), 300)
     hello = collector.of(Hello)[-1]
     asked = collector.command(f"rank-0-{hello.pid}-{hello.start_ticks}", "compose", reason="spike")
     collector.collect(lambda c: any(isinstance(answer, Result) and answer.id == asked for answer in c.answers))

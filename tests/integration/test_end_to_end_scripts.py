@@ -47,6 +47,7 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines_with(done.stdout, ["script: step 6 loss"]), "what the script prints is told"
     assert lines_with(done.stdout, [" step 6"])
+    wait_until_nothing_is_left(home.newest())  # the hub has recorded the last steps
     info = Reader(home.newest().recording).info()
     assert info.steps == 12
     assert list(info.ranks) == [0, 1]
@@ -55,6 +56,7 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
 def test_a_hugging_face_trainer_is_watched_unchanged(home: Ftmon, tmp_path: Path) -> None:
     done = home.run("run", "--", *start_ranks.command(2, SCRIPTS / "hf_trainer.py", tmp_path / "out", "4"))
     assert done.returncode == 0, done.stdout + done.stderr
+    wait_until_nothing_is_left(home.newest())
     assert Reader(home.newest().recording).info().steps == 8
 
 
@@ -75,7 +77,7 @@ def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_
     script = tmp_path / "early.py"
     script.write_text("raise SystemExit('no data at /nowhere')\n")
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(slow)) as late:
-        done = late.run("run", "--", sys.executable, str(script), seconds=90)
+        done = late.run("run", "--", sys.executable, str(script))
         wait_until_nothing_is_left(late.newest())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "launcher| no data at /nowhere" in done.stdout, "as the hub tells it"

@@ -17,6 +17,9 @@ from ftmon.trainer.recipe.config import resolve, write
 from ftmon.trainer.recipe.config.load import load
 from transformers import AutoModelForCausalLM
 
+# Sixty small trainings, one after the other: a minute on two free cores.
+pytestmark = pytest.mark.timeout(1800)
+
 PROGRAM = Path(__file__).parents[1] / "support" / "forked_ranks.py"
 ROWS = 8
 # For each number of ranks: (ZeRO stage, micro-batch, accumulation); a step always takes the eight rows.
@@ -152,7 +155,7 @@ def launch(folder: Path, cases: dict[str, tuple[int, int, int, int]], extra: dic
     plan = [{"ranks": ranks, "module": "gradient_ranks", "jobs": paths} for ranks, paths in jobs.items()]
     (folder / "plan.json").write_text(json.dumps(plan))
     environment = rank_jobs.environment_of(resolved, folder / "cache")
-    return rank_jobs.finished([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 550)
+    return rank_jobs.finished([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 1700)
 
 
 def token_losses(model: Any, row: dict[str, list[int]]) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 def played(home: Ftmon, faults: str, **environ: str) -> tuple[RunDir, list[Message], str]:
     home.environ |= {"FAULT": faults, **environ}
     job = start_ranks.command(2, str(SCRIPT))
-    done = home.run("run", "--plain", "--", *job)
+    done = home.run("run", "--plain", "--", *job, seconds=480)
     assert done.returncode == 0, done.stdout + done.stderr
     run = home.newest()
     messages: list[Message] = []

@@ -43,7 +43,7 @@ def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():
             seqs = [frame.seq for frame in history]
             assert seqs == sorted(set(seqs))
             assert [m for m in _messages(history, LogLine) if "rank 0 trains" in m.text][1:] == []
-            assert "restarted" in [alert.evidence["rule"] for alert in _messages(history, Alert)]
+            assert "restarted" in [alert.evidence.get("rule") for alert in _messages(history, Alert)]
             for rank in (0, 1):
                 steps = [step.step for step in _messages(history, Step) if step.rank == rank]
                 assert len(steps) == len(set(steps))
@@ -73,7 +73,9 @@ def test_what_hubs_that_are_killed_take_along_is_counted_to_the_message():
             app.wait_for(Step, lambda step: step.rank == 1)
             app.frames.clear()
             app.wait_for(HubStats)
-            history = app.history()
+            seen = next(frame.seq for frame in app.frames if isinstance(frame.message, HubStats))
+            # A hub that is not given the time to commit answers without the newest.
+            history = eventually(lambda: (found := app.history()) and found[-1].seq >= seen and found, "its record")
             assert app.command("kill", signal="KILL").ok
         # What was lost after the last report is in none.
         reported = max(place for place, frame in enumerate(history) if isinstance(frame.message, HubStats))
@@ -125,7 +127,8 @@ def test_a_rank_that_died_while_no_hub_lived_is_found_gone():
         os.kill(launcher.pid, signal.SIGCONT)
         eventually(lambda: (new := run.living_hub()) is not None and new.process != hub.process, "a new hub")
         with App(run) as second:
-            second.wait_for(RankState, lambda s: (s.rank, s.state, s.signal) == (1, "gone", 9))
+            # The recording has it if it was found before this app had subscribed.
+            second.told(RankState, lambda s: (s.rank, s.state, s.signal) == (1, "gone", 9))
             os.kill(job, signal.SIGCONT)
         assert exit_of(run).state == "failed"
 
@@ -134,7 +137,10 @@ def test_two_hubs_of_one_run_cannot_live():
     with started(fake_ranks({})) as run, App(run) as app:
         app.wait_for(Step)
         second = subprocess.run(
-            [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], capture_output=True, text=True, timeout=30
+            [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)],
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert second.returncode == 1
         assert "another hub of this run is alive" in second.stderr
@@ -145,9 +151,9 @@ def test_two_hubs_of_one_run_cannot_live():
 
 
 def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on():
-    with started(fake_ranks({"rate": 20, "steps": 60})) as run:
+    with started(fake_ranks({"rate": 20, "steps": 240})) as run:
         with App(run) as app:
-            app.wait_for(Step)
+            app.told(Step)
             assert app.command("shutdown").ok
         eventually(lambda: run.living_hub() is None, "the hub's end")
         assert run.read_exit() is None
@@ -160,7 +166,7 @@ def test_a_run_that_is_over_needs_no_hub():
         exit_of(run)
         hub_gone(run)
         size = run.recording.stat().st_size
-        done = subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], timeout=30)
+        done = subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], timeout=200)
         assert done.returncode == 0
         assert run.recording.stat().st_size == size
 
@@ -171,19 +177,22 @@ def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
     hub = _hub(run)
     try:
         with App(run) as app:
+            app.told(Alert)
             alerts = [frame.message for frame in app.history() if isinstance(frame.message, Alert)]
             assert [(alert.kind, alert.evidence["rule"]) for alert in alerts] == [("disk", "damaged")]
             assert len(list(run.path.glob("recording.damaged-*.sqlite"))) == 1
     finally:
         hub.terminate()
-        hub.wait(20)
+        hub.wait(200)
 
 
 def test_a_hub_whose_run_directory_was_removed_ends():
     run = run_store.create("removed", ["true"], "watch")
     hub = _hub(run)
+    os.kill(hub.pid, signal.SIGSTOP)  # it writes into the directory
     shutil.rmtree(run.path)
-    assert hub.wait(20) == 0
+    os.kill(hub.pid, signal.SIGCONT)
+    assert hub.wait(200) == 0
 
 
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
@@ -210,7 +219,7 @@ def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resum
             rank.kill()
             rank.wait(10)
         hub.terminate()
-        assert hub.wait(20) == 128 + signal.SIGTERM
+        assert hub.wait(200) == 128 + signal.SIGTERM
     info = Reader(run.recording).info()
     assert info.steps > 0
 

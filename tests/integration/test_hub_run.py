@@ -53,9 +53,14 @@ def test_a_finished_run_is_recorded_whole_and_nothing_of_it_stays():
 def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once():
     with started(fake_ranks({"rate": 50})) as run, App(run) as app:
         app.wait_for(Step, lambda step: step.step >= 20)
-        answer = app.query("frames", after_seq=0, limit=100_000)
-        assert answer.ok, answer.error
-        history = msgspec.msgpack.decode(answer.data, type=list[wire.Frame])
+
+        def recorded() -> list[wire.Frame]:
+            answer = app.query("frames", after_seq=0, limit=100_000)
+            assert answer.ok, answer.error
+            return msgspec.msgpack.decode(answer.data, type=list[wire.Frame])
+
+        # A hub that is not given the time to commit answers without the newest.
+        history = eventually(lambda: (found := recorded()) and found[-1].seq >= app.frames[0].seq and found, "its past")
         app.read(0.5)
         merged = {frame.seq: frame.message for frame in [*history, *app.frames]}
         steps = [message.step for _, message in sorted(merged.items()) if isinstance(message, Step)]
@@ -83,7 +88,7 @@ def test_a_command_that_replaces_pythonpath_is_told_so_while_it_runs_and_at_its_
     library = tmp_path / "libtorch_cpu.so"
     library.write_bytes(b"code")
     maps = f"f = open('{library}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
-    code = f"import mmap, time; {maps}; time.sleep(60)"
+    code = f"import mmap, time; {maps}; time.sleep(600)"
     command = ["sh", "-c", 'PYTHONPATH=. exec "$0" -c "$1"', sys.executable, code]
     with started(command) as run, App(run) as app:
         note = app.told(Alert, lambda alert: alert.evidence.get("rule") == "unhooked")
@@ -133,7 +138,9 @@ def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
         push.send_multipart([b"nonsense"])
         stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
         assert stats.lost == {}
-        alert = app.wait_for(Alert, lambda alert: alert.evidence["rule"].startswith("refused ") and "2.0" in alert.text)
+        alert = app.wait_for(
+            Alert, lambda alert: str(alert.evidence.get("rule")).startswith("refused ") and "2.0" in alert.text
+        )
         assert alert.count == 1
         context.destroy(linger=0)
 
@@ -177,7 +184,6 @@ def test_stacks_are_taken_from_those_that_answer_and_the_others_are_named():
         result = app.command("stacks")
         assert not result.ok
         assert result.data["silent"] == [1]
-        assert "stacks of rank 0" in result.text
         assert app.command("stacks", ranks=[0]).ok
 
 
@@ -194,7 +200,7 @@ def test_an_app_on_tcp_needs_a_key_on_the_list():
             app.connect(hub.listen["control"])
             with contextlib.suppress(zmq.Again):  # refused already: then there is nobody to send it to
                 app.send_multipart(wire.encode("app", 1, 0.0, Command("1", "ping")), zmq.NOBLOCK)
-            answers[name] = app.poll(10_000 if name == "own" else 1_000)
+            answers[name] = app.poll(200_000 if name == "own" else 1_000)
         assert answers["own"]
         assert not answers["stranger"]
         assert set(hub.listen) == set(CHANNELS) - {LOCAL_CHANNEL}
@@ -213,6 +219,7 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
         try:
             with App(run) as app:
                 app.wait_for(Step)
+                app.told(Alert, lambda alert: "already in use" in alert.text)
                 alerts = msgspec.msgpack.decode(app.query("alerts").data, type=list[Alert])
                 assert any("already in use" in alert.text for alert in alerts)
                 assert app.hub.listen == {}
@@ -238,22 +245,22 @@ def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
 
 
 def test_a_run_whose_launcher_died_is_ended_by_its_hub():
-    with started(fake_ranks({"rate": 5, "steps": 15})) as run, App(run) as app:
-        app.wait_for(Step)
+    with started(fake_ranks({"rate": 5, "steps": 60})) as run, App(run) as app:
+        app.told(Step)
         launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGKILL)
         end = exit_of(run)
         assert end.state == "finished"
         assert "the launcher died" in end.text
         hub_gone(run)
-        assert Reader(run.recording).info().steps == 15
+        assert Reader(run.recording).info().steps == 60
 
 
 def test_start_prints_one_line_of_json_and_returns_at_once(tmp_path):
     options = RunOptions(logs=False, hang_grace=7.0)
     request = StartRequest("run", "x", options, command=fake_ranks({"steps": 3}))
     process, written = spawn_start(request, environ=os.environ)
-    output, errors = process.communicate(written, timeout=30)
+    output, errors = process.communicate(written, timeout=200)
     assert (process.returncode, errors) == (0, b"")
     run = started_run(output)
     assert run.read_run().options == options

@@ -16,7 +16,7 @@ import pytest
 )
 def test_importing_a_part_brings_nothing_heavy(module: str, forbidden: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*sorted(set({forbidden!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.split() == []
 
 
@@ -25,4 +25,4 @@ def test_the_terminal_side_of_the_protocol_imports_where_there_is_no_fcntl() -> 
         "import sys; sys.modules['fcntl'] = None\n"
         "import ftmon.protocol.run.run_store, ftmon.protocol.link.sockets, ftmon.protocol.recording.reader\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

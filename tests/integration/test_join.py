@@ -56,15 +56,15 @@ def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(
     program, got = tmp_path / "ssh", tmp_path / "got"
     # As ssh does with ControlPersist, both leave a child behind that holds their error output.
     program.write_text(
-        f"#!/bin/sh\nsleep 30 &\necho $! >> {tmp_path}/pids\n"
-        f'case "$*" in *" hangs "*) exec sleep 30 ;; esac\ncat > {got}; exit 0\n'
+        f"#!/bin/sh\nsleep 600 &\necho $! >> {tmp_path}/pids\n"
+        f'case "$*" in *" hangs "*) exec sleep 600 ;; esac\ncat > {got}; exit 0\n'
     )
     program.chmod(0o755)
-    monkeypatch.setattr(join, "_PUSH_SECONDS", 2.0)
+    monkeypatch.setattr(join, "_PUSH_SECONDS", 12.0)  # in which the host that answers has done so
     environ = {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}
     try:
         problems = push(run, MultiHost(["hangs", "there"]), environ)
-        assert problems == ["hangs was not given the run's key over ssh (no answer in 2 s)"]
+        assert problems == ["hangs was not given the run's key over ssh (no answer in 12 s)"]
         assert b'"pushed": true' in got.read_bytes()
     finally:
         for pid in (tmp_path / "pids").read_text().split():

@@ -19,7 +19,7 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 
 
 def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:
-    done = home.run("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path, 16), seconds=240)
+    done = home.run("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path, 30), seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all rows seen") == 2
     run = home.newest()
@@ -37,7 +37,7 @@ def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon
 
 
 def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves(home: Ftmon, tmp_path: Path) -> None:
-    done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path, 600), seconds=240)
+    done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path, 600), seconds=500)
     assert done.returncode == HANG, done.stdout + done.stderr
     assert "interrupted: the script puts its affairs in order" in done.stdout
     run = home.newest()

@@ -9,10 +9,12 @@ import pytest
 from ftmon.protocol.messages import verbs
 from ftmon.protocol.messages.control import Accepted
 from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.alerts import AlertsScreen
 from ftmon.tui.screens.oom.captured import CapturedScreen, file_of, place_words
 from ftmon.tui.screens.oom.release import ReleaseDialog
 from ftmon.tui.screens.oom.screen import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen
+from ftmon.tui.screens.snapshot.help import SnapshotHelp
 from ftmon.tui.widgets.base.canvas import Canvas
 from oomscenes import NAME, HeldRun, oom_of, out_of_memory
 from scenes import ReadyReplay, until
@@ -41,7 +43,7 @@ async def test_it_opens_by_itself_once_and_says_what_becomes_of_the_others(tmp_p
         await held(pilot)
         await shown(pilot, lambda: "logits and loss" in text_of(app), "the verdict")
         for words in ("held", "ranks 0, 2 and 3 wait for it", "what to try, in this order", "r: release it"):
-            assert words in text_of(app)
+            await shown(pilot, lambda words=words: words in text_of(app), words)
         await pilot.press("escape")
         await shown(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
         app.pump()
@@ -56,7 +58,7 @@ async def test_enter_on_its_alert_opens_it(tmp_path: Path) -> None:
         await shown(pilot, lambda: len(app.app_state.model.ooms), "the replay's state")
         assert isinstance(app.screen, OverviewScreen)
         await pilot.press("a")
-        await pilot.pause()
+        await shown(pilot, lambda: isinstance(app.screen, AlertsScreen), "the alerts")
         await pilot.press("enter")
         await held(pilot)
         await pilot.press("c")
@@ -119,12 +121,14 @@ async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> No
         await held(pilot)
         await pilot.press("r")
         await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog")
-        assert "raised in the failing frame" in text_of(app)
+        await shown(pilot, lambda: "raised in the failing frame" in text_of(app), "what follows")
         assert "launcher ends every rank of its node" in text_of(app).replace("\n", " ")
         await pilot.press("enter")
         await held(pilot)
         assert not source.commands
-        await pilot.press("r", "right", "enter")
+        await pilot.press("r")
+        await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog again")
+        await pilot.press("right", "enter")
         await shown(pilot, lambda: source.commands, "the command")
         assert source.commands["0"].verb == verbs.Release([1])
 
@@ -140,8 +144,10 @@ async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_come
         await pilot.press("1")
         await shown(pilot, lambda: "ForCausalLMLoss" in text_of(app), "the stacks")
         await pilot.press("question_mark")
-        await shown(pilot, lambda: "figures" in text_of(app), "help")
-        await pilot.press("escape", "escape")
+        await shown(pilot, lambda: isinstance(app.screen, SnapshotHelp) and "figures" in text_of(app), "help")
+        await pilot.press("escape")
+        await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer again")
+        await pilot.press("escape")
         await held(pilot)
 
 
@@ -182,7 +188,7 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
 
         source.model.info.kind = "train"
         await pilot.press("w")
-        (runs,) = app.app_state.dry_runs.values()
+        (runs,) = (await shown(pilot, lambda: app.app_state.dry_runs, "the dry runs")).values()
         await shown(pilot, lambda: "w: cancel" in text_of(app), "the progress")
         assert "verified by dry runs of this job" in text_of(app)
         assert runs._process.poll() is None
@@ -192,6 +198,6 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
 
         (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "layers"))
         await pilot.press("w")
-        # Its process has to import the libraries before it refuses.
-        await until(pilot, lambda: app.pump() or "model.compile cannot be predicted" in text_of(app), "a refusal", 300)
+        # Its process imports the libraries before it refuses, at a low priority: on busy cores for minutes.
+        await until(pilot, lambda: app.pump() or "model.compile cannot be predicted" in text_of(app), "a refusal", 1000)
         app.app_state.end_dry_runs()

@@ -35,7 +35,6 @@ def measured(stage: int, adam: str) -> dict[str, Any]:
     )
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("stage", "adam"), [(3, "deepspeed"), (0, "torch")])
 def test_a_step_takes_what_was_measured_on_a_gpu(stage: int, adam: str, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(QWEN))
@@ -62,7 +61,6 @@ def test_a_step_takes_what_was_measured_on_a_gpu(stage: int, adam: str, tmp_path
     assert (point["fits"], point["fails_in"]) == (False, "forward")
 
 
-@pytest.mark.timeout(900)
 def test_ranks_that_hold_other_layers_take_other_memory(tmp_path: Path) -> None:
     # As measured with an 8B on 4 H200s: with offloaded states the first and the last rank, which hold the embedding's
     # and the head's gradients, peak higher than those between.
@@ -91,7 +89,7 @@ def test_free_memory_is_not_that_of_this_hosts_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words, "--sequence-length", "8"]
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -18,8 +18,6 @@ from ftmon.trainer.predict.result import Prediction as Answer
 from ftmon.trainer.predict.show import render
 from ftmon.tui.model.what_if import Answer as WhatIfAnswer
 
-pytestmark = pytest.mark.timeout(1260)
-
 SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
 MIB = 1 << 20
 RANKS, LENGTH, VOCABULARY, WIDTH = 4, 16384, 32000, 4096

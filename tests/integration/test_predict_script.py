@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1260)
-
 SCRIPTS = Path(__file__).parent / "scripts"
 MODEL = {
     "model_type": "llama",

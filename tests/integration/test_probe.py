@@ -245,7 +245,7 @@ def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(colle
         assert not result.ok
         assert word in result.text
     os.kill(hello.pid, signal.SIGINT)
-    collector.finish(20)
+    collector.finish()
     assert collector.of(Goodbye)[0].reason == "stopped"
 
 
@@ -289,7 +289,7 @@ def watched(tmp_path, monkeypatch):
         runs = run_store.all_runs()
         return runs and runs[0].living_hub() and runs
 
-    runs = eventually(begun, "a run with a hub", 60)
+    runs = eventually(begun, "a run with a hub")
     yield job, runs, tmp_path / "output"
     if job.poll() is None:
         job.kill()
@@ -315,7 +315,7 @@ def test_one_line_in_a_script_makes_all_its_ranks_one_run_that_stops_as_asked(wa
             if isinstance(message, Step) and message.step > 3:
                 training.add(message.rank)
         control.send_multipart(wire.encode("test", 1, time.time(), Command("s", "stop")))
-        assert job.wait(60) == 0, output.read_text()
+        assert job.wait(200) == 0, output.read_text()
     finally:
         stream.close()
         control.close()

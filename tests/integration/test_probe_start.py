@@ -23,7 +23,7 @@ def run_python(code, tmp_path, *path, argv=("-c",), **environment):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=tmp_path,
     )
 

@@ -39,7 +39,8 @@ def test_what_the_runs_log_does_not_take_is_lost_and_the_script_goes_on(
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / ("launcher.log" if of_the_run else "the-persons-own.log")
     environment = {**os.environ, "FTMON_RUN": str(tmp_path), "PYTHONPATH": str(INJECT_DIR)}
-    environment |= {"PYTHONUNBUFFERED": unbuffered}
+    # The limit would cut bytecode short, too, for every later process: Python does not look how much was written.
+    environment |= {"PYTHONUNBUFFERED": unbuffered, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "done")]
     with log.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=out, env=environment, preexec_fn=limit_files, check=False)

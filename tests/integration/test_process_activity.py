@@ -160,7 +160,8 @@ def daemon(run):
     os.wait()
 daemon(lambda: time.sleep(600))
 os.environ["FTMON_RANK_PID"] = str(os.getpid())
-daemon(lambda: os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"]))
+another = "import time; print('up', flush=True); time.sleep(600)"
+daemon(lambda: os.execv(sys.executable, [sys.executable, "-c", another]))
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -176,9 +177,10 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
     try:
         for process in ranks:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"up\n"
+            for _ in "rank", "daemon":  # the daemon's after its exec, in which it has no environment in /proc
+                assert process.stdout.readline() == b"up\n"
 
-        def all_daemons() -> bool:  # during its exec, a process has no environment in /proc
+        def all_daemons() -> bool:
             nonlocal table, origins, found
             table = processes.table()
             origins = [one for rank, each in enumerate(ranks) if (one := origin(rank, each.pid, table)) is not None]
@@ -210,7 +212,7 @@ def probe():
 def python(depth):
     return python(depth - 1) if depth else [exec(f"def f{n}(): return {n}\\nf{n}()", {}) for n in range(3)]
 def native_code():
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(600)
 thread = threading.Thread(target=probe, daemon=True)
 thread.start()
 training = f"0x{threading.get_ident():016x}"
@@ -218,7 +220,7 @@ print(thread.native_id, descriptor, training, flush=True)
 time.sleep(0.2)
 while sys.argv[2] == "python": python(20)
 if sys.argv[2] == "native": native_code()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -259,11 +261,11 @@ def test_all_ranks_write_their_stacks_where_they_are_more_than_are_sampled_toget
         found: dict[int, str] = {}
 
         def have_all_written() -> bool:
-            found.update(inspect_ranks(targets, set(range(len(targets))) - found.keys()).stacks)
+            seen = inspect_ranks(targets, set(range(len(targets))) - found.keys()).stacks
+            found.update({rank: text for rank, text in seen.items() if "in native_code" in text})  # not one cut short
             return len(found) == len(targets)
 
         eventually(have_all_written, "the stacks of all")
-        assert all("in native_code" in text for text in found.values())
     finally:
         for process in ranks:
             process.kill()

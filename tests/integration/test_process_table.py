@@ -6,14 +6,14 @@ import signal
 
 from ftmon.trainer.host import processes
 
-SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"],
+child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"],
                          stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 print('ready', flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -79,7 +79,7 @@ def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
     assert processes.send_signal(earlier, signal.SIGKILL) is False
     assert child.poll() is None
     assert processes.send_signal(found, signal.SIGKILL) is True
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(200) == -signal.SIGKILL
     assert processes.send_signal(found, signal.SIGKILL) is False
 
 
@@ -91,7 +91,7 @@ def test_without_pidfds_a_process_that_ends_before_the_signal_counts_as_gone(spa
     found = processes.read(child.pid)
     monkeypatch.setattr(os, "pidfd_open", unsupported)
     assert processes.send_signal(found, signal.SIGKILL) is True
-    child.wait(10)
+    child.wait(200)
     monkeypatch.setattr(processes, "same", lambda process: process)  # it ends right after the check
     assert processes.send_signal(found, signal.SIGKILL) is False
 

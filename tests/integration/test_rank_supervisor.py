@@ -1,11 +1,13 @@
 """The supervisor sees a rank's process stop, go on and die, and how it died."""
 
+import contextlib
 import os
 import platform
 import queue
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from eventually import eventually
@@ -15,7 +17,7 @@ from ftmon.trainer.host import processes
 from ftmon.trainer.host.supervisor import Supervisor
 
 KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
-SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 class Watch:
@@ -26,7 +28,7 @@ class Watch:
 
     def change(self) -> ProcessFact:
         """Wait for the next change; return the newest fact."""
-        self.ready.get(timeout=10)
+        self.ready.get(timeout=200)
         return self.supervisor.poll()[-1]
 
 
@@ -66,7 +68,7 @@ if libc.ptrace(0x4206, int(sys.argv[1]), 0, 0):  # PTRACE_SEIZE
     sys.exit(os.strerror(ctypes.get_errno()))
 libc.ptrace(0x4207, int(sys.argv[1]), 0, 0)  # PTRACE_INTERRUPT
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -81,6 +83,8 @@ def test_a_debugger_that_stops_a_process_is_told_and_a_profiler_is_not(watch, sp
             if by.stdout.readline() != b"ready\n":
                 pytest.skip(f"no process may be traced here: {by.stderr.read().decode().strip()}")
             eventually(lambda: processes.tracer(child.pid) == name, "the tracer")
+            eventually(lambda: (found := processes.read(child.pid)) is not None and found.state == "t", "its stop")
+            watch.supervisor.poll()  # facts of the time before, one a second
             facts: list[ProcessFact] = []
             eventually(lambda: facts.extend(watch.supervisor.poll()) or len(facts) > 2, "three facts")
         finally:
@@ -127,17 +131,26 @@ def test_a_launchers_line_about_a_process_of_the_same_pid_on_another_host_is_ign
     assert fact.signal == 9
 
 
+def pidfds() -> int:
+    """Count this process's descriptors of processes. Other threads may open and close files meanwhile."""
+    count = 0
+    for info in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(OSError):
+            count += "\nPid:" in info.read_text()
+    return count
+
+
 def test_a_process_whose_launcher_told_its_end_first_is_no_longer_polled(spawn):
     child = spawn(SLEEP)
     supervisor = Supervisor(lambda: None)
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = pidfds()
     supervisor.watch(3, child.pid, start_ticks(child.pid) or 0)
-    assert len(os.listdir("/proc/self/fd")) == opened + 1
+    assert pidfds() == opened + 1
     child.kill()
     child.wait()
     supervisor.read_words(f"E1121 failed (exitcode: -9) local_rank: 0 (pid: {child.pid}) of binary: python")
     assert [(fact.alive, fact.signal) for fact in supervisor.poll()] == [(False, 9)]
-    assert len(os.listdir("/proc/self/fd")) == opened, "a ready descriptor would wake the thread without end"
+    assert pidfds() == opened, "a ready descriptor would wake the thread without end"
 
 
 def test_a_process_that_ftmon_itself_killed_was_killed_though_its_parent_reaped_it_first(watch, spawn):

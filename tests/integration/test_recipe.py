@@ -111,7 +111,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=550,
+        timeout=1400,
         check=False,
     )
     assert done.returncode == 0, done.stdout

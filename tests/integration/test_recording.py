@@ -337,7 +337,7 @@ def test_a_killed_writer_loses_nothing_it_committed_and_the_file_says_it_was_not
             assert (reader.info().live, reader.info().complete, reader.info().missing) == (True, False, "")
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(200)
     with Reader(path) as reader:
         assert read_all(reader)[-1].seq == committed
         info = reader.info()
@@ -404,13 +404,13 @@ def test_readers_in_other_threads_see_a_growing_recording(tmp_path: Path) -> Non
             child.stdin.flush()
         done.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(200)
         assert seen[1:] == list(range(1, seen[-1] + 1))
         assert errors == []
         reader.close()
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(200)
 
 
 def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(

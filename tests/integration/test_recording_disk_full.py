@@ -80,7 +80,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
         pytest.skip("no unshare: a small file system cannot be mounted")
     (tmp_path / "disk").mkdir()
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", REAL_FULL_DISK]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=300)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path: Path, monk
     (tmp_path / "disk").mkdir()
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "disk" / "home"))
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_AT_THE_END]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=200, check=False)
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr

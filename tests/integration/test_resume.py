@@ -22,7 +22,7 @@ from ftmon.trainer.recipe.config import resolve, write
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
 
-pytestmark = pytest.mark.timeout(900)  # the jobs of all tests run in the first one's fixture
+pytestmark = pytest.mark.timeout(1800)  # the jobs of all tests run in the first one's fixture
 PROGRAM = Path(__file__).parents[1] / "support" / "resume_ranks.py"
 STEPS = 7
 BASE = [
@@ -86,7 +86,7 @@ class Runs:
         resolved = resolve.resolve(load(None, [*BASE, f"run.ranks={ranks}"]))
         words = rank_jobs.launcher(resolved) if ranks > 1 else [sys.executable, "-u"]
         environment = rank_jobs.environment_of(resolved, self.path / "c")
-        done = rank_jobs.run([*words, str(PROGRAM), *paths], environment, 850)
+        done = rank_jobs.run([*words, str(PROGRAM), *paths], environment, 1700)
         self.text |= rank_jobs.sections(done.stdout)
         assert done.returncode in (0, -signal.SIGKILL), done.stdout
         return done.returncode

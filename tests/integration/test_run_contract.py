@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from eventually import eventually
 from ftmon.protocol.run import exits
-from ftmon_process import PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
+from ftmon.protocol.run.rundir import RunDir
+from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
@@ -39,6 +41,11 @@ def printed(process: "subprocess.Popen[str]", text: str) -> None:
     raise AssertionError(f"ended without {text!r}")
 
 
+def sleeping(run: RunDir) -> list[psutil.Process]:
+    """List the run's living ``sleep``; its launcher and hub may end while this looks at them."""
+    return [process for process in processes_of(run) if command_line(process)[:1] == ["sleep"]]
+
+
 def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_for_it(home: Ftmon) -> None:
     started = {name: launch(home, "--", sys.executable, "-c", script) for name, (script, _) in ENDS.items()}
     refused = home.run("run", "--no-such-option", "--", "true")
@@ -57,7 +64,7 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert left is not None
     assert end is not None
     assert (left.exit_code, left.count, end.left) == (3, 1, [])
-    assert "sleep" not in [process.name() for process in processes_of(run)]
+    assert sleeping(run) == []
 
 
 def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file_cannot_be_read(home: Ftmon) -> None:
@@ -66,7 +73,7 @@ def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file
     run = home.newest()
     end = eventually(run.read_exit, "the recorded end")
     assert (end.exit_code, end.left) == (3, [])
-    assert "sleep" not in [process.name() for process in processes_of(run)]
+    assert sleeping(run) == []
 
 
 def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
@@ -97,9 +104,12 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
     killed = launch(home, "--name", "killed", "--stop-grace", "1", "--", *stubborn)
     printed(killed, "read ''")
     killed.kill()
-    words = ["timeout", "12", PROGRAM, "run", "--plain", "--name", "limited", "--stop-grace", "1", "--", *stubborn]
-    limited = subprocess.run(words, env=home.environ, capture_output=True, timeout=200, check=False)
-    assert limited.returncode == 124, "timeout's own status: it waited for the end"
+    words = ["timeout", "600", PROGRAM, "run", "--plain", "--name", "limited", "--stop-grace", "1", "--", *stubborn]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    limited = subprocess.Popen(words, text=True, env=home.environ, **pipes)  # pyright: ignore
+    printed(limited, "read ''")
+    limited.send_signal(signal.SIGALRM)  # timeout(1)'s own alarm: its time is up
+    assert follow_to_end(limited)[0] == 124, "timeout's own status: it waited for the end"
     runs = {run.id.split("-")[0]: run for run in home.runs()}
     for name in ("killed", "limited"):
         run = runs[name]
@@ -128,7 +138,7 @@ def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, 
     printed_before = lines.stat().st_size
     eventually(lambda: lines.stat().st_size > printed_before + 10 * len("more\n"), "lines into the closed pipe")
     go.touch()
-    assert process.wait(60) == 7
+    assert process.wait(LONG_SECONDS) == 7
 
 
 def test_a_hangup_under_nohup_is_nobodys(home: Ftmon, tmp_path: Path) -> None:

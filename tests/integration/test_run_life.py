@@ -25,16 +25,24 @@ class Life:
         with ftmon.start("demo", "--ranks", "1", "--name", "life", *WORDS, f"output.dir={self.out}") as process:
             self.run: RunDir = ftmon.newest()
             self.checkpoints = self.out / "checkpoints"
-            eventually(lambda: (self.checkpoints / "latest").exists() or process.poll(), "a first checkpoint")
-            self.checkpoints.rename(folder / "gone")
-            self.checkpoints.write_text("in the way")
+            eventually(lambda: (self.checkpoints / "latest").exists() or process.poll(), "a first checkpoint", 400)
+            eventually(lambda: self.replaced(folder), "a file in the place of the checkpoints")
             self.standing: dict[str, Any] = eventually(lambda: self.alert(ftmon), "the alert")
-            self.told = ftmon.run("status", self.run.id, seconds=60).stdout
+            self.told = ftmon.run("status", self.run.id).stdout
             self.checkpoints.unlink()
             eventually(lambda: not self.alert(ftmon), "the alert's end")
-            assert ftmon.run("stop", self.run.id, seconds=60).returncode == 0
+            assert ftmon.run("stop", self.run.id).returncode == 0
             self.output, errors = process.communicate(timeout=240)
             assert "stopped on request" in self.output, self.output + errors
+
+    def replaced(self, folder: Path) -> bool:
+        """Put a file in the place of the checkpoints' folder, which the trainer may have made anew in between."""
+        self.checkpoints.rename(folder / f"gone-{len(list(folder.glob('gone-*')))}")
+        try:
+            self.checkpoints.write_text("in the way")
+        except IsADirectoryError:
+            return False
+        return True
 
     def alert(self, ftmon: Ftmon) -> dict[str, Any] | None:
         alerts = ftmon.status(self.run.id)["alerts"]

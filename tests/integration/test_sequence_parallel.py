@@ -60,7 +60,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "plan.json").write_text(json.dumps([{"ranks": 2, "module": "sequence_ranks", "jobs": jobs}]))
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     environment.pop("FTMON_RUN", None)
-    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 300)
+    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 550)
 
 
 @pytest.mark.parametrize("kind", EQUAL)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from eventually import eventually
+from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import verbs
@@ -35,7 +35,7 @@ def process() -> Iterator[ProcessId]:
     assert ticks is not None
     yield ProcessId(child.pid, ticks)
     child.kill()
-    child.wait(timeout=10)
+    child.wait(timeout=SECONDS)
 
 
 def pump(source: LiveSource, until: Callable[[], bool]) -> None:
@@ -480,7 +480,7 @@ def test_a_source_closes_while_it_waits_for_a_hub_that_is_silent(run: RunDir, pr
     run.write_hub(HubFile(process, addresses, "0", "here", time.time()))
     source = LiveSource(run)
     source.start()
-    assert silent.poll(10_000)  # it has asked
+    assert silent.poll(int(SECONDS * 1000))  # it has asked
     begun = time.monotonic()
     source.close()
     assert time.monotonic() - begun < TIMEOUT_S

@@ -98,6 +98,7 @@ def test_what_a_run_without_launcher_and_hub_left_is_found_and_ended_and_a_livin
     with started(fake_ranks({"workers": 1})) as living, started(fake_ranks({"workers": 1})) as run:
         with App(living), App(run):
             left = eventually(lambda: len(found := members(run)) == 3 and found, "rank, worker and launcher")
+            eventually(lambda: len(members(living)) == 3, "those of the other run")
         launcher = run.read_run().launcher
         os.kill(launcher.pid, signal.SIGKILL)
         hub = eventually(run.living_hub, "the hub")

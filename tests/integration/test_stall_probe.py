@@ -20,7 +20,7 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
         try:
             process = processes.read(child.pid)
             assert process is not None
-            eventually(lambda: activity.wchan(child.pid, child.pid), "it sleeps")
+            eventually(lambda: "nanosleep" in activity.wchan(child.pid, child.pid), "it sleeps")
             target = Target(0, child.pid, process.start_ticks)
             bench.parts.targets = lambda: [target]
 
@@ -29,12 +29,16 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
                 monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _: found)
                 bench.look({}, monkeypatch)
 
+            def is_in(state: str) -> bool:
+                now = processes.read(child.pid)
+                return now is not None and now.state == state
+
             def pause(process: processes.Process) -> tuple[str, str]:
                 for _ in range(3):
                     os.kill(process.pid, signal.SIGSTOP)
-                    time.sleep(0.05)
+                    eventually(lambda: is_in("T"), "it is stopped")
                     os.kill(process.pid, signal.SIGCONT)
-                    time.sleep(0.05)
+                    eventually(lambda: is_in("S"), "it sleeps again")
                 return "Process 1: native", ""
 
             monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.native", pause)

@@ -55,9 +55,19 @@ def worker_of(hub):
     return ProcessId(worker.pid, worker.start_ticks)
 
 
-def test_a_hub_records_what_its_worker_finds_counts_what_is_no_trace_and_ends_the_worker(traces):
+def test_a_hub_records_what_its_worker_finds_counts_what_is_no_trace_and_ends_the_worker(traces, tmp_path):
     good, bad = traces
-    with started(fake_ranks({"steps": 8, "traces": [good, bad, good]})) as run:
+    go = tmp_path / "go"
+    # The job goes on until the traces are analysed: at its end the hub waits for them for 2 s only.
+    waiting = ["sh", "-c", '"$@"; until [ -e "$0" ]; do sleep 0.1; done', str(go)]
+    with started([*waiting, *fake_ranks({"steps": 8, "traces": [good, bad, good]})]) as run:
+        with App(run) as app:
+            eventually(
+                lambda: sum(isinstance(frame.message, Composition) for frame in app.history()) == 2,
+                "what the worker finds in both",
+                every=0.2,
+            )
+        go.touch()
         assert exit_of(run).state == "finished"
         hub_gone(run)
         first, second = messages(run, AllocatorEvents)
@@ -88,7 +98,7 @@ def test_a_worker_that_is_killed_costs_its_trace_and_no_more(traces):
 
     def analyse(body: bytes) -> None:
         analysis.submit("rank-0-1-1", body)
-        posted.get(timeout=60)()
+        posted.get(timeout=200)()
 
     try:
         analyse(Path(good).read_bytes())

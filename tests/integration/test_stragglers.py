@@ -36,7 +36,7 @@ def test_the_rank_that_loses_time_is_named_with_where_and_the_one_that_waits_is_
 ) -> None:
     home.run("run", "--detach", "--", *start_ranks.command(2, str(SCRIPT), library, where))
     run = home.newest()
-    eventually(lambda: slow(run.recording), "an alert about a slow rank", 240, every=0.5)
+    eventually(lambda: slow(run.recording), "an alert about a slow rank", 400, every=0.5)
     home.run("kill", run.id, "--yes")
     wait_until_nothing_is_left(run)
     frames = Reader(run.recording).frames(0, 100_000)

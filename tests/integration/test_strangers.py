@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
-from eventually import eventually
+from eventually import SECONDS, eventually
 from ftmon.protocol.errors import RunDirError
+from ftmon.protocol.host.process import ProcessId, start_ticks
 from ftmon.protocol.link import keys
 from ftmon.protocol.link.sockets import peer_socket, secure_client
 from ftmon.protocol.messages import wire
@@ -28,8 +30,6 @@ from ftmon.protocol.run.rundir import HubFile, RunDir
 from ftmon_process import Ftmon
 from hub_client import App, hub_of
 from ports import listen_address
-
-SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,22 @@ def start_hub(run: RunDir) -> "subprocess.Popen[bytes]":
 
 def end_hub(hub: "subprocess.Popen[bytes]") -> None:
     hub.terminate()
-    hub.wait(20)
+    hub.wait(SECONDS)
 
 
 @pytest.fixture(scope="module")
 def listening(home: Path) -> Iterator[RunDir]:
     """A run whose hub also listens on TCP."""
     run = run_store.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
+    # Without a launcher that lives, the hub would leave when a minute has brought no rank.
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = ProcessId(launcher.pid, start_ticks(launcher.pid) or 0)
+    run.write_run(msgspec.structs.replace(run.read_run(), launcher=process))
     hub = start_hub(run)
     yield run
     end_hub(hub)
+    launcher.kill()
+    launcher.wait()
 
 
 def place(address: str) -> tuple[str, int]:
@@ -145,7 +151,7 @@ def test_only_a_key_that_is_let_in_is_answered(listening: RunDir, context: "zmq.
         )
     }
     right = knock(context, hub, "stream", friend, hub.server_key)
-    assert right.poll(10_000), "the user's own key is let in"
+    assert right.poll(int(SECONDS * 1000)), "the user's own key is let in"
     poller = zmq.Poller()
     for line in wrong.values():
         poller.register(line, zmq.POLLIN)
@@ -163,7 +169,7 @@ def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(
     line.connect(hub.listen["control"])
     command = Command("c", "console", {"rank": 0, "code": "1"})
     line.send_multipart(wire.encode("app", 1, time.time(), command))
-    assert line.poll(10_000)
+    assert line.poll(int(SECONDS * 1000))
     answer = wire.decode_body(line.recv_multipart()[1])
     assert isinstance(answer, Accepted)
     assert (answer.ok, "not over TCP" in answer.text) == (False, True)
@@ -173,7 +179,7 @@ def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(
         watch = rank.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         secure_client(rank, keys.client_pair(), hub.server_key)
         rank.connect(hub.listen[channel])
-        assert watch.poll(10_000), f"{channel} let an app in"
+        assert watch.poll(int(SECONDS * 1000)), f"{channel} let an app in"
         rank.disable_monitor()
         rank.close()
 
@@ -220,7 +226,7 @@ def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir
     line.send_multipart(wire.encode("app", 1, time.time(), Command("once", "stacks")))
     answers: list[Any] = []
     while not any(isinstance(answer, Result) for answer in answers):
-        assert line.poll(20_000)
+        assert line.poll(int(SECONDS * 1000))
         answers.append(wire.decode_body(line.recv_multipart()[1]))
     assert isinstance(answers[0], Accepted)
     assert [command.id for command in commands(listening)] == ["once"]
@@ -259,13 +265,13 @@ def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_comma
              "another user's": "belongs to another user"}[case]  # fmt: skip
     try:
         hub = start_hub(run)
-        assert hub.wait(20) != 0
+        assert hub.wait(SECONDS) != 0
         assert hub.stderr is not None
         assert words in hub.stderr.read().decode()
         with pytest.raises(RunDirError, match=words):
             run.check()
         for command in (["kill", run.id, "--yes"], ["stacks", run.id], ["attach", run.id, "--plain"]):
-            done = Ftmon(home).run(*command, seconds=30)
+            done = Ftmon(home).run(*command)
             assert done.returncode != 0, (command, done.stdout)
             assert words in done.stderr, command
     finally:

@@ -16,6 +16,7 @@ from ftmon.tui.cli.train import sweep
 from ftmon.tui.model.sweep import SweepModel
 from ftmon.tui.screens.sweep.app import SweepApp
 from ftmon.tui.widgets.base.canvas import Canvas
+from scenes import until
 from sweep_results import done, out_of_memory, planned, write_results
 
 GIB = 1 << 30
@@ -49,9 +50,13 @@ def written(path: Path, process: ProcessId) -> Path:
 async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, worker: "subprocess.Popen[bytes]") -> None:
     me = ProcessId(worker.pid, start_ticks(worker.pid) or 0)
     app = SweepApp(written(tmp_path / "r.jsonl", me))
+
+    def shown() -> str:
+        return "\n".join(child.plain for child in app.screen.children if isinstance(child, Canvas))
+
     async with app.run_test(size=(100, 30)) as pilot:
-        await pilot.pause()
-        text = "\n".join(child.plain for child in app.screen.children if isinstance(child, Canvas))
+        await until(pilot, lambda: all(word in shown() for word in ("2 / 4 done", "4,096", "peak by seq")), "the sweep")
+        text, main = shown(), app.screen
         lines = text.splitlines()
         assert any("lengths: seq=2,048" in line and "2 / 4 done" in line and "running" in line for line in lines)
         assert any("1 out of memory" in line for line in lines)
@@ -64,11 +69,12 @@ async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, wor
         assert any("4,096" in line and "80.00 GiB too much" in line for line in lines)
         assert "peak by seq" in text
         await pilot.press("question_mark")
-        await pilot.pause()
+        await until(pilot, lambda: app.screen is not main, "the help")
         await pilot.press("escape")
+        await until(pilot, lambda: app.screen is main, "the sweep again")
         await pilot.press("S")
-        await pilot.pause()
-        assert worker.wait(timeout=60) != 0, "S interrupts the sweep's process"
+        await until(pilot, lambda: worker.poll() is not None, "the end of the sweep's process")
+        assert worker.returncode != 0, "S interrupts the sweep's process"
 
 
 def test_a_sweep_whose_process_is_gone_is_killed_not_running(tmp_path: Path) -> None:

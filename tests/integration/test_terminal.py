@@ -7,11 +7,10 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.run import run_store
 from ftmon.protocol.run.rundir import ExitFile, RunDir
-from ftmon_process import PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import LONG_SECONDS, PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
 from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
 
-FIRST_STEP_SECONDS = 120.0
 SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 
 
@@ -29,7 +28,7 @@ def terminal(home: Ftmon, tmp_path: Path) -> Iterator[Terminal]:
 
 def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal) -> None:
     command(terminal, PROGRAM, "demo", "--steps", "100000", *SMALL)
-    wait_for(terminal, "rank 0", "rank 1", "training", seconds=FIRST_STEP_SECONDS)
+    wait_for(terminal, "rank 0", "rank 1", "training", seconds=LONG_SECONDS)
     run = home.newest()
 
     terminal.press("?")

@@ -29,14 +29,14 @@ while True:
 EVALUATES = """
 import time
 from ftmon.trainer.recipe import termination as module
-module._LEAST_SECONDS = 0.1
+module._LEAST_SECONDS = 0.5
 termination = module.Termination()
 termination.step()
 with termination.busy():
     print("ready", flush=True)
     while not termination.requested:
         time.sleep(0.01)
-    time.sleep(1)
+    time.sleep(2)
 termination.step()
 termination.acknowledge()
 termination.close()

@@ -94,14 +94,14 @@ class ThreadWorld:
         self._shared, self._barrier = shared, barrier
 
     def barrier(self) -> None:
-        self._barrier.wait(60)
+        self._barrier.wait(200)
 
     def share_text(self, text: str) -> str:
         if self.is_first:
             self._shared[:] = [text]
-        self._barrier.wait(60)
+        self._barrier.wait(200)
         (found,) = self._shared
-        self._barrier.wait(60)
+        self._barrier.wait(200)
         return found
 
     def log(self, text: str) -> None:

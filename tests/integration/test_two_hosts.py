@@ -34,11 +34,11 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 def start(hosts: TwoHosts) -> RunDir:
     (hosts.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NODES))
-    settings = {"STEPS": "3000", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    settings = {"STEPS": "20000", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
     (hosts.folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
     job = ["deepspeed", "--hostfile", "hostfile", "--master_addr", NODES["nodea"], str(SCRIPTS / "deepspeed_loop.py")]
     started = hosts.on_a(*("ftmon", "run", "--detach", "--", *job), FTMON_HOME=str(hosts.private), DS_ACCELERATOR="cpu")
-    _, errors = started.communicate(timeout=60)
+    _, errors = started.communicate(timeout=200)
     assert started.returncode == 0, errors
     (path,) = (hosts.private / "runs").iterdir()
     return RunDir(path)
@@ -46,7 +46,7 @@ def start(hosts: TwoHosts) -> RunDir:
 
 def orphans_on_b(hosts: TwoHosts) -> list[dict[str, Any]]:
     there = hosts.on_b("ftmon", "cleanup", "--json")
-    output, errors = there.communicate(timeout=60)
+    output, errors = there.communicate(timeout=200)
     assert there.returncode == 0, errors
     return json.loads(output)
 
@@ -58,36 +58,36 @@ def command_lines() -> str:
 def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHosts) -> None:
     run = start(hosts)
     with App(run) as app:
-        assert app.told(Hello, lambda hello: hello.rank == 0, 120).host == "nodea"
-        assert app.told(Hello, lambda hello: hello.rank == 1, 120).host == "nodeb"
-        app.wait_for(Step, lambda step: step.rank == 1 and step.step >= 3, 120)
-        app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and bool(sample.processes), 30)
-        app.wait_for(LogLine, lambda line: line.rank == 1 and line.text.startswith("loss"), 30)
+        assert app.told(Hello, lambda hello: hello.rank == 0, 400).host == "nodea"
+        assert app.told(Hello, lambda hello: hello.rank == 1, 400).host == "nodeb"
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step >= 3)
+        app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and bool(sample.processes))
+        app.wait_for(LogLine, lambda line: line.rank == 1 and line.text.startswith("loss"))
         secret = read_join(join_path(run)).secret
         assert secret not in command_lines(), "the key is on a command line"
         assert secret not in (run.logs / "launcher.log").read_text()
         assert orphans_on_b(hosts) == []
 
         hosts.cable("down")
-        app.wait_for(HostState, lambda host: host.state == "cut off" and host.ranks == [1], 30)
-        app.wait_for(RankState, lambda state: state.rank == 1 and state.state == "unreachable", 30)
-        app.wait_for(Alert, lambda alert: (alert.kind, alert.evidence["rule"]) == ("hang", "unreachable"), 30)
+        app.wait_for(HostState, lambda host: host.state == "cut off" and host.ranks == [1])
+        app.wait_for(RankState, lambda state: state.rank == 1 and state.state == "unreachable")
+        app.wait_for(Alert, lambda alert: (alert.kind, alert.evidence["rule"]) == ("hang", "unreachable"))
         orphans = orphans_on_b(hosts)
         assert orphans
         assert {(one["why"], one["sure"]) for one in orphans} == {("whose hub on nodea does not answer", False)}
         hosts.cable("up")
-        back = app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > host_cut(app), 30)
+        back = app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > host_cut(app))
         assert back.dropped == 0
         last = max(step.step for step in app.of(Step))
-        app.wait_for(Step, lambda step: step.rank == 1 and step.step > last + 2, 60)
-        app.wait_for(Alert, lambda alert: alert.kind == "hang" and alert.resolved is not None, 30)
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step > last + 2)
+        app.wait_for(Alert, lambda alert: alert.kind == "hang" and alert.resolved is not None)
         assert not [state for state in app.of(RankState) if state.rank == 1 and state.state == "hung"]
         steps = [frame.message.step for frame in app.history() if is_step_of(frame.message, 1)]
         assert steps == list(range(1, len(steps) + 1)), "a step of the host that was cut off is missing"
 
         agent = hosts.kill_on_b("ftmon.trainer.agent")
-        app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > back.since, 30)
-        app.wait_for(Step, lambda step: step.rank == 1 and step.step > steps[-1] + 10, 30)
+        app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > back.since)
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step > steps[-1] + 10)
         assert hosts.kill_on_b("ftmon.trainer.agent", 0) != agent, "no rank started another agent"
 
         result = app.command("kill", ranks=[1])
@@ -95,9 +95,9 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         assert result.text.startswith("On nodeb: "), result.text
         assert result.data["ranks"] == [1]
         assert 1 in result.data["stacks_saved"]
-        exit_of(run, 60)
+        exit_of(run)
     eventually(lambda: not hosts.processes_on_b(), f"the end of {hosts.processes_on_b()}")
-    left = subprocess.run([*hosts.enter_b(), "ls", str(run.path)], capture_output=True, text=True, timeout=30).stdout
+    left = subprocess.run([*hosts.enter_b(), "ls", str(run.path)], capture_output=True, text=True, timeout=200).stdout
     assert left.split() == ["hosts"], "the key was left behind"
 
 

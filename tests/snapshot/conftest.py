@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
+from ftmon.tui.widgets.state import app_state
 from scenes import hanging, recorded, settled
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
@@ -28,6 +29,12 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     os.environ.pop("TZ", None)
     time.tzset()
+
+
+@pytest.fixture(autouse=True)
+def messages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the key bar says for seconds until the picture is taken, however slow the machine."""
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="session")

@@ -72,10 +72,10 @@ def started(command: list[str], **options: Any) -> Iterator[RunDir]:
                 processes.send_signal(process, signal.SIGKILL)
         if is_alive(launcher):
             try:
-                exit_of(run, 60)
+                exit_of(run)
             finally:
                 signal_hub(run, signal.SIGTERM)
-                eventually(lambda: not is_alive(launcher), "the launcher's end", 60)
+                eventually(lambda: not is_alive(launcher), "the launcher's end")
         signal_hub(run, signal.SIGKILL)
         run.remove_sockets(CHANNELS)
 
@@ -196,6 +196,8 @@ class App:
                 return
             yield from part
             last = part[-1].seq
+            if len(part) < 5_000:  # more is recorded all the time
+                return
 
     def history(self) -> list[Frame]:
         """List everything recorded so far."""

@@ -13,6 +13,7 @@ from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.step_trace import StepTrace
+from ftmon.protocol.messages.telemetry import Goodbye, Hello
 from ftmon.protocol.run import run_store
 from ftmon.trainer.host.import_hook import INJECT_DIR
 from ftmon.trainer.hub.analyses import trace_worker
@@ -66,7 +67,7 @@ class Collector:
             )
         return self
 
-    def collect(self, until, seconds=120):
+    def collect(self, until, seconds=400):
         """Receive until ``until(self)`` holds; fails, with the job's output, when it does not in time."""
         deadline = time.monotonic() + seconds
         while not until(self):
@@ -85,12 +86,17 @@ class Collector:
         self.ranks.send_multipart([identity.encode(), *wire.encode("hub", 1, time.time(), command)])
         return command.id
 
-    def finish(self, seconds=120):
+    def finish(self, seconds=400):
         """Receive until the job has ended and everything it sent has come."""
         self.collect(lambda c: c.job.poll() is not None, seconds)
-        while self.telemetry.poll(300):
+        while self.telemetry.poll(50 if self._all_said_goodbye() else 1000):
             self._receive()
         return self
+
+    def _all_said_goodbye(self):
+        """Return whether each rank's last message has come."""
+        ranks = {(hello.rank, hello.pid) for hello in self.of(Hello)}
+        return 0 < len(ranks) <= len(self.of(Goodbye))
 
     def _receive(self):
         """Keep one message; in place of a step's trace, what the hub's worker finds in it."""

@@ -20,7 +20,7 @@ def main() -> None:
     asked = Monitor.stop_requested
     for path in map(Path, sys.argv[1:]):
         if world.is_first:
-            print(f"== {path.stem}", flush=True)
+            sys.stdout.write(f"== {path.stem}\n")  # in one piece: unbuffered, print writes the line's end by itself
         if path.stem.startswith("stop-at-") and world.rank == 1:
             calls = iter(range(1, 1000))
             wanted = int(path.stem.rpartition("-")[2])
@@ -29,7 +29,7 @@ def main() -> None:
             train(load(str(path)).config, world)
         except FtmonError as error:
             if world.is_first:
-                print(f"refused: {error}", flush=True)
+                sys.stdout.write(f"refused: {error}\n")
             world.barrier()
         Monitor.stop_requested = asked
     world.leave()

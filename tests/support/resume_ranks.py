@@ -62,15 +62,15 @@ def main() -> None:
         # A print of all ranks' lines, one job after the other.
         world.barrier()
         if world.is_first:
-            print(f"== {path.stem}", flush=True)
+            sys.stdout.write(f"== {path.stem}\n")  # in one piece: unbuffered, print writes the line's end by itself
         world.barrier()
         try:
             train(load(str(path)).config, world)
         except GivenUpError:
-            print("given up", flush=True)
+            sys.stdout.write("given up\n")
         except FtmonError as error:
             if world.is_first:
-                print(f"refused: {error}", flush=True)
+                sys.stdout.write(f"refused: {error}\n")
         world.barrier()
     world.leave()
 

@@ -76,7 +76,7 @@ class SmallHub:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._thread.join(timeout=10)
+        self._thread.join()
         self._context.destroy(linger=0)
         self._writer.close()
         self.run.remove_sockets(("stream", "control", "query"))

@@ -65,4 +65,4 @@ def launch(folder: Path, module: str, jobs: dict[str, tuple[int, list[str]]]) ->
     (folder / "plan.json").write_text(json.dumps(entries))
     environment = rank_jobs.environment_of(resolved, folder / "cache")
     environment.pop("TORCHDYNAMO_DISABLE", None)
-    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 550)
+    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 1400)

@@ -46,16 +46,16 @@ class SshServer(asyncssh.SSHServer):
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._acceptor = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(20)
+        self._acceptor = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(200)
         self.port = self._acceptor.get_port()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(20)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(200)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(200)
         self._loop.close()
 
     def unix_connection_requested(self, dest_path: str) -> bool:

@@ -47,21 +47,21 @@ class TmuxTerminal:
         size = ["-x", str(columns), "-y", str(lines)]
         shell = "env -u TMUX -u TMUX_PANE PS1='$ ' sh"
         environment = {**environ, "TERM": "xterm-256color"}
-        subprocess.run([*self._tmux, "new-session", "-d", *size, shell], env=environment, check=True, timeout=20)
+        subprocess.run([*self._tmux, "new-session", "-d", *size, shell], env=environment, check=True, timeout=200)
 
     def press(self, *keys: str) -> None:
         for key in keys:
             literal = ["-l"] if len(key) == 1 or " " in key else []
-            subprocess.run([*self._tmux, "send-keys", *literal, key], check=True, timeout=20)
+            subprocess.run([*self._tmux, "send-keys", *literal, key], check=True, timeout=200)
 
     def text(self) -> str:
         done = subprocess.run(
-            [*self._tmux, "capture-pane", "-p"], capture_output=True, text=True, timeout=20, check=False
+            [*self._tmux, "capture-pane", "-p"], capture_output=True, text=True, timeout=200, check=False
         )
         return done.stdout
 
     def close(self) -> None:
-        subprocess.run([*self._tmux, "kill-server"], check=False, capture_output=True, timeout=20)
+        subprocess.run([*self._tmux, "kill-server"], check=False, capture_output=True, timeout=200)
 
 
 class PtyTerminal:

@@ -20,7 +20,7 @@ from remote_shell import RemoteShell
 
 NODES = {"nodea": "10.77.0.1", "nodeb": "10.77.0.2"}
 _TOOLS = ("unshare", "nsenter", "ip", "mount")
-_LIFE_SECONDS = 900
+_LIFE_SECONDS = 1800
 _USERS = ["--user", "--map-root-user"]
 
 

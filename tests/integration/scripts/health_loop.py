@@ -23,7 +23,7 @@ class Rows(Dataset):
         return 4 * STEPS
 
     def __getitem__(self, index):
-        time.sleep(0.008 if "loader" in FAULTS else 0.0)
+        time.sleep(0.02 if "loader" in FAULTS else 0.0)
         return torch.randn(16, generator=torch.Generator().manual_seed(index))
 
 

@@ -1,4 +1,4 @@
-"""Two ranks, of which rank 1 loses 40 ms a step: ``straggler.py ddp|fsdp idle|forward|data [cuda]``."""
+"""Two ranks, of which rank 1 loses 100 ms a step: ``straggler.py ddp|fsdp idle|forward|data [cuda]``."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ STEPS = 100_000
 
 def lose(where: str) -> None:
     if dist.get_rank() == 1 and where == WHERE:
-        time.sleep(0.04)
+        time.sleep(0.1)
 
 
 class Rows(Dataset[torch.Tensor]):

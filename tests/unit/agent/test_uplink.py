@@ -181,7 +181,9 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
         hub.turn()
         uplink.receive()
 
-    eventually(lambda: uplink.clock_offset is not None, "the clock's offset", each=beat_once, every=0.01)
+    # The offset is wrong by at most half the time that a beat and its answer took.
+    eventually(lambda: (uplink.round_trip or 1.0) < 0.1, "a fast round trip", each=beat_once, every=0.01)
+    assert uplink.clock_offset is not None
     assert abs(uplink.clock_offset) < 0.05
     assert hub.facts[0] == ProcessFact(3, 12, 99, True, "S")
     (state,) = hub.agents.tick()
@@ -235,7 +237,8 @@ def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
     hub.agents.tick()
     assert not hub.agents.missed(), "it is heard, so it has been told"
     uplink.disconnect()
-    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", -1.0)
+    # Below every silence: after a pause of the hub an agent counts as heard in the future.
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", float("-inf"))
     hub.agents.tick()
     assert [agent.host for agent in hub.agents.missed()] == ["nodeb"]
     monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 60.0)
@@ -254,11 +257,11 @@ def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agen
     (known,) = hub.agents.all()
     for _ in range(50):
         uplink.send_beat(beat())
-    assert hub.socket.poll(5_000), "words that nobody has read yet"
+    assert hub.socket.poll(60_000), "words that nobody has read yet"
     uplink.disconnect()
     uplink.connect(hub.address)
     assert uplink.socket is not None
-    assert uplink.socket.poll(5_000, zmq.POLLOUT)
+    assert uplink.socket.poll(60_000, zmq.POLLOUT)
     turning(hub, uplink, lambda: uplink.send_beat(beat()) or uplink.connected)
     assert hub.agents.all() == [known]
     assert hub.agents.all()[0] is known
@@ -306,7 +309,7 @@ def test_only_the_runs_own_agents_come_in(context: "zmq.Context[Any]", run: rund
     made.connect(hub.address)
     with contextlib.suppress(zmq.Again):  # refused already: then there is nobody to send it to
         made.send_multipart(wire.encode("agent-x-1-1", 0, 1.0, beat()), zmq.NOBLOCK)
-    assert watch.poll(10_000), "the connection was not refused"
+    assert watch.poll(60_000), "the connection was not refused"
     assert not hub.socket.poll(100)
 
 
@@ -320,13 +323,14 @@ def test_an_agents_key_opens_no_app_channel(context: "zmq.Context[Any]", run: ru
         watch = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
         sockets.secure_client(made, keys.agent_pair(run), keys.server_pair(run).public)
         made.connect(control.getsockopt_string(zmq.LAST_ENDPOINT))
-        assert watch.poll(10_000), "the connection was not refused"
+        assert watch.poll(60_000), "the connection was not refused"
     finally:
         authenticator.stop()
 
 
 def test_a_silent_address_is_given_up(context: "zmq.Context[Any]", run: rundir.RunDir, monkeypatch: Any) -> None:
     uplink = make_uplink(context, run)
+    monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         uplink.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         assert not uplink.silent
@@ -356,5 +360,5 @@ def test_a_hub_that_was_restarted_gives_a_host_it_has_not_heard_yet_some_seconds
 ) -> None:
     hub.agents.restore([HELLO, HostState("nodeb", "reachable", time.time(), 3, [3])])
     assert hub.agents.tick() == []
-    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", -1.0)
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", float("-inf"))
     assert [state.state for state in hub.agents.tick()] == ["cut off"]

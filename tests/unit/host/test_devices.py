@@ -136,6 +136,7 @@ def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.M
         assert samples[0].time < samples[2].time
     finally:
         sampler.close()
+    sampler.join(60)
     assert not sampler.is_alive()
 
 

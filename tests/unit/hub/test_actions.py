@@ -108,7 +108,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         link = RankLink([router])
         link.register(HELLO)
         answers: list[Any] = []
-        link.ask(Stop(), [0], 5.0).then(answers.append)
+        link.ask(Stop(), [0], 60.0).then(answers.append)
         assert answers == []
         rank = sockets.peer_socket(context, "ranks", identity_of(HELLO).encode())
         rank.connect("inproc://late")
@@ -124,7 +124,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         eventually(
             lambda: len(answers) > 1,
             "the answer for one that is gone",
-            each=lambda: link.ask(Stop(), [0], 5.0).then(answers.append),
+            each=lambda: link.ask(Stop(), [0], 60.0).then(answers.append),
         )
         assert answers[1] == {}, "one that is gone holds nobody up"
     finally:

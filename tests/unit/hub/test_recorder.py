@@ -47,12 +47,12 @@ def test_nobody_waits_for_a_disk_that_takes_its_time_and_nothing_is_lost(path: P
     done = threading.Event()
     put(recorder, FRAMES[:100])
     recorder.commit(done.set)
-    assert SlowWriter.entered.wait(10)
+    assert SlowWriter.entered.wait(200)
     put(recorder, FRAMES[100:])
     recorder.commit()
     assert not done.is_set(), "what is asked for after a commit comes after it"
     SlowWriter.goes.set()
-    assert done.wait(10)
+    assert done.wait(200)
     recorder.close()
     with Reader(path) as reader:
         assert reader.frames(limit=10**6) == FRAMES
@@ -69,7 +69,7 @@ def test_a_disk_that_takes_nothing_for_long_is_told_of_and_its_end_too(path: Pat
     done = threading.Event()
     recorder.commit(done.set)
     SlowWriter.goes.set()
-    assert done.wait(10)
+    assert done.wait(200)
     recorder.close()
     assert recorder.error == ""
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_held_is_let_go_and_counted_and_what_explains_the_run_sta
     monkeypatch.setattr(batches, "PENDING_LIMIT", 50)
     recorder = Recorder(SlowWriter(path, RUN))
     recorder.commit()
-    assert SlowWriter.entered.wait(10)
+    assert SlowWriter.entered.wait(200)
     put(recorder, FRAMES)
     recorder.commit()
     SlowWriter.goes.set()
@@ -105,7 +105,7 @@ def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
         patch.setattr(Batch, "insert", mistaken)
         put(recorder, FRAMES[:10])
         recorder.commit(done.set)
-        assert done.wait(10)
+        assert done.wait(200)
     put(recorder, FRAMES[10:])
     recorder.close()
     assert "RuntimeError: a mistake" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 HOLDS = {"on_oom": "hold", "allow_console": True}
 CPU = torch.device("cpu")
-SECONDS = 20.0
+SECONDS = 200.0
 STARTED = threading.Event()
 
 

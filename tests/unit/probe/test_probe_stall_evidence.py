@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from eventually import eventually
 from ftmon.trainer.hub.ranks import stall_probe
 from ftmon.trainer.probe.link import flight_recorder
 from ftmon.trainer.probe.phases.tracker import Counts
@@ -55,9 +56,11 @@ def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_th
 
     def dump():
         asked.append(threading.current_thread())
-        answers.wait(30)
+        answers.wait(200)
         return RECORDED
 
+    if flight_recorder._reader is not None:
+        flight_recorder._reader.join()  # an earlier test's: while it runs, no other is sent
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
     counts = Counts()
     counts.recent.append(("0", 5, "all_reduce", 12))
@@ -65,8 +68,10 @@ def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_th
     assert flight_recorder.calls(counts)["source"] == "calls"
     assert time.monotonic() - began >= flight_recorder.READ_SECONDS
     assert flight_recorder.READ_SECONDS < stall_probe.AGAIN_SECONDS
+    eventually(lambda: asked, "the question to the recorder")
     assert flight_recorder.calls(counts)["source"] == "calls"
     assert len(asked) == 1, "another one was sent after the one that waits"
     answers.set()
-    asked[0].join(10)
+    asked[0].join(200)
+    monkeypatch.setattr(flight_recorder, "READ_SECONDS", 200.0)
     assert flight_recorder.calls(counts)["source"] == "recorder"

@@ -116,11 +116,11 @@ def test_what_faulthandler_writes_here_is_read():
 
     def sleeper() -> None:
         ready.set()
-        go.wait(10)
+        go.wait(200)
 
     thread = threading.Thread(target=sleeper)
     thread.start()
-    ready.wait(10)
+    assert ready.wait(200)
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         go.set()

@@ -41,7 +41,7 @@ def fold(path: Path) -> None:
     checkpointer = Checkpointer(path)
     checkpointer.start()
     checkpointer.poke()
-    assert Watched.used.wait(10)
+    assert Watched.used.wait(200)
     checkpointer.stop()
     assert not checkpointer.is_alive()
 

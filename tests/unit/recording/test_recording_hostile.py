@@ -148,9 +148,10 @@ def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
 
     def checked(name: Path) -> opening._Header:
         header = check(name)
-        looks.append(name)
-        if len(looks) == 3:
-            name.unlink()
+        if name == path:  # another test's overview may still open its own
+            looks.append(name)
+            if len(looks) == 3:
+                name.unlink()
         return header
 
     monkeypatch.setattr(opening, "_check_header", checked)
