@@ -207,6 +207,13 @@ def test_an_app_on_tcp_needs_a_key_on_the_list():
         context.destroy(linger=0)
 
 
+def test_who_hears_of_the_end_finds_it_in_the_recording():
+    with started(fake_ranks({"rate": 30, "steps": 300})) as run, App(run) as app:
+        end = app.wait_for(RunState, lambda state: state.state == "finished")
+        with Reader(run.recording) as reader:
+            assert end in [frame.message for frame in reader.frames(0, 100_000)]
+
+
 def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -69,6 +69,8 @@ STOP_NOTICE_SECONDS = 5.0
 """Lead time of a stop command to ranks on several hosts."""
 TRACES_SECONDS = 10.0
 """Time limit at a run's end for analysing the traces of captured steps."""
+_RECORDED_SECONDS = 5.0
+"""Time limit at a run's end for the disk: whoever hears of the end finds it in the recording."""
 _DRAIN = 512
 """Maximum messages received per socket before commands are handled again."""
 
@@ -265,7 +267,7 @@ class Hub:
         self._analysis.ended(end)
         self._jobs.close()
         self._report()
-        self._commits.commit()
+        self._commits.commit_all(_RECORDED_SECONDS)
 
     def _report(self) -> None:
         self.emit(self._stats.measure())

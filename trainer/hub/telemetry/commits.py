@@ -62,6 +62,13 @@ class Commits:
             self._disk_trouble = trouble
             self._report()
 
+    def commit_all(self, seconds: float) -> None:
+        """Commit, and wait at most ``seconds`` for the disk."""
+        self.commit()
+        written = Event()
+        self._stream.commit(written.set)
+        written.wait(seconds)
+
     def commit_when_due(self) -> None:
         """Commit at once if too many messages are uncommitted to wait for the next tick."""
         if self._stream.commit_due:
