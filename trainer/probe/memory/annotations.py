@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ....protocol.snapshot.model import OWN_SPAN
-from ..phases.marks import Mark
+from ..phases.marks import Mark, wall_offset_ns
 
 _STEPS = 256
 """Number of steps kept: more than any recording of the allocator covers."""
@@ -39,7 +39,7 @@ class PhaseMarks:
             step: the step under way.
             marks: its marks so far; the last phase ends now.
         """
-        offset_ns = time.time_ns() - time.perf_counter_ns()
+        offset_ns = wall_offset_ns()
         now = time.perf_counter_ns()
         steps = [*self._steps, (step, [*_begun(marks), ("", now)])]
         spans = found.setdefault("external_annotations", [])

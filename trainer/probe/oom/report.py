@@ -19,6 +19,7 @@ from ..memory.annotations import PhaseMarks
 from ..memory.composition.storages import Storages
 from ..memory.composition.walk import Roots, walk
 from ..memory.snapshot_file import write_snapshot
+from ..phases.marks import wall_offset_ns
 from ..phases.outbox import Outbox
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
@@ -214,7 +215,7 @@ class OomReporter:
         stream = torch.cuda.current_stream(failed.device).cuda_stream
         free = blocks.pieces(segments, failed.requested, stream)
         known = {address: held.part for address, held in self._storages(failed.device).held.items()}
-        offset_ns = time.time_ns() - time.perf_counter_ns()
+        offset_ns = wall_offset_ns()
         parts, note = blocks.parts(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
         step = self._tracker.step + 1
         self._phase_marks.annotate(found, failed.device, step, list(self._tracker.marks))

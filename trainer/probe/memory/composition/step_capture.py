@@ -10,12 +10,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from time import perf_counter_ns, time_ns
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from .....protocol.messages.memory import Reason
 from ... import guard
-from ...phases.marks import Mark
+from ...phases.marks import Mark, wall_offset_ns
 from ...phases.tracker import Tracker
 from .residency import resident_bytes
 from .storages import Held, Storages
@@ -149,7 +149,7 @@ class StepCapture:
 
     def _finish(self) -> None:
         self.step = self._tracker.step
-        self.offset_ns = time_ns() - perf_counter_ns()
+        self.offset_ns = wall_offset_ns()
         self._off(self._undo_backward)
         self._off(self._undo)
         self._leave()
