@@ -189,7 +189,7 @@ class Session:
         if total >= _GREETING_LIMIT:
             self._process.kill()
         status = self._process.wait()
-        self._reading.join(timeout=1)
+        self._reading.join(timeout=10)
         raise SshError(self.last_line, status)
 
     def _forward(self, words: Sequence[str]) -> None:

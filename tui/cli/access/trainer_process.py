@@ -24,7 +24,7 @@ from .ending import end_at_once
 _RECIPE = "ftmon.trainer.recipe.start"
 SCRIPT = "ftmon.trainer.launch.start"
 _FOREGROUND = "ftmon.trainer.foreground"
-_HUB_SECONDS = 15.0
+_HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PREFIX_COLUMNS = 10

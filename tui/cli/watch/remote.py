@@ -20,7 +20,7 @@ from ..foreground.narrate import Narrator
 from ..foreground.outcome import attach_line
 from ..output import terminal
 
-CONNECT_SECONDS = 15.0
+CONNECT_SECONDS = 30.0
 """Time limit of the first answer; a hub that does not allow this user never answers."""
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
