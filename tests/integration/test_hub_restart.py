@@ -217,7 +217,7 @@ def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resum
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(200)
         hub.terminate()
         assert hub.wait(200) == 128 + signal.SIGTERM
     info = Reader(run.recording).info()

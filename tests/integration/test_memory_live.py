@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from eventually import eventually
+from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.messages.control import Result, RunState
 from ftmon.protocol.messages.telemetry import AllocatorEvents, Stacks
@@ -21,6 +21,7 @@ from ftmon.tui.screens.memory import MemoryScreen
 from ftmon.tui.screens.stacks import StackList
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.widgets.state import app_state
 from ftmon_process import Ftmon
 from peaks import Explained
 from scenes import STACKS, until
@@ -34,6 +35,7 @@ HALF = next(index for index, frame in enumerate(FRAMES) if getattr(frame.message
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
     run = RunDir(tmp_path / "runs" / RUN.id)
     run.path.mkdir(parents=True, mode=0o700)
     for folder in (run.logs, run.snapshots):
@@ -65,7 +67,7 @@ async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hu
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: len(app.app_state.model.ranks) == 2 and source.can_command, "both ranks")
             await pilot.press("m")
-            assert isinstance(app.screen, MemoryScreen)
+            await until(pilot, lambda: isinstance(app.screen, MemoryScreen) and app.screen.is_mounted, "the memory")
             await until(pilot, lambda: "of step 8" in shown(app), "the composition recorded before")
             put(hub, FRAMES[HALF:])
             await until(pilot, lambda: "of step 24" in shown(app), "the composition that came")
@@ -83,7 +85,7 @@ async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hu
             assert asked["arm"] == {"ranks": [1], "phase": asked["arm"]["phase"]}
             assert asked["arm"]["phase"] in ("backward", "optimizer")
             await pilot.press("e")
-            assert isinstance(app.screen, EventsScreen)
+            await until(pilot, lambda: isinstance(app.screen, EventsScreen), "the events")
             await until(pilot, lambda: "step 24: 9,120 entries" in shown(app), "the sampled step")
     finally:
         source.close()
@@ -96,7 +98,9 @@ async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> N
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: app.app_state.model.ranks, "a rank")
-            await pilot.press("m", "x")
+            await pilot.press("m")
+            await until(pilot, lambda: isinstance(app.screen, MemoryScreen) and app.screen.is_mounted, "the memory")
+            await pilot.press("x")
             await until(pilot, lambda: "read-only: arm is refused" in shown(app), "the refusal")
             assert hub.commands == []
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import SECONDS
 from ftmon.protocol.messages import verbs
 from ftmon.protocol.messages.control import Accepted
 from ftmon.tui.app import FtmonApp
@@ -16,6 +17,7 @@ from ftmon.tui.screens.oom.screen import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.snapshot.help import SnapshotHelp
 from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.widgets.state import app_state
 from oomscenes import NAME, HeldRun, oom_of, out_of_memory
 from scenes import ReadyReplay, until
 
@@ -171,8 +173,9 @@ data: {path: rows.jsonl}
 
 
 async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refuses_them_is_shown(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
     source = HeldRun(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "off"))

@@ -19,8 +19,6 @@ from ftmon.trainer.predict.live import cache_file
 from hub_client import exit_of, fake_ranks, hub_gone, hub_of
 from run_picture import pictured
 
-pytestmark = pytest.mark.timeout(300)
-
 CONFIG = """
 training: {sequence_length: 512, max_steps: 10, micro_batch: 2}
 zero: {stage: 2}

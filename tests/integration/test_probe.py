@@ -262,7 +262,7 @@ def test_without_a_hub_a_rank_ends_within_a_second_of_its_last_line(tmp_path, mo
             environment = {**os.environ, "FTMON_RUN": str(tmp_path)}  # it saves there; nothing of ours is on its path
             alone = subprocess.Popen([BIN / "python", SCRIPTS / "single_loop.py"], stdout=file, env=environment)
         # Python and torch take their time to end, most of it on a loaded machine.
-        assert watched - seconds_to_end(alone, output) < 3
+        assert watched - seconds_to_end(alone, output) < 4.5  # a wait for a hub takes 5 s more
     finally:
         collector.close()
 

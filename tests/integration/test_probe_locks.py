@@ -25,13 +25,13 @@ def test_a_wait_for_a_builds_lock_is_found_with_its_file_and_whether_a_compiler_
         assert found["idle_s"] > 1e6
         program = tmp_path / "ninja"
         program.symlink_to("/bin/sleep")
-        elsewhere = subprocess.Popen([str(program), "60"], cwd="/")
+        elsewhere = subprocess.Popen([str(program), "600"], cwd="/")
         try:
             assert not locks.waits_for(ident)["compiler"], "it builds something else"
         finally:
             elsewhere.kill()
             elsewhere.wait()
-        compiler = subprocess.Popen([str(program), "60"], cwd=tmp_path)
+        compiler = subprocess.Popen([str(program), "600"], cwd=tmp_path)
         eventually(lambda: locks.waits_for(ident).get("compiler"), "the compiler beside it")
     finally:
         lock.unlink()

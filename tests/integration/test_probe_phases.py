@@ -99,7 +99,7 @@ def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(collector):
     found = shares(steps)
     own_ms = [own["step"] * 1000 for own in truth]
     assert found.step_ms == pytest.approx(sum(step.host_us for step in steps) / 6000)
-    assert found.step_ms < sum(own_ms) / 6 + 250  # start-up took more than 1,000 ms
+    assert found.step_ms < sum(own_ms) / 6 + 750  # start-up took more than 5,000 ms
     generated = sum(step.phase("generate").host_us for step in steps) / sum(step.host_us for step in steps)
     assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
     beats = {beat.phase for beat in collector.of(Heartbeat)}

@@ -37,6 +37,7 @@ def watch():
     made = Watch()
     yield made
     made.supervisor.stop()
+    made.supervisor.join(200)  # it may still have descriptors to close
 
 
 def begin(watch: Watch, process) -> ProcessFact:

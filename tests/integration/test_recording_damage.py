@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,8 +152,7 @@ def as_nobody() -> Iterator[None]:
 @pytest.fixture
 def public_dir() -> Iterator[Path]:
     """A directory that everybody reaches (pytest's own is for its owner alone)."""
-    path = Path("/tmp") / f"ftmon-test-{os.getpid()}"
-    path.mkdir(mode=0o755)
+    path = Path(tempfile.mkdtemp(prefix="ftmon-test-", dir="/tmp"))
     path.chmod(0o755)
     yield path
     path.chmod(0o755)

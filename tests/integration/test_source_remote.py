@@ -21,7 +21,7 @@ def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context
     with SmallHub(run) as hub:
         for frame in frames:
             hub.put(frame.message, frame.t)
-        remote = RemoteReader(context, run.ipc_address("query"))
+        remote = RemoteReader(context, run.ipc_address("query"), timeout_s=200)
         info = remote.info()
         t, first = frames[len(frames) // 2].t, frames[0].t
         with Reader(run.recording) as local:
@@ -94,7 +94,7 @@ def test_a_late_answer_does_not_meet_a_later_question(run: RunDir, context: "zmq
 
 def test_a_refusal_is_told_in_the_hubs_words(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     with SmallHub(run):
-        remote = RemoteReader(context, run.ipc_address("query"))
+        remote = RemoteReader(context, run.ipc_address("query"), timeout_s=200)
         with pytest.raises(RecordingError):
             remote._ask("frames", after="x")
         remote.close()

@@ -16,7 +16,7 @@ from stall_bench import Bench
 
 def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: Any) -> None:
     bench = Bench(run)
-    with subprocess.Popen(["sleep", "60"]) as child:
+    with subprocess.Popen(["sleep", "600"]) as child:
         try:
             process = processes.read(child.pid)
             assert process is not None

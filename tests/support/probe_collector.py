@@ -124,7 +124,7 @@ class Collector:
         if self.job is not None and self.job.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.job.pid, 9)
-            self.job.wait(10)
+            self.job.wait(200)
         self.telemetry.close()
         self.ranks.close()
         self.context.term()

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from ftmon.protocol.errors import FtmonError
@@ -68,6 +69,10 @@ def main() -> None:
             train(load(str(path)).config, world)
         except GivenUpError:
             sys.stdout.write("given up\n")
+            # In a run of its own it ends with the process; here it would write into the next job's checkpoints.
+            for thread in threading.enumerate():
+                if thread.name == "ftmon-checkpoint":
+                    thread.join()
         except FtmonError as error:
             if world.is_first:
                 sys.stdout.write(f"refused: {error}\n")

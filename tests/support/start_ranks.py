@@ -3,6 +3,7 @@
 ``python start_ranks.py N SCRIPT ARGUMENT...``. The first rank that fails ends the others, and the launcher fails.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,7 +31,8 @@ def main() -> None:
 
     def end(*_: object) -> None:
         for child in children.values():
-            child.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGTERM)  # ``terminate`` would take its status from ``os.wait``
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the ranks too

@@ -94,6 +94,7 @@ class PtyTerminal:
 
     def close(self) -> None:
         self._closing.set()
+        self._reader.join()  # afterwards the descriptor's number may be another file's
         os.close(self._fd)
         os.waitpid(self._pid, 0)
 

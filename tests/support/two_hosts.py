@@ -161,7 +161,7 @@ class TwoHosts:
         return holder.pid
 
     def _check(self, words: list[str]) -> None:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=200)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words[-6:])} was refused: {done.stderr.strip()}")
 

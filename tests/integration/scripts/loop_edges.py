@@ -296,7 +296,7 @@ def looked_at(told):
 
     for _ in range(2):
         next(iter(train))
-        time.sleep(PAUSE / 10)
+        time.sleep(PAUSE)  # recorded from 5 % of its step on, however long that stands still
         for number, batch in enumerate(train):
             if number == 4:
                 break
@@ -315,7 +315,7 @@ def looked_at(told):
                         break
                 if way:
                     model.train()
-                    time.sleep(PAUSE / 5)
+                    time.sleep(PAUSE)
 
 
 class Descent:
@@ -414,7 +414,7 @@ def ahead_and_saved(told):
         loss = model(batch).pow(2).mean()
         loss.backward()
         batch = next(batches, None)
-        time.sleep(PAUSE / 10)
+        time.sleep(PAUSE)
         pickle.dumps(torch.ones(100_000))
         optimizer.step()
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ model = GPT2LMHeadModel(config)
 model.generation_config.pad_token_id = 2
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = torch.utils.data.DataLoader(torch.randint(3, 128, (16, 8)), batch_size=4)
-time.sleep(1.0)  # start-up that is no part of any step
+time.sleep(5.0)  # start-up that is no part of any step, with a heartbeat in it however late the first one is
 
 
 def step(prompts, evaluates):

@@ -21,7 +21,9 @@ def main():
         model(rows).sum().backward()
         torch.distributed.barrier()
         optimizer.step()
-        time.sleep(0.02)  # as long as those below: by a step's length a stop is planned
+        time.sleep(
+            1.0
+        )  # as long as those below: a stop is planned 3 steps and a second ahead, whoever hears of it late
     print("a line of output")
     sys.stderr.write("progress 1\rprogress 2\n")
     sys.stdout.flush()
@@ -29,7 +31,7 @@ def main():
     while not probe.stop_requested() and time.monotonic() < deadline:
         optimizer.step()
         torch.distributed.barrier()
-        time.sleep(0.02)
+        time.sleep(1.0)
     print(f"stopped after {probe.step}", flush=True)  # in one write: two ranks share the output
 
 

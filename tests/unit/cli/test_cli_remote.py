@@ -57,7 +57,10 @@ def test_keys_are_let_in_and_out(
     assert "no other key" in capsys.readouterr().out
 
 
-def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(tmp_path: Path) -> None:
+def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftmon.tui.cli.watch.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)
     run.write_run(RUN)
@@ -70,8 +73,9 @@ def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(tmp_path: 
 
 
 def test_lines_of_a_run_that_ended_while_there_was_no_connection_end_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("ftmon.tui.cli.watch.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)
     run.write_run(RUN)

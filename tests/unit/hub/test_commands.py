@@ -35,11 +35,11 @@ class Rig:
 
     def ask(self, verb: str, **args: Any) -> tuple[Accepted, Result]:
         self.app.send_multipart(wire.encode("app", 1, 1.0, Command("1", verb, args)))
-        assert self.router.poll(30_000)
+        assert self.router.poll(200_000)
         self.commands.receive(self.router)
         found: list[Any] = []
         for _ in range(2):
-            assert self.app.poll(30_000)
+            assert self.app.poll(200_000)
             found.append(wire.decode_body(self.app.recv_multipart()[1]))
         return found[0], found[1]
 

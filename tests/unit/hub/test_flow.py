@@ -63,6 +63,6 @@ def test_work_in_a_thread_arrives_in_the_main_loop_also_where_it_failed() -> Non
     seen: list[tuple[int, int]] = []
     for work in (lambda: 1, lambda: 1 // 0):
         flow.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
-        assert ready.acquire(timeout=30)
+        assert ready.acquire(timeout=200)
         posted.pop()()
     assert seen == [(1, threading.get_ident()), (-1, threading.get_ident())]

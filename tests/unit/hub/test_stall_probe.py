@@ -92,6 +92,7 @@ def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(run: RunDi
 
 
 def test_what_wakes_up_again_is_restless_and_at_work(run: RunDir, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.WORK_KEPT_SECONDS", 1e9)
     found = observe(run, monkeypatch, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
     assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
 
@@ -125,6 +126,7 @@ def test_a_retry_is_restless_before_a_whole_sleep_was_observed(run: RunDir, monk
 
 
 def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.DEVICE_FRESH_SECONDS", 1e9)
     bench = Bench(run)
     process = SimpleNamespace(rank=0)
     sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[process])

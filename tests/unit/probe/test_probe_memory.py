@@ -1,3 +1,4 @@
+import gc
 import resource
 
 import pytest
@@ -9,6 +10,7 @@ MIB = 2**20
 
 @pytest.fixture
 def memory():
+    gc.collect()  # else a collection between two samples frees what earlier tests left
     memory = CpuMemory()
     yield memory
     memory.close()
