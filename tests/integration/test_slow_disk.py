@@ -54,5 +54,5 @@ def test_a_hung_rank_is_named_and_killed_in_time_though_the_disk_is_slow(slow_di
             assert reader.info().missing == ""
         assert hang.evidence["hung"] == [1]
         # Where the hub waited for the disk in its main loop, it saw the ranks every 6 s only, and told after 87 s.
-        assert hang.time - began < 60
+        assert hang.time - began < 30
         wait_until_nothing_is_left(run)

@@ -257,7 +257,7 @@ def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agen
     (known,) = hub.agents.all()
     for _ in range(50):
         uplink.send_beat(beat())
-    assert hub.socket.poll(60_000), "words that nobody has read yet"
+    assert hub.socket.poll(60_000), "a message in the queue"
     uplink.disconnect()
     uplink.connect(hub.address)
     assert uplink.socket is not None

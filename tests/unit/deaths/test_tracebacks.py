@@ -182,6 +182,6 @@ def test_the_process_that_listens_on_a_port_is_named() -> None:
 
 
 def test_a_port_that_is_free_is_held_by_none() -> None:
-    with socket.socket() as bound:  # not listening, and nobody else can take the port
+    with socket.socket() as bound:  # not listening; no other process can bind the port
         bound.bind(("127.0.0.1", 0))
         assert holder_of(bound.getsockname()[1]) is None

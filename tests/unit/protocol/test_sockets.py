@@ -42,4 +42,4 @@ def test_whether_an_address_is_bound_is_seen_without_a_message(context: "zmq.Con
     socket.bind(address)
     assert sockets.is_listening(address)
     socket.unbind(address)
-    eventually(lambda: not sockets.is_listening(address), "nobody at the address")
+    eventually(lambda: not sockets.is_listening(address), "the end of the socket")
