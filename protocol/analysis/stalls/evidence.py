@@ -89,7 +89,7 @@ class Evidence:
     asleep: float = 0.0
     """Seconds for which the training thread is known to have slept at this line while the process did nothing."""
     restless: bool = False
-    """Whether it has slept and woken up since its last progress, as in a loop of retries."""
+    """Whether it has woken up since its last progress and not slept much longer since, as in a loop of retries."""
     work: Work = ""
     """Recent work of its process tree."""
     quiet: float | None = None

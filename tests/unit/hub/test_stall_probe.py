@@ -125,6 +125,21 @@ def test_a_retry_is_restless_before_a_whole_sleep_was_observed(run: RunDir, monk
     assert (found.asleep >= ASLEEP_S, found.is_asleep) == (True, False)
 
 
+def test_a_rank_that_sleeps_much_longer_than_before_it_woke_is_no_longer_restless(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.WORK_KEPT_SECONDS", -1.0)
+    woken = [asleep(1.0), asleep(4.0), asleep(5.0, switches=11)]  # after at most 4 s
+    found = observe(run, monkeypatch, *woken, asleep(21.0, switches=11))
+    assert (found.asleep, found.is_asleep) == (16.0, False)
+    found = observe(run, monkeypatch, *woken, asleep(21.5, switches=11))
+    assert (found.asleep, found.is_asleep) == (16.5, True)
+    # Waits that double never reach it.
+    doubling = [asleep(at * 2.0**wait, switches=wait) for wait in range(1, 9) for at in (1.0, 1.25)]
+    found = observe(run, monkeypatch, *doubling, asleep(511.0, switches=8))
+    assert (found.asleep, found.is_asleep) == (255.0, False)
+
+
 def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:
     monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.DEVICE_FRESH_SECONDS", 1e9)
     bench = Bench(run)

@@ -45,6 +45,9 @@ MANY_RANKS = 64
 """Pauses between probes double up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
 WORK_KEPT_SECONDS = 8.0
 """Seconds for which a rank counts as working after it was found at work."""
+RESTLESS_FACTOR = 4.0
+"""A rank that has woken up counts as asleep again once it has slept this many times longer than it had before it woke:
+the waits of a retry grow by a factor of two or three."""
 DEVICE_BUSY_PERCENT = 5.0
 DEVICE_FRESH_SECONDS = 3.0
 """A device counts as computing for its rank above this utilization, in a sample at most this many seconds old."""
@@ -69,10 +72,20 @@ class _Seen(NamedTuple):
     """The work that it was found doing."""
     slept: bool
     """Whether it has been found asleep since its last progress."""
-    restless: bool
-    """Whether it has woken up since."""
+    woke_after: float
+    """Seconds of the longest sleep from which it has woken up since; 0: it has not."""
     moved: float
     """Time of its last progress at that point."""
+
+    @property
+    def asleep(self) -> float:
+        """Seconds for which it has slept in these frames."""
+        return self.last.time - self.first.time
+
+    @property
+    def restless(self) -> bool:
+        """Whether it has woken up, and has not slept for much longer since."""
+        return self.woke_after > 0 and self.asleep <= RESTLESS_FACTOR * self.woke_after
 
 
 class StallProbe:
@@ -200,7 +213,7 @@ class StallProbe:
                 by="probe" if by == "probe" else "signal" if by else "",
                 frames=frames,
                 place=place,
-                asleep=seen.last.time - seen.first.time if seen is not None else 0.0,
+                asleep=seen.asleep if seen is not None else 0.0,
                 restless=seen is not None and seen.restless,
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
@@ -236,7 +249,7 @@ class StallProbe:
             self._seen.pop(rank, None)
             return None
         if before is None or before.moved != moved:
-            found = _Seen(frames, action, action, action, float("-inf"), "", False, False, moved)
+            found = _Seen(frames, action, action, action, float("-inf"), "", False, 0.0, moved)
             self._seen[rank] = found
             return found
         polls = python_stacks.waits_for_loader_worker(frames)
@@ -253,6 +266,7 @@ class StallProbe:
         # Observations are too far apart to cover each sleep of a retry: waking up at the same line is sufficient.
         has_woken = before.last is not before.first and action.switches > before.last.switches
         retries = has_woken and frames == before.frames and not polls
+        woken = (before.slept and not asleep) or retries
         if work:
             self.worked_at[rank] = time.time()
         found = _Seen(
@@ -263,7 +277,7 @@ class StallProbe:
             now if work else before.worked,
             work or before.work,
             slept,
-            before.restless or (before.slept and not asleep) or retries,
+            max(before.woke_after, action.time - before.first.time) if woken else before.woke_after,
             moved,
         )
         self._seen[rank] = found
