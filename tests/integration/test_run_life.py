@@ -31,6 +31,7 @@ class Life:
             self.told = ftmon.run("status", self.run.id).stdout
             self.checkpoints.unlink()
             eventually(lambda: not self.alert(ftmon), "the alert's end")
+            eventually(self.evaluated, "an evaluation", 400)
             assert ftmon.run("stop", self.run.id).returncode == 0
             self.output, errors = process.communicate(timeout=240)
             assert "stopped on request" in self.output, self.output + errors
@@ -47,6 +48,9 @@ class Life:
     def alert(self, ftmon: Ftmon) -> dict[str, Any] | None:
         alerts = ftmon.status(self.run.id)["alerts"]
         return next((one for one in alerts if one["evidence"].get("finding") == "checkpoint_failed"), None)
+
+    def evaluated(self) -> bool:
+        return any(one["name"] == "evaluation" and one.get("over") for one in self.events("activity"))
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         import msgspec
