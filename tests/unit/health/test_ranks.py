@@ -12,7 +12,6 @@ from ftmon.protocol.analysis.health.replicas import Replicas
 from ftmon.protocol.messages.health import Checksum, Compilation, Compiles, DataLoaderInfo, ParameterSum
 from ftmon.trainer.probe.link import slow_facts
 from ftmon.trainer.probe.link.slow_facts import SlowFacts, loader_info
-from ftmon.trainer.probe.phases.outbox import Outbox
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.rank.trained import Trained
 from ftmon.trainer.probe.values import replicas
@@ -170,13 +169,12 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch)
 
     kept = [metric("forward", 100.0), metric("", 100.0)]
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(_compilation_metrics=kept))
-    monkeypatch.setattr(slow_facts.time, "time", lambda: 200.0)
+    monkeypatch.setattr(slow_facts, "wall_offset_ns", lambda: 150_000_000_000)
     introduction: Any = SimpleNamespace(facts={})
     tracker: Any = SimpleNamespace(step=7)
-    outbox = Outbox()
-    outbox.steps_done = 1
-    facts = SlowFacts(3, introduction, tracker, outbox, lambda: None)
-    facts.note_steps()
+    facts = SlowFacts(3, introduction, tracker, lambda: None)
+    facts.note_step(50_000_000_000)
+    facts.note_step(500_000_000_000)  # not the first
     first = facts.compiles()
     assert first is not None
     assert (first.total, first.functions) == (1, [Compilation("forward (model.py:40)", 1, 0.5)])

@@ -2,6 +2,7 @@ import gc
 import resource
 
 import pytest
+from ftmon.trainer.probe.device import rusage
 from ftmon.trainer.probe.device.cpu import CpuMemory
 from ftmon.trainer.probe.device.cuda import CudaMemory, ScriptPeaks
 
@@ -37,6 +38,16 @@ def test_allocated_and_reserved_follow_malloc(memory):
     assert end.reserved >= end.allocated
     del block
     assert memory.read(memory.sample()).allocated - start.allocated < MIB
+
+
+def test_a_peak_that_was_read_never_falls(monkeypatch):
+    monkeypatch.setattr(rusage, "highest_kib", 0)
+    marks = iter([900, 850, 1000])
+    fields = list(rusage.real_getrusage(resource.RUSAGE_SELF))
+    monkeypatch.setattr(
+        rusage, "real_getrusage", lambda _: resource.struct_rusage([*fields[:2], next(marks), *fields[3:]])
+    )
+    assert [rusage.getrusage(resource.RUSAGE_SELF).ru_maxrss for _ in range(3)] == [900, 900, 1000]
 
 
 def test_getrusage_keeps_its_errors():

@@ -9,7 +9,7 @@ from typing import Any
 
 real_getrusage: Any = resource.getrusage
 highest_kib = 0
-"""The highest mark, KiB, that the probe has reset so far."""
+"""The highest mark, KiB, that the probe has reset or the script has read so far."""
 
 
 def note(peak_kib: int) -> None:
@@ -26,9 +26,12 @@ def forget() -> None:
 
 
 def getrusage(who: int, /) -> Any:
-    """As ``resource.getrusage``, with the true ``ru_maxrss`` of this process."""
+    """As ``resource.getrusage``, with the true ``ru_maxrss`` of this process, which never falls."""
     usage = real_getrusage(who)
-    if who != resource.RUSAGE_SELF or usage.ru_maxrss >= highest_kib:
+    if who != resource.RUSAGE_SELF:
+        return usage
+    if usage.ru_maxrss >= highest_kib:
+        note(usage.ru_maxrss)
         return usage
     fields = list(usage)
     fields[2] = highest_kib

@@ -1,5 +1,6 @@
 """Runs commands from the hub on the publisher thread, so that they work while the training thread is stuck."""
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -187,6 +188,8 @@ def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
         step: the last step this rank has finished.
         step_seconds: time of a step.
     """
+    with contextlib.suppress(FileNotFoundError):
+        return int(path.read_text())
     ahead = 3 + math.ceil(1 / step_seconds) if step_seconds > 0 else 3
     proposal = path.with_name(f".{path.name}-{os.getpid()}")
     proposal.write_text(str(step + ahead))

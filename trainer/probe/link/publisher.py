@@ -134,7 +134,7 @@ class Publisher(threading.Thread):
             outbox.send_hello,
             self.send,
         )
-        self._slow_facts = SlowFacts(rank.rank, introduction, tracker, outbox, last_iterator)
+        self._slow_facts = SlowFacts(rank.rank, introduction, tracker, last_iterator)
         self._telemetry: Any = None
 
     def finish(self) -> None:
@@ -199,7 +199,6 @@ class Publisher(threading.Thread):
                 self._commands.receive(ranks)
             self._drain()
             self._send_steps()
-            self._slow_facts.note_steps()
             self._send_comparisons()
             now = time.time()
             beat = self._next_beat(now)
@@ -229,6 +228,9 @@ class Publisher(threading.Thread):
             self._introduction.facts["loader"] = loader
         if self._dumper.lost(self._rank.guard.thread) or loader is not None:
             self.send_hello()
+        self._send_compiles()
+
+    def _send_compiles(self) -> None:
         compiles = self._slow_facts.compiles()
         if compiles is not None:
             self.send(compiles)
@@ -242,6 +244,7 @@ class Publisher(threading.Thread):
                 # Now, not when the step is sent: a snapshot or the end of a stack capture may precede that.
                 self._pace.note((item.marks[-1].ns - item.marks[0].ns) / 1e9)
                 self._phase_marks.note(item.number, item.marks)
+                self._slow_facts.note_step(item.marks[-1].ns)
             elif item == "hello":
                 if not outbox or outbox[0] != "hello":
                     self.send_hello()
@@ -286,6 +289,7 @@ class Publisher(threading.Thread):
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
         self._send_comparisons()
+        self._send_compiles()
         self._captures.send_ready()
 
     def _send_closing(self, raw: StepRaw) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....protocol.messages.health import Compilation, Compiles, DataLoaderInfo
-from ..phases.outbox import Outbox
+from ..phases.marks import wall_offset_ns
 from ..phases.tracker import Tracker
 from ..rank.hello import Introduction
 
@@ -26,7 +26,6 @@ class SlowFacts:
         rank: the rank's number.
         introduction: has the settings that were sent last.
         tracker: the phase machine.
-        outbox: has the number of steps done.
         last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
     """
 
@@ -35,13 +34,11 @@ class SlowFacts:
         rank: int,
         introduction: Introduction,
         tracker: Tracker,
-        outbox: Outbox,
         last_iterator: Callable[[], Any],
     ) -> None:
         self._rank = rank
         self._introduction = introduction
         self._tracker = tracker
-        self._outbox = outbox
         self._last_iterator = last_iterator
         self._last: Any = None
         self._total = 0
@@ -57,10 +54,10 @@ class SlowFacts:
             return None
         return found
 
-    def note_steps(self) -> None:
-        """Record when the first step ended: earlier compilations are the run's warm-up."""
-        if not self._trained_since and self._outbox.steps_done:
-            self._trained_since = time.time()
+    def note_step(self, ended_ns: int) -> None:
+        """Record when the first step ended (``time.perf_counter_ns``): earlier compilations are the run's warm-up."""
+        if not self._trained_since:
+            self._trained_since = (ended_ns + wall_offset_ns()) / 1e9
 
     def compiles(self) -> Compiles | None:
         """Return Dynamo's compilations since the last call; None: none."""
