@@ -17,7 +17,7 @@ from ...messages.telemetry import Step
 from ..findings import Finding
 
 CLEAN_STEPS = 20
-WAIT_SECONDS = 2.0
+WAIT_SECONDS = 5.0
 UPDATE_STEPS = 50
 """An active finding is sent again after this many further steps with such a value."""
 KEPT_STEPS = 64

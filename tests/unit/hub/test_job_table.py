@@ -310,6 +310,19 @@ def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     assert [(rank.state, rank.exit_code) for rank in told[0].ranks] == [("finished", 0), ("gone", 1)]
 
 
+def test_a_rank_that_lost_its_peer_is_not_the_first_to_fail_though_it_is_heard_first(driver: Driver) -> None:
+    ranks = driver.start(100)
+    driver.train(ranks, range(1, 3))
+    for rank, error in ((0, "RuntimeError: Connection closed by peer"), (1, "ValueError: no labels")):
+        failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=error)
+        driver.table.add(identity_of(ranks[rank]), failure)
+    for hello in ranks:
+        driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
+        driver.dead.add(hello.pid)
+    (job,) = driver.table.poll(driver.now)
+    assert (job.failed_rank, job.text) == (1, "rank 1: ValueError: no labels")
+
+
 def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.train(ranks, range(1, 3))

@@ -38,6 +38,7 @@ def test_the_end_is_told_once_and_the_hub_stays_a_while(state: str, settles: flo
     assert bool(run.told) == (not settles)
     assert not run.run_end.tick(1.0 + settles)
     assert [end.state for end in run.told] == [state]
+    assert not run.run_end.tick(1.0 + settles)
     assert not run.run_end.tick(1.0 + settles + LINGER_SECONDS - 0.1)
     assert run.run_end.tick(1.0 + settles + LINGER_SECONDS)
     assert len(run.told) == 1
@@ -58,6 +59,7 @@ def test_the_hub_stays_while_it_is_busy_and_for_hosts_that_may_come_back() -> No
     run = Run("finished")
     run.busy = run.absent = True
     run.ends()
+    run.run_end.tick(0.0)
     run.run_end.tick(0.0)
     assert not run.run_end.tick(LINGER_SECONDS)
     run.busy = False

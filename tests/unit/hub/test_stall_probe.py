@@ -64,6 +64,23 @@ def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(
     assert places == ["train.py:7 in main"] * 3 + ["", ""]
 
 
+def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ftmon.trainer.hub.ranks.stall_probe._text_of", lambda answer: (STACKS, "", "probe") if answer else ("", "", "")
+    )
+    bench = Bench(run)
+    seen: list[tuple[str, float, bool]] = []
+    for calls, each in (({}, asleep(1.0)), ({}, asleep(5.0)), (None, asleep(6.0)), ({}, asleep(7.0))):
+        bench.inspected = Inspection({}, {}, {0: each})
+        bench.look(calls, monkeypatch)
+        found = bench.rank.evidence
+        assert found is not None
+        seen.append((found.by, found.asleep, found.is_asleep))
+    assert seen[1:] == [("probe", 4.0, True), ("probe", 5.0, True), ("probe", 6.0, True)]
+
+
 def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,21 +25,24 @@ def sweep(
         find: lists the living processes to end.
         on_wait: called between polls (the launcher reaps its children there).
         term_seconds: seconds between TERM and KILL; 0 starts with KILL.
-        kill_seconds: seconds to continue after that.
+        kill_seconds: seconds to continue after the first KILL.
 
     Returns:
         Processes still alive, usually in uninterruptible sleep (state D).
     """
     begun = time.monotonic()
+    killed_at: float | None = None
     reported: set[tuple[int, int]] = set()
     while True:
+        now = time.monotonic()
         left = find()
-        elapsed = time.monotonic() - begun
-        if not left or elapsed > term_seconds + kill_seconds:
+        if not left or (killed_at is not None and now - killed_at > kill_seconds):
             return left
+        if killed_at is None and now - begun >= term_seconds:
+            killed_at = now
         for process in left:
             with contextlib.suppress(PermissionError):
-                if elapsed >= term_seconds:
+                if killed_at is not None:
                     processes.send_signal(process, signal.SIGKILL)
                 elif (process.pid, process.start_ticks) not in reported:
                     reported.add((process.pid, process.start_ticks))

@@ -43,6 +43,7 @@ class RunEnd:
         self._finish_at = 0.0
         self._agents_until = 0.0
         self._missed_until = 0.0
+        self._finished = False
         self._leave_at: float | None = None
 
     def tick(self, now: float) -> bool:
@@ -53,9 +54,12 @@ class RunEnd:
                 self._begin(self._end, now)
         if self._end is None or now < self._finish_at or (now < self._agents_until and self._agents.reachable()):
             return False
-        if self._leave_at is None:
-            self._leave_at = now + LINGER_SECONDS
+        if not self._finished:
+            self._finished = True
             self._finish(self._end)
+            return False
+        if self._leave_at is None:  # from now on: to finish may have taken longer than that
+            self._leave_at = now + LINGER_SECONDS
             return False
         if now < self._leave_at or self._busy(now):
             return False

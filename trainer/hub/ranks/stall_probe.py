@@ -39,10 +39,12 @@ AGAIN_SECONDS = 0.5
 """Time limits for ranks' answers: at first, and after a rank has not answered."""
 PROBE_SECONDS = 0.5
 QUICK_PROBES = 10
+QUICK_PROBES_MUTE = 40
 LONGEST_SECONDS = 4.0
 LONGEST_MANY_SECONDS = 15.0
 MANY_RANKS = 64
-"""Pauses between probes double up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
+"""After ``QUICK_PROBES`` (while a rank's stacks could not be had: ``QUICK_PROBES_MUTE``), pauses between probes double
+up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
 WORK_KEPT_SECONDS = 8.0
 """Seconds for which a rank counts as working after it was found at work."""
 RESTLESS_FACTOR = 4.0
@@ -54,7 +56,8 @@ DEVICE_FRESH_SECONDS = 3.0
 SAVED_RANKS = 64
 """Maximum number of ranks whose stacks are saved with a verdict, those it names first."""
 SETTLE_SECONDS = 0.05
-"""Time for a paused thread to fall asleep again."""
+SETTLE_LOOKS = 40
+"""Interval and number of looks at a paused thread until it sleeps again."""
 NATIVE_RANKS = 2
 """Number of named ranks that py-spy reads too; it pauses them for a moment."""
 
@@ -178,7 +181,8 @@ class StallProbe:
 
     def _found(self, answers: Answers, local: Inspection) -> None:
         self._probes += 1
-        longer = min(10, max(0, self._probes - QUICK_PROBES))
+        mute = any(not tracked.ended and rank not in self._stacks for rank, tracked in self._tracker.ranks.items())
+        longer = min(10, max(0, self._probes - (QUICK_PROBES_MUTE if mute else QUICK_PROBES)))
         longest = LONGEST_SECONDS if len(self._tracker.ranks) <= MANY_RANKS else LONGEST_MANY_SECONDS
         self._next = time.monotonic() + min(longest, PROBE_SECONDS * 2**longer)
         now = time.time()
@@ -195,7 +199,7 @@ class StallProbe:
             if text:
                 self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
             elif rank in self._stacks and self._has_slept_since(rank, action, tracked.progress.moved_at):
-                text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, "signal"
+                text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, self._stacks[rank].taken_by
             elif action is None:
                 continue
             found = python_stacks.training_thread(python_stacks.parse(text), thread)
@@ -228,14 +232,13 @@ class StallProbe:
             )
 
     def _has_slept_since(self, rank: int, action: Activity | None, moved: float) -> bool:
-        """Return whether a rank's stacks were written on a signal, and its training thread has not run since."""
+        """Return whether a rank's training thread has not run since its stacks were taken: then they still hold."""
         before = self._seen.get(rank)
         return (
             action is not None
             and before is not None
             and before.moved == moved
             and bool(before.frames)
-            and self._stacks[rank].taken_by == "signal"
             and action.state == before.last.state == "S"
             and action.switches == before.last.switches
         )
@@ -329,7 +332,7 @@ class StallProbe:
                 else:
                     before = activity.switches(target.pid, training[target.rank])
                     found[target.rank] = stack_dump.native(process)
-                    time.sleep(SETTLE_SECONDS)
+                    _wait_until_asleep(target.pid, training[target.rank])
                     paused[target.rank] = activity.switches(target.pid, training[target.rank]) - before
             return found
 
@@ -379,6 +382,14 @@ def _sleeps_for_a_time(answer: Result | None, action: Activity, frames: tuple[Fr
     if python_stacks.waits_for_loader_worker(frames):
         return action.worker_naps > 0  # the rank itself only wakes up to check whether its worker is alive
     return action.naps or (answer is not None and answer.data.get("timed") is True)
+
+
+def _wait_until_asleep(pid: int, thread: int) -> None:
+    """Wait for a thread that was paused to fall asleep again, on a busy host later than at once."""
+    for _ in range(SETTLE_LOOKS):
+        time.sleep(SETTLE_SECONDS)
+        if processes.status(pid, thread).get("State", "S").startswith("S"):
+            return
 
 
 def _text_of(answer: Result | None) -> tuple[str, str, str]:
