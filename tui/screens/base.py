@@ -104,6 +104,10 @@ class MonitorScreen(Screen[Any]):
         yield ReplayBar(self.app_state, name="replay")
         yield KeyBar(self.app_state, name="keys")
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Ignore keys typed ahead of the screen: its widgets are not there yet."""
+        return self.is_mounted
+
     def on_mount(self) -> None:
         """Paint at once."""
         self.tick()

@@ -199,10 +199,10 @@ class Session:
             raise SshError("ssh does not forward the hub's sockets: it gave no answer") from None
         if done.returncode:
             raise SshError(f"ssh does not forward the hub's sockets: {_last(_lines(done.stderr))}")
-        deadline = time.monotonic() + _FORWARD_SECONDS
+        began = time.monotonic()
         while not _answers(self.sockets["query"]):
-            if time.monotonic() > deadline:
-                why = _last(line for line in _lines(self._errors) if line.startswith(_CHANNEL))
+            why = _last(line for line in _lines(self._errors) if line.startswith(_CHANNEL))
+            if time.monotonic() - began > (_FORWARD_SECONDS if why else HELLO_SECONDS):
                 raise SshError(
                     "its SSH server does not forward UNIX sockets; set 'AllowStreamLocalForwarding yes' in its "
                     f"sshd_config, or attach to tcp:// ({why or 'no answer'})"

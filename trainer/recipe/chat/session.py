@@ -1,6 +1,7 @@
 """The conversation: on a terminal with a person, or over pipes with a script."""
 
 import argparse
+import contextlib
 import re
 import sys
 import time
@@ -59,7 +60,8 @@ class Session:
             if not _is_text(line):
                 self._note("not UTF-8")
             elif line:
-                self._turn(line)
+                with contextlib.suppress(KeyboardInterrupt):  # it ends an answer, and one that has just ended
+                    self._turn(line)
 
     def answer_lines(self) -> int:
         """Answer each line of standard input on its own, or all of it as one message; return the exit status.

@@ -7,6 +7,7 @@ import select
 import signal
 import statistics
 import time
+from collections import deque
 from typing import Any
 
 import psutil
@@ -18,6 +19,8 @@ from .spec import Fault
 _GIB = 1 << 30
 _SLOW_SHARE = 1.5
 """Additional time of a slow rank in each step, as a share of a usual step."""
+_USUAL_STEPS = 6
+"""Latest steps that tell how long a step usually takes, without the fault's own time."""
 
 
 class FaultMaker:
@@ -28,7 +31,9 @@ class FaultMaker:
         self._world = world
         self._step = 0
         self._began = 0.0
-        self._durations_s: list[float] = []
+        self._durations_s: deque[float] = deque(maxlen=_USUAL_STEPS)
+        self._worked_s = 0.0
+        """Time that the fault has added to the current step."""
         self._done = False
         if self._fault is None:
             return
@@ -39,11 +44,11 @@ class FaultMaker:
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
     def begin(self, step: int) -> None:
-        """Record the beginning of a step, and the time of each step before the fault."""
+        """Record the beginning of a step, and the time of the one before, without what the fault added."""
         now = time.perf_counter()
-        if self._fault is not None and 2 < step <= self._fault.step:
-            self._durations_s.append(now - self._began)
-        self._step, self._began = step, now
+        if self._fault is not None and step > 2:
+            self._durations_s.append(now - self._began - self._worked_s)
+        self._step, self._began, self._worked_s = step, now, 0.0
 
     def in_data(self) -> None:
         """Cause the faults of the data phase: hang, stop or slow."""
@@ -51,7 +56,8 @@ class FaultMaker:
         if fault is None or self._step < fault.step:
             return
         if fault.kind == "slow":
-            _work(statistics.median(self._durations_s or [0.0]) * _SLOW_SHARE or 0.2)
+            self._worked_s = statistics.median(self._durations_s or [0.0]) * _SLOW_SHARE or 0.2
+            _work(self._worked_s)
         elif fault.kind == "stop" and self._now("stop"):
             _announce("stops itself (SIGSTOP)")
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -136,7 +136,7 @@ class _Following:
 
     def until_the_end(self) -> ExitFile | None:
         """Print lines until the run has ended; return None if the user quit before."""
-        drained_by = 0.0
+        drained_by, left_at = 0.0, 0.0
         while True:
             self._print_new()
             if self._left():
@@ -147,7 +147,10 @@ class _Following:
                 now = time.monotonic()
                 drained_by = drained_by or now + _DRAIN_SECONDS
                 waits = self._narrates and self._standing.launcher_lives and self._run.path.exists()
-                late = now > drained_by + (_LATE_SECONDS if waits else 0.0)
+                if not waits and not left_at:
+                    left_at = now
+                # The launcher leaves after the hub: what the hub published last may be on its way.
+                late = now > drained_by + _LATE_SECONDS if waits else now > left_at + _DRAIN_SECONDS
                 if self._source.model.ended or late:
                     return end
             time.sleep(POLL_SECONDS)

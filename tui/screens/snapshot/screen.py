@@ -81,6 +81,8 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide keys that do not apply to this snapshot: an error, several devices, a second file."""
+        if not super().check_action(action, parameters):
+            return False
         explorer = self.explorer
         if action == "oom":
             return bool(explorer.replay.ooms)

@@ -57,7 +57,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return False for the end of a finished sweep, which hides its key."""
-        return action != "stop" or self.model.alive
+        return super().check_action(action, parameters) and (action != "stop" or self.model.alive)
 
     def action_scroll(self, lines: int) -> None:
         """Scroll the table."""
