@@ -39,7 +39,7 @@ def shown(app: Any) -> str:
 async def both_train(pilot: Any) -> None:
     def training() -> bool:
         states = [rank.state for rank in pilot.app.app_state.model.ranks.values()]
-        return states == ["training", "training"]
+        return pilot.app.app_state.source.can_command and states == ["training", "training"]
 
     await until(pilot, training, "two training ranks")
 

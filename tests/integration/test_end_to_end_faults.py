@@ -8,7 +8,7 @@ from eventually import eventually
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import LONG_SECONDS, SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
 
 FAULT_STEP = 8
 """Late enough for a history to compare with; the demo's own default is later."""
@@ -29,7 +29,7 @@ def standing(home: Ftmon, kind: str) -> str:
     """Wait for an alert of a live run; return its title."""
     run = home.newest()
     eventually(run.living_hub, "a hub: it answers once it has made the recording")
-    return eventually(lambda: alerts(run).get(kind, ""), f"alert {kind}", every=0.5)
+    return eventually(lambda: alerts(run).get(kind, ""), f"alert {kind}", LONG_SECONDS, every=0.5)
 
 
 def demo(home: Ftmon, fault: str, steps: int) -> tuple[int, str]:

@@ -150,13 +150,15 @@ def test_two_hubs_of_one_run_cannot_live():
         app.wait_for(Step)
 
 
-def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on():
-    with started(fake_ranks({"rate": 20, "steps": 240})) as run:
+def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on(tmp_path):
+    go = tmp_path / "go"
+    with started(fake_ranks({"rate": 20, "steps": 40, "awaits": str(go), "linger": 1})) as run:
         with App(run) as app:
             app.told(Step)
             assert app.command("shutdown").ok
         eventually(lambda: run.living_hub() is None, "the hub's end")
         assert run.read_exit() is None
+        go.touch()
         assert exit_of(run).state == "finished"
         assert run.living_hub() is None
 

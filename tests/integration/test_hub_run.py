@@ -61,7 +61,7 @@ def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once(
 
         # A hub that is not given the time to commit answers without the newest.
         history = eventually(lambda: (found := recorded()) and found[-1].seq >= app.frames[0].seq and found, "its past")
-        app.read(0.5)
+        app.wait_for(Step, lambda step: step.step > 20)
         merged = {frame.seq: frame.message for frame in [*history, *app.frames]}
         steps = [message.step for _, message in sorted(merged.items()) if isinstance(message, Step)]
         assert steps == list(range(1, len(steps) + 1))
@@ -207,8 +207,11 @@ def test_an_app_on_tcp_needs_a_key_on_the_list():
         context.destroy(linger=0)
 
 
-def test_who_hears_of_the_end_finds_it_in_the_recording():
-    with started(fake_ranks({"rate": 30, "steps": 300})) as run, App(run) as app:
+def test_who_hears_of_the_end_finds_it_in_the_recording(tmp_path):
+    go = tmp_path / "go"
+    with started(fake_ranks({"rate": 100, "steps": 300, "awaits": str(go)})) as run, App(run) as app:
+        app.told(Step)
+        go.touch()
         end = app.wait_for(RunState, lambda state: state.state == "finished")
         with Reader(run.recording) as reader:
             assert end in [frame.message for frame in reader.frames(0, 100_000)]
@@ -237,7 +240,8 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
 
 
 def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
-    with started(fake_ranks({"workers": 1})) as run, App(run) as app:
+    # Under nohup the job outlives it too; otherwise the launcher would end what is left of the run meanwhile.
+    with started(["nohup", *fake_ranks({"workers": 1})]) as run, App(run) as app:
         app.wait_for(Step)
         launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGHUP)
@@ -251,11 +255,13 @@ def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
         assert members(run) == []
 
 
-def test_a_run_whose_launcher_died_is_ended_by_its_hub():
-    with started(fake_ranks({"rate": 5, "steps": 60})) as run, App(run) as app:
+def test_a_run_whose_launcher_died_is_ended_by_its_hub(tmp_path):
+    go = tmp_path / "go"
+    with started(fake_ranks({"rate": 50, "steps": 60, "awaits": str(go)})) as run, App(run) as app:
         app.told(Step)
         launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGKILL)
+        go.touch()
         end = exit_of(run)
         assert end.state == "finished"
         assert "the launcher died" in end.text

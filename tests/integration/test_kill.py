@@ -149,7 +149,7 @@ def test_daemons_of_a_killed_rank_are_ended_with_it_or_named():
         # Once the job has ended it ends what is left, perhaps before the kill has looked for it.
         os.kill(launcher.pid, signal.SIGSTOP)
         try:
-            result = app.command("kill", ranks=[1])
+            result = app.command("kill", ranks=[0])  # the older one: what it did not start may be the other's
         finally:
             os.kill(launcher.pid, signal.SIGCONT)
         assert result.ok, result.text

@@ -18,7 +18,7 @@ from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.events import EventsScreen
 from ftmon.tui.screens.memory import MemoryScreen
-from ftmon.tui.screens.stacks import StackList
+from ftmon.tui.screens.stacks import StackList, StacksScreen
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.state import app_state
@@ -130,6 +130,7 @@ async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that
 
             await until(pilot, has_stacks, "the stacks")
             await pilot.press("s")
+            await until(pilot, lambda: isinstance(app.screen, StacksScreen) and app.screen.is_mounted, "the stacks")
             lines = app.screen.query_one(StackList)
             await until(pilot, lambda: lines.waiting, "the request on the screen")
             await answered(pilot, "stacks", {"answers": {"0": {"text": STACKS}}}, "stacks of rank 0")

@@ -127,7 +127,8 @@ def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no
     steps, told = edges(collector, "by_hand")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert [step.micro_steps for step in steps] == [2] * 4 + [1] * 4
-    assert all(host_us(step, "backward") > max(60_000, host_us(step, "forward")) for step in steps[:4])
+    assert all(host_us(step, "backward") > 60_000 for step in steps[:4])
+    assert sum(host_us(step, "backward") for step in steps[:4]) > sum(host_us(step, "forward") for step in steps[:4])
 
 
 def test_a_single_batch_that_is_not_trained_on_is_in_no_step(collector):
@@ -201,7 +202,7 @@ def test_under_ddp_data_evaluations_and_cached_features_are_told_apart(collector
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert all(host_us(step, "data") >= 30_000 for step in loading[1:])
     assert sum(step.fetch_us for step in loading[1:]) * 2 < sum(host_us(step, "data") for step in loading[1:])
-    assert 120_000 <= host_us(evaluated, "eval") < 300_000 <= host_us(evaluated, "idle")
+    assert 120_000 <= host_us(evaluated, "eval") < 1_200_000 <= host_us(evaluated, "idle")
     assert [(step.samples, step.micro_steps) for step in steps[8:]] == [(8, 2)] * 4
     assert all(host_us(step, "data") and host_us(step, "forward") for step in cached)
     assert [bool(host_us(step, "eval")) for step in cached] == [False] * 3
@@ -274,7 +275,7 @@ def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_s
     for rank in (0, 1):
         steps = collector.of(Step, rank)
         assert [step.samples for step in steps[1:5]] == [4] * 4
-        assert all(host_us(step, "forward") > 25_000 > host_us(step, "data") for step in steps[1:5])
+        assert all(host_us(step, "forward") > 250_000 > host_us(step, "data") for step in steps[1:5])
         assert host_us(steps[5], "eval") > 50_000
     pipeline = collector.of(Step, 0)[6:]
     assert [(step.samples, step.tokens) for step in pipeline] == [(16, 256)] * 4

@@ -3,12 +3,14 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.end import kill as killer
 from ftmon.trainer.host.end.kill import Kill, Outcome, Target
+from ftmon.trainer.host.end.terminate import sweep
 from ftmon.trainer.host.hardware.gpu_memory import GpuUse, verdict
 
 RANK = """
@@ -168,6 +170,21 @@ def test_another_process_with_that_pid_is_never_touched(run, spawn):
     assert outcome.ok
     assert outcome.text == "no process of the run was left"
     assert rank.poll() is None
+
+
+def test_a_process_found_after_all_time_has_passed_is_killed_all_the_same(spawn):
+    rank = spawn(rank_code("signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
+    looks: list[float] = []
+
+    def find() -> list[processes.Process]:
+        looks.append(time.monotonic())
+        if len(looks) == 1:
+            time.sleep(0.5)
+        process = processes.read(rank.pid)
+        return [process] if process is not None and process.state != "Z" else []
+
+    assert sweep(find, term_seconds=0.1, kill_seconds=0.2) == []
+    assert rank.wait(200) == -signal.SIGKILL
 
 
 def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it():

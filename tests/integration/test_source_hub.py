@@ -37,10 +37,10 @@ def test_a_run_is_watched_from_a_late_join_to_its_kill_and_its_replay_is_what_wa
     with started(fake_ranks({"rate": 60}, {"rate": 60})) as run:
         early = LiveSource(run)
         early.start()
-        pump(early, lambda: early.model.step >= 40)
+        pump(early, lambda: len(early.model.ranks) == 2 and early.model.step >= 40)
         late = LiveSource(run)
         late.start()
-        pump(late, lambda: late.connection.state == "live" and late.model.step >= 60)
+        pump(late, lambda: late.connection.state == "live" and len(late.model.ranks) == 2 and late.model.step >= 60)
         shown = step_numbers(late.model, 1)
         # From the first step on, unless the run has made more than are kept by now.
         assert shown == list(range(max(1, shown[-1] - RECENT_STEPS + 1), shown[-1] + 1))

@@ -111,7 +111,8 @@ def test_a_late_join_shows_history_and_then_the_live_tail(run: RunDir) -> None:
 
 
 def test_what_is_published_while_joining_is_there_once(run: RunDir) -> None:
-    frames = now_frames(200, heartbeats=True)
+    # Fewer numbers than a join looks back: it is complete however late it comes.
+    frames = now_frames(100, heartbeats=True)
     with SmallHub(run) as hub:
         sent = feed(hub, frames[:300])
         source = LiveSource(run)

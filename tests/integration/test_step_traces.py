@@ -58,7 +58,7 @@ def worker_of(hub):
 def test_a_hub_records_what_its_worker_finds_counts_what_is_no_trace_and_ends_the_worker(traces, tmp_path):
     good, bad = traces
     go = tmp_path / "go"
-    # The job goes on until the traces are analysed: at its end the hub waits for them for 2 s only.
+    # The job goes on until the traces are analysed: at its end the hub waits for them for 10 s only.
     waiting = ["sh", "-c", '"$@"; until [ -e "$0" ]; do sleep 0.1; done', str(go)]
     with started([*waiting, *fake_ranks({"steps": 8, "traces": [good, bad, good]})]) as run:
         with App(run) as app:

@@ -229,6 +229,7 @@ def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir
         assert line.poll(int(SECONDS * 1000))
         answers.append(wire.decode_body(line.recv_multipart()[1]))
     assert isinstance(answers[0], Accepted)
+    eventually(lambda: commands(listening), "the command in the recording")
     assert [command.id for command in commands(listening)] == ["once"]
 
     relay.again()  # the same sealed frame, within the connection

@@ -95,6 +95,7 @@ def test_the_training_screen_shows_its_replay(run: tuple[Ftmon, RunDir, str]) ->
             await until(pilot, lambda: "newest: step 20" in canvas.plain, "the newest step")
             # Of a recording with many messages, the older evaluations come with its overview.
             await until(pilot, lambda: canvas.plain.count("◆") == 4, "three evaluations, and the sign in the title")
+            await until(pilot, lambda: source.model.moments[0].first_step == 1, "all steps, after the newest")
             await pilot.press("home")
             await until(pilot, lambda: "at the cursor: step 1 " in canvas.plain, "the first step")
             source.transport.goto("10")

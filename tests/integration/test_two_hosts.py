@@ -86,7 +86,10 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         assert steps == list(range(1, len(steps) + 1)), "a step of the host that was cut off is missing"
 
         agent = hosts.kill_on_b("ftmon.trainer.agent")
-        app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > back.since)
+        app.wait_for(
+            HostState, lambda host: host.state == "reachable" and host.since > back.since and host.ranks == [1]
+        )
+        eventually(lambda: app.answers("stacks", ranks=[1]), "an answer of rank 1 by way of the other agent")
         app.wait_for(Step, lambda step: step.rank == 1 and step.step > steps[-1] + 10)
         assert hosts.kill_on_b("ftmon.trainer.agent", 0) != agent, "no rank started another agent"
 

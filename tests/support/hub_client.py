@@ -170,6 +170,15 @@ class App:
         assert accepted.id == result.id == number
         return result
 
+    def answers(self, verb: str, **args: Any) -> bool:
+        """Send a command; return whether it was accepted and its result is good."""
+        self.send(verb, **args)
+        accepted = self.answer()
+        if not isinstance(accepted, Accepted) or not accepted.ok:
+            return False
+        result = self.answer()
+        return isinstance(result, Result) and result.ok
+
     def refused(self, verb: str, **args: Any) -> str:
         """Send a command, see it refused, return the words."""
         self.send(verb, **args)

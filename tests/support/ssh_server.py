@@ -96,6 +96,7 @@ async def _run(process: "asyncssh.SSHServerProcess[bytes]") -> None:
     await asyncio.gather(_copy(child.stdout, process.stdout), _copy(child.stderr, process.stderr))
     status = await child.wait()
     receiving.cancel()
+    child.stdin.close()  # otherwise the transport is open when the loop is closed
     process.exit(status)
 
 

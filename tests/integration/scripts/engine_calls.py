@@ -33,7 +33,7 @@ def main():
                 time.sleep(0.03)
             engine.train()
         loss = loss_of(model(batch), batch)
-        time.sleep(0.03)
+        time.sleep(0.3)
         engine.backward(loss)
         engine.step()
     engine.destroy()

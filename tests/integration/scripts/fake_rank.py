@@ -4,7 +4,8 @@ Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
 (its exit status), ``gpu_bytes`` (CUDA memory it holds), ``pretends`` (name of a GPU that it says it is on),
-``lingers`` (lives on after its goodbye),
+``lingers`` (lives on after its goodbye), ``linger`` (seconds that its messages wait for a hub at its end),
+``awaits`` (a file that must exist before its last step),
 ``traces`` (files of ``StepTrace`` messages, sent after its first step),
 ``daemons`` (forks twice: one process as it is, one with an environment of its own).
 """
@@ -34,6 +35,7 @@ class FakeRank:
     def __init__(self, options):
         self.options = options
         self.rank = int(options.get("rank", 0))
+        self.linger_ms = 1000 * int(options.get("linger", 200))
         me = this_process()
         on_gpu = options.get("gpu_bytes") or options.get("pretends")
         self.hello = Hello(
@@ -66,12 +68,16 @@ class FakeRank:
             self.push.send_multipart(wire.encode(self.src, self.seq, time.time(), message))
 
     def answer_commands(self):
+        try:
+            self.answer_until_terminated()
+        except zmq.ZMQError:  # the sockets are closed
+            pass
+        finally:
+            self.dealer.close(linger=self.linger_ms)
+
+    def answer_until_terminated(self):
         while True:
-            try:
-                frames = self.dealer.recv_multipart()
-            except zmq.ContextTerminated:
-                self.dealer.close(linger=10_000)
-                return
+            frames = self.dealer.recv_multipart()
             command = wire.decode_body(frames[1])
             if not isinstance(command, Command) or self.options.get("silent"):
                 continue
@@ -94,6 +100,8 @@ class FakeRank:
         limit = int(self.options.get("steps", 0))
         while not self.stop.is_set() and not (limit and self.step >= limit):
             self.stop.wait(1 / rate)
+            while self.step + 1 == limit and self.options.get("awaits") and not Path(self.options["awaits"]).exists():
+                time.sleep(0.05)
             self.step += 1
             now = time.time()
             span = Span(1000, 2000, 3000)
@@ -111,12 +119,22 @@ class FakeRank:
 
 
 def daemon(run):
+    """Run a daemon; return once it is another program, or has closed ``ready``: it is closed at exec."""
+    waiting, ready = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            run()
+            run(ready)
         os._exit(0)
     os.wait()
+    os.close(ready)
+    os.read(waiting, 1)
+    os.close(waiting)
+
+
+def sleep_on(ready):
+    os.close(ready)
+    time.sleep(600)
 
 
 def main():
@@ -124,8 +142,8 @@ def main():
     options.setdefault("rank", int(os.environ.get("RANK", "0")))
     if options.get("daemons"):
         sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-        daemon(lambda: time.sleep(600))
-        daemon(lambda: os.execve(sys.executable, sleep, {}))
+        daemon(sleep_on)
+        daemon(lambda _: os.execve(sys.executable, sleep, {}))
     os.environ["FTMON_RANK_PID"] = str(os.getpid())
     if options.get("deaf"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,7 +162,7 @@ def main():
     threading.Thread(target=rank.answer_commands, daemon=True).start()
     print(f"rank {rank.rank} trains", flush=True)
     rank.train()
-    rank.push.close(linger=10_000)  # the hub may not be there yet
+    rank.push.close(linger=rank.linger_ms)  # the hub may not be there yet
     rank.telemetry.term()  # waits until it has all
     rank.commands.term()
     if options.get("lingers"):

@@ -529,7 +529,7 @@ def under_ddp(told):
             model.module(batch)
         time.sleep(PAUSE / 10)
     model.train()
-    time.sleep(PAUSE)
+    time.sleep(PAUSE * 4)
     batches, features = [], []
     for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (32, 8)), batch_size=4):
         with torch.no_grad():
