@@ -14,6 +14,8 @@ import zmq
 from ..host.failures import Failures
 
 TICK_SECONDS = 0.25
+_LATE_SECONDS = 0.5
+"""Before a tick that is later than this, what arrived meanwhile is read: a rank's last words precede its death."""
 
 
 class PollLoop:
@@ -57,15 +59,22 @@ class PollLoop:
             now = time.monotonic()
             try:
                 if now >= next_tick:
+                    late = now - next_tick > _LATE_SECONDS
                     next_tick = now + TICK_SECONDS
+                    if late:
+                        self._round(poller, 0)
                     self._tick(now)
-                self._before_wait()
-                ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
-                for source, handler in self._handlers.items():
-                    if source in ready:
-                        handler()
-                self._after_read()
+                self._round(poller, max(0, int((next_tick - now) * 1000) + 1))
             except Exception:  # one bad message or file must not end the hub; a repeated failure does
                 traceback.print_exc(file=sys.stderr)
                 if self._failures.too_many(now):
                     raise
+
+    def _round(self, poller: zmq.Poller, timeout_ms: int) -> None:
+        """Wait for the sources and call their handlers."""
+        self._before_wait()
+        ready = dict(poller.poll(timeout_ms))
+        for source, handler in self._handlers.items():
+            if source in ready:
+                handler()
+        self._after_read()

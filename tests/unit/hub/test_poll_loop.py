@@ -1,6 +1,7 @@
 """The hub's loop serves its sources in order, survives a failing handler, and gives up on one that fails for ever."""
 
 import os
+import time
 
 import pytest
 from ftmon.trainer.host.failures import Failures
@@ -74,3 +75,26 @@ def test_what_fails_without_end_ends_the_loop(capsys) -> None:
 def test_a_tick_that_always_fails_ends_the_loop_and_a_rare_failure_never_does(every_seconds: float, ends: bool) -> None:
     failures = Failures()
     assert any(failures.too_many(1000.0 + number * every_seconds) for number in range(500)) is ends
+
+
+def test_what_arrived_while_the_loop_was_held_up_is_read_before_the_tick() -> None:
+    seen: list[str] = []
+
+    def tick(_now: float) -> None:
+        seen.append("tick")
+        if seen.count("tick") == 2:
+            loop.stop()
+
+    def held_up_once() -> None:
+        seen.append("data")
+        if seen.count("data") == 1:
+            time.sleep(TICK_SECONDS + 0.6)
+
+    loop = PollLoop(tick, lambda: None, lambda: None)
+    reading, writing = os.pipe()
+    os.write(writing, b"x")
+    loop.add(reading, held_up_once)
+    loop.run()
+    os.close(reading)
+    os.close(writing)
+    assert seen[:4] == ["tick", "data", "data", "tick"]
