@@ -127,8 +127,7 @@ def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no
     steps, told = edges(collector, "by_hand")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert [step.micro_steps for step in steps] == [2] * 4 + [1] * 4
-    assert all(host_us(step, "backward") > 60_000 for step in steps[:4])
-    assert sum(host_us(step, "backward") for step in steps[:4]) > sum(host_us(step, "forward") for step in steps[:4])
+    assert all(host_us(step, "backward") > max(180_000, host_us(step, "forward")) for step in steps[:4])
 
 
 def test_a_single_batch_that_is_not_trained_on_is_in_no_step(collector):
