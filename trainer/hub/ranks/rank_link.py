@@ -147,9 +147,6 @@ class RankLink:
                 if now - ask.asked >= _AGAIN_SECONDS:
                     ask.asked, ask.unsent = now, set(ask.waiting)
             ask.unsent = {i for i in ask.unsent if i in ask.waiting and not self._send(i, ask.command)}
-        if any(now >= ask.deadline for ask in self._asks.values()):
-            for socket in self._sockets:  # what arrived while the hub did something else is in time
-                self.receive(socket)
         for number in [number for number, ask in self._asks.items() if now >= ask.deadline or not ask.waiting]:
             ask = self._asks.pop(number)
             ask.reply.arrive(ask.answers)
