@@ -72,6 +72,11 @@ def is_lost_peer(error: str) -> bool:
     return any(words in lowered for words in _LOST_PEER)
 
 
+def is_nearer_cause(error: str, known: str) -> bool:
+    """Return whether an error that arrives later is nearer to the cause: a lost peer is a consequence."""
+    return bool(error) and is_lost_peer(known) and not is_lost_peer(error)
+
+
 class DeathDetector:
     """Finds failures and deaths of ranks (rules: this module's docstring)."""
 

@@ -310,29 +310,27 @@ def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     assert [(rank.state, rank.exit_code) for rank in told[0].ranks] == [("finished", 0), ("gone", 1)]
 
 
-def test_a_rank_that_lost_its_peer_is_not_the_first_to_fail_though_it_is_heard_first(driver: Driver) -> None:
+def failed(driver: Driver, errors: dict[int, str]) -> tuple[Job, list[Hello]]:
+    """Let ranks fail in that order; return their job, and what they said of themselves."""
     ranks = driver.start(100)
     driver.train(ranks, range(1, 3))
-    for rank, error in ((0, "RuntimeError: Connection closed by peer"), (1, "ValueError: no labels")):
+    for rank, error in errors.items():
         failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=error)
         driver.table.add(identity_of(ranks[rank]), failure)
     for hello in ranks:
         driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
         driver.dead.add(hello.pid)
     (job,) = driver.table.poll(driver.now)
+    return job, ranks
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_first_to_fail_though_its_message_is_the_first(driver: Driver) -> None:
+    job, _ = failed(driver, {0: "RuntimeError: Connection closed by peer", 1: "ValueError: no labels"})
     assert (job.failed_rank, job.text) == (1, "rank 1: ValueError: no labels")
 
 
 def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> None:
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 3))
-    for rank in (1, 0):
-        failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=f"ValueError: of rank {rank}")
-        driver.table.add(identity_of(ranks[rank]), failure)
-    for hello in ranks:
-        driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
-        driver.dead.add(hello.pid)
-    (before,) = driver.table.poll(driver.now)
+    before, ranks = failed(driver, {1: "ValueError: of rank 1", 0: "ValueError: of rank 0"})
     assert (before.failed_rank, before.text) == (1, "rank 1: ValueError: of rank 1")
     driver.restarted([before, *ranks])
     assert driver.described() == [before]

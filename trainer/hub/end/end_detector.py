@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ....protocol.analysis.deaths.detector import is_lost_peer
+from ....protocol.analysis.deaths.detector import is_nearer_cause
 from ....protocol.analysis.deaths.tracebacks import RaisedException, last_exception
 from ....protocol.analysis.findings import Finding
 from ....protocol.analysis.hub_facts import NoStepFacts, UnhookedFacts
@@ -68,7 +68,7 @@ class EndDetector:
             self._goodbyes[message.rank] = message.reason
         elif isinstance(message, Failure):
             known = self._failure
-            if known is None or (is_lost_peer(known.error) and not is_lost_peer(message.error)):
+            if known is None or is_nearer_cause(message.error, known.error):
                 self._failure = message
         elif isinstance(message, Step):
             self.stepped = True
@@ -173,7 +173,7 @@ class EndDetector:
         raised, failed = self.raised(), self._failure
         if raised is not None and raised.is_of_launcher:
             raised = None
-        if raised is not None and failed is not None and is_lost_peer(raised.words) and not is_lost_peer(failed.error):
+        if raised is not None and failed is not None and is_nearer_cause(failed.error, raised.words):
             raised = None  # a configuration error is reported in one line, without a traceback
         return raised, failed
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import isfinite
 
-from ....protocol.analysis.deaths.detector import is_lost_peer
+from ....protocol.analysis.deaths.detector import is_nearer_cause
 from ....protocol.messages.control import RankState
 from ....protocol.messages.jobs import Job, JobPhase, JobRank, JobStateName
 from ....protocol.messages.telemetry import Closing, DeviceInfo, Failure, Goodbye, Hello, Step
@@ -266,8 +266,7 @@ class JobTally:
             return
         tally.failure = tally.failure or error[:_TEXT_LIMIT]
         first = self.ranks.get(self._first_to_fail) if self._first_to_fail is not None else None
-        # Messages of two ranks arrive in any order: that a peer is gone is a consequence.
-        if first is None or (is_lost_peer(first.failure) and error and not is_lost_peer(error)):
+        if first is None or is_nearer_cause(error, first.failure):
             self._first_to_fail = rank
         self.version += 1
 

@@ -60,7 +60,7 @@ class Session:
             if not _is_text(line):
                 self._note("not UTF-8")
             elif line:
-                with contextlib.suppress(KeyboardInterrupt):  # it ends an answer, and one that has just ended
+                with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C after the last token
                     self._turn(line)
 
     def answer_lines(self) -> int:
