@@ -152,7 +152,7 @@ def test_two_hubs_of_one_run_cannot_live():
 
 def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on(tmp_path):
     go = tmp_path / "go"
-    with started(fake_ranks({"rate": 20, "steps": 40, "awaits": str(go), "linger": 1})) as run:
+    with started(fake_ranks({"rate": 20, "steps": 40, "awaits": str(go), "flush_s": 1})) as run:
         with App(run) as app:
             app.told(Step)
             assert app.command("shutdown").ok

@@ -4,7 +4,7 @@ Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
 (its exit status), ``gpu_bytes`` (CUDA memory it holds), ``pretends`` (name of a GPU that it says it is on),
-``lingers`` (lives on after its goodbye), ``linger`` (seconds that its messages wait for a hub at its end),
+``lingers`` (lives on after its goodbye), ``flush_s`` (seconds that its last messages wait for a hub),
 ``awaits`` (a file that must exist before its last step),
 ``traces`` (files of ``StepTrace`` messages, sent after its first step),
 ``daemons`` (forks twice: one process as it is, one with an environment of its own).
@@ -35,7 +35,7 @@ class FakeRank:
     def __init__(self, options):
         self.options = options
         self.rank = int(options.get("rank", 0))
-        self.linger_ms = 1000 * int(options.get("linger", 200))
+        self.flush_ms = 1000 * int(options.get("flush_s", 200))
         me = this_process()
         on_gpu = options.get("gpu_bytes") or options.get("pretends")
         self.hello = Hello(
@@ -73,7 +73,7 @@ class FakeRank:
         except zmq.ZMQError:  # the sockets are closed
             pass
         finally:
-            self.dealer.close(linger=self.linger_ms)
+            self.dealer.close(linger=self.flush_ms)
 
     def answer_until_terminated(self):
         while True:
@@ -162,7 +162,7 @@ def main():
     threading.Thread(target=rank.answer_commands, daemon=True).start()
     print(f"rank {rank.rank} trains", flush=True)
     rank.train()
-    rank.push.close(linger=rank.linger_ms)  # the hub may not be there yet
+    rank.push.close(linger=rank.flush_ms)  # the hub may not be there yet
     rank.telemetry.term()  # waits until it has all
     rank.commands.term()
     if options.get("lingers"):

@@ -21,9 +21,8 @@ def main():
         model(rows).sum().backward()
         torch.distributed.barrier()
         optimizer.step()
-        time.sleep(
-            1.0
-        )  # as long as those below: a stop is planned 3 steps and a second ahead, whoever hears of it late
+        # As long as those below: a stop is planned 3 steps and a second ahead, and a rank may hear of it late.
+        time.sleep(1.0)
     print("a line of output")
     sys.stderr.write("progress 1\rprogress 2\n")
     sys.stdout.flush()
