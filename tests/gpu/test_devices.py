@@ -15,6 +15,7 @@ from ftmon.trainer.host.hardware.xids import Xids
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpu_alone,
     pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA driver on this machine"),
 ]
 

@@ -24,7 +24,7 @@ try:
 except pynvml.NVMLError:
     pytestmark = [pytest.mark.gpu, pytest.mark.skip(reason="no NVIDIA GPU here")]
 else:
-    pytestmark = pytest.mark.gpu
+    pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped by SIGSTOP"])

@@ -248,13 +248,19 @@ def test_without_a_compiler_compilation_is_refused(tmp_path: Any, monkeypatch: p
 
 @pytest.fixture
 def graphs(compiling: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Compile without generating code; give the function that returns how many graphs there are."""
-    import torch._dynamo.utils
+    """Compile without generating code; give the function that returns how many graphs were compiled."""
+    import torch._dynamo
 
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    eager: Any = torch._dynamo.lookup_backend("aot_eager")
+    compiled: list[None] = []
+
+    def backend(*graph: Any) -> Any:
+        compiled.append(None)
+        return eager(*graph)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    yield lambda: len(compiled)
     torch._dynamo.reset()
 
 

@@ -1,0 +1,17 @@
+"""Tests that compare the memory in use on the GPUs run alone on them; the others share them."""
+
+import fcntl
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hold a lock that the workers of a run share, before the test's time begins."""
+    alone = item.get_closest_marker("gpu_alone") is not None
+    with Path(tempfile.gettempdir(), "ftmon-test-gpus.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        return (yield)
