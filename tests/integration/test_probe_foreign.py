@@ -29,7 +29,16 @@ def edges(collector, mode, *command):
     """Run a mode of ``loop_edges.py``; return its steps and what it printed."""
     collector.start(*(command or (BIN / "python",)), SCRIPTS / "loop_edges.py", mode).finish()
     assert collector.job.returncode == 0, collector.output()
-    return collector.of(Step), printed(collector, "optimised")
+    steps = collector.of(Step)
+    assert_disjoint(steps)
+    return steps, printed(collector, "optimised")
+
+
+def assert_disjoint(steps):
+    """No time is in two phases: a pause that is in one of them is in no other, however long others last."""
+    for step in steps:
+        within = [phase.host_us for phase in step.phases if phase.name != "init"]
+        assert sum(within) <= step.host_us + len(within), step
 
 
 def host_us(step, name):
@@ -41,7 +50,6 @@ def test_work_after_an_epoch_is_no_loading_of_data(collector):
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     for number in (4, 7):  # of the 300 ms after an epoch
         assert host_us(steps[number - 1], "idle") > 250_000
-        assert host_us(steps[number - 1], "idle") > host_us(steps[number - 1], "data")
 
 
 def test_a_validation_without_any_hook_is_an_evaluation_and_its_tokens_are_no_step_s(collector):
@@ -51,7 +59,7 @@ def test_a_validation_without_any_hook_is_an_evaluation_and_its_tokens_are_no_st
     assert [step.step for step in steps if host_us(step, "eval")] == [1, 4, 7]
     (closing,) = collector.of(Closing)
     for step in (steps[3], steps[6], closing):
-        assert host_us(step, "eval") > max(150_000, host_us(step, "data") + host_us(step, "forward"))
+        assert host_us(step, "eval") > 150_000
 
 
 def test_a_validation_before_the_backward_takes_no_batch_from_the_step(collector):
@@ -127,17 +135,17 @@ def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no
     steps, told = edges(collector, "by_hand")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert [step.micro_steps for step in steps] == [2] * 4 + [1] * 4
-    assert all(host_us(step, "backward") > max(180_000, host_us(step, "forward")) for step in steps[:4])
+    assert all(host_us(step, "backward") > 180_000 for step in steps[:4])
 
 
 def test_a_single_batch_that_is_not_trained_on_is_in_no_step(collector):
     steps, told = edges(collector, "looked_at")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert [(step.samples, step.tokens) for step in steps] == [(4, 32)] * 20
-    assert host_us(steps[4], "idle") > 250_000 > host_us(steps[4], "forward")
+    assert host_us(steps[4], "idle") > 250_000
     assert [number for number, step in enumerate(steps, 1) if host_us(step, "eval")] == [11, 15, 19]
     for number in (15, 19):
-        assert host_us(steps[number - 1], "idle") > 250_000 > host_us(steps[number - 1], "data")
+        assert host_us(steps[number - 1], "idle") > 250_000
         assert host_us(steps[number - 1], "eval") > 25_000
 
 
@@ -165,21 +173,20 @@ def test_a_check_of_gradients_before_there_is_an_optimizer_is_no_step(collector)
     steps, told = edges(collector, "checked")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert all(step.micro_steps == 1 for step in steps)
-    assert host_us(steps[0], "init") > host_us(steps[0], "backward")
+    assert host_us(steps[0], "init") > 500_000, "both checks, with their backwards of 300 ms"
 
 
 def test_a_batch_fetched_early_begins_no_forward_and_a_checkpoint_is_what_is_saved_not_what_is_pickled(collector):
     steps, told = edges(collector, "ahead_and_saved", *start_ranks.command(1))
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
-    assert all(host_us(step, "idle") > max(250_000, host_us(step, "forward")) for step in steps[1:6])
+    assert all(host_us(step, "idle") > 250_000 for step in steps[1:6])
     assert [bool(host_us(step, "checkpoint")) for step in steps] == [False] * 6 + [True]
 
 
 def test_a_backward_in_which_optimizers_step_goes_on(collector):
     steps, told = edges(collector, "in_backward")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
-    backward, idle = (sum(host_us(step, name) for step in steps) for name in ("backward", "idle"))
-    assert backward > max(len(steps) * 25_000, idle)
+    assert all(host_us(step, "backward") > 25_000 for step in steps)
 
 
 def test_an_exception_in_the_backward_is_one_in_the_backward(collector):
@@ -199,9 +206,9 @@ def test_under_ddp_data_evaluations_and_cached_features_are_told_apart(collector
     assert collector.of(Hello)[-1].backend == "gloo"
     loading, evaluated, cached = steps[:8], steps[8], steps[9:]
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
-    assert all(host_us(step, "data") >= 30_000 for step in loading[1:])
-    assert sum(step.fetch_us for step in loading[1:]) * 2 < sum(host_us(step, "data") for step in loading[1:])
-    assert 120_000 <= host_us(evaluated, "eval") < 1_200_000 <= host_us(evaluated, "idle")
+    assert all(host_us(step, "data") - step.fetch_us >= 30_000 for step in loading[1:])
+    assert host_us(evaluated, "eval") >= 120_000
+    assert host_us(evaluated, "idle") >= 1_200_000
     assert [(step.samples, step.micro_steps) for step in steps[8:]] == [(8, 2)] * 4
     assert all(host_us(step, "data") and host_us(step, "forward") for step in cached)
     assert [bool(host_us(step, "eval")) for step in cached] == [False] * 3
@@ -274,7 +281,8 @@ def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_s
     for rank in (0, 1):
         steps = collector.of(Step, rank)
         assert [step.samples for step in steps[1:5]] == [4] * 4
-        assert all(host_us(step, "forward") > 250_000 > host_us(step, "data") for step in steps[1:5])
+        assert_disjoint(steps)
+        assert all(host_us(step, "forward") > 250_000 for step in steps[1:5])
         assert host_us(steps[5], "eval") > 50_000
     pipeline = collector.of(Step, 0)[6:]
     assert [(step.samples, step.tokens) for step in pipeline] == [(16, 256)] * 4

@@ -397,7 +397,10 @@ def checked(told):
     """Gradients are checked before there is an optimizer."""
     model = model_of()
     for _ in range(2):
-        model(torch.randn(4, 8)).sum().backward()
+        output = model(torch.randn(4, 8))
+        for _ in range(10):
+            output = Slow.apply(output)
+        output.sum().backward()
         model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(4):
