@@ -309,7 +309,7 @@ class Detectors:
         return {
             rank: max(0, tracked.progress.step - 1)
             for rank, tracked in self._tracker.ranks.items()
-            if tracked.state is not None and tracked.state.state == "finished" and not tracked.failure
+            if tracked.succeeded
         }
 
     def _failure(self, t: float, failure: Failure) -> list[Alert]:

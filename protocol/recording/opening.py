@@ -1,6 +1,5 @@
 """Opens a recording for reading: live, closed, on a read-only disk, or truncated."""
 
-import os
 import shutil
 import sqlite3
 import stat
@@ -220,7 +219,11 @@ def _check_regular(path: Path) -> None:
         raise RecordingError(f"{path}: is not a regular file; name a recording.sqlite")
     for suffix in ("-wal", "-shm", "-journal"):
         beside = Path(f"{path}{suffix}")
-        if os.path.lexists(beside) and not beside.is_file():
+        try:
+            regular = stat.S_ISREG(beside.stat().st_mode)
+        except FileNotFoundError:  # absent, as after a hub's end, or a link that leads nowhere
+            regular = not beside.is_symlink()
+        if not regular:
             raise RecordingError(f"{beside}: is not a regular file; remove it, or copy the recording elsewhere")
 
 

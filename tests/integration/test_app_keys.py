@@ -189,7 +189,9 @@ async def test_logs_of_one_rank(source: ReplaySource) -> None:
     app = FtmonApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
-        await pilot.press("l", "right", "right")
+        await pilot.press("l")
+        await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+        await pilot.press("right", "right")
         await settled(pilot)
         assert "output of rank 0" in shown(app)
 
@@ -203,7 +205,9 @@ async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Pat
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await settled(pilot)
-            await pilot.press("l", "left")
+            await pilot.press("l")
+            await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+            await pilot.press("left")
             await settled(pilot)
             assert "ImportError" in shown(app)
             assert app.screen.query_one(LogList).rank == 9
@@ -219,7 +223,11 @@ async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
         await until(pilot, lambda: "Every rank of the run" in shown(app), "the overview's help")
         assert isinstance(app.screen, HelpScreen)
         assert "the run's highest peak" in shown(app)
-        await pilot.press("escape", "a", "question_mark")
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, HelpScreen), "the overview again")
+        await pilot.press("a")
+        await until(pilot, lambda: isinstance(app.screen, AlertsScreen) and app.screen.is_mounted, "the alerts")
+        await pilot.press("question_mark")
         await until(pilot, lambda: "Alerts: spikes" in shown(app), "the alerts' help")
 
 

@@ -1,6 +1,7 @@
 """``ftmon chat`` with a tiny model: over pipes as a script uses it, and on a real terminal."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,13 +126,14 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_p
     with open_terminal(110, 40, os.environ, tmp_path) as terminal:
         # More tokens could push the question off the screen.
         command(terminal, *CHAT, str(model), "--max-tokens", "2000", "--temperature", "9", "--seed", "1")
-        wait_for(terminal, "Ctrl-C stops an answer, Ctrl-D ends")
+        wait_for(terminal, "Ctrl-C stops an answer, Ctrl-D ends", "\n>")
         terminal.press("a few", "Enter")
         # Not before: Ctrl-C empties what the terminal has typed ahead.
         eventually(lambda: terminal.text().partition("a few")[2].strip(), "a token", state=terminal.text)
-        # Whatever the model says, the answer ends by itself or is stopped; both are followed by its figures.
+        # Whatever the model says, the answer ends by itself or is stopped; both are followed by its figures, unless
+        # Ctrl-C comes between its last token and these.
         terminal.press("C-c")
-        wait_for(terminal, "tokens/s")
+        eventually(lambda: re.search("tokens/s|the answer had ended", terminal.text()), "its end", state=terminal.text)
         terminal.press("/help", "Enter")
         wait_for(terminal, "/new begins a new conversation")
         terminal.press("\x04")

@@ -179,7 +179,7 @@ def test_closed_standard_streams_are_no_error(words: list[str]) -> None:
 
 
 def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text("model: {name: nowhere}\n")
+    os.mkfifo(tmp_path / "train.yaml")  # read after PyTorch is imported, and never written: it cannot end by itself
     process = subprocess.Popen(
         [sys.executable, "-m", "ftmon.tui.cli", "predict", "train.yaml"],
         cwd=tmp_path,

@@ -1,7 +1,6 @@
 """A process in uninterruptible sleep is said so, watched, and its end told."""
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -64,9 +63,8 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
     left.tick(now)
     assert len(sent) == 1
     os.killpg(sleeper.pid, signal.SIGKILL)
-    looks = itertools.count(1)
     eventually(
-        lambda: not left.waiting(now + next(looks)),
+        lambda: not left.waiting(now),
         "an end of the watching",
         each=lambda: left.tick(time.monotonic() + 10 * len(sent)),
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from ftmon.trainer.host import processes
+from ftmon.trainer.host.inspection import activity
 from ftmon.trainer.launch.environment import INJECT_DIR as INJECT
 from ftmon.trainer.probe.rank.roles import RANK_PID_ENV
 
@@ -233,7 +235,14 @@ def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_t
         assert int(words[4]) == process.pid
         libc: Any = ctypes.CDLL(None)
         found = lambda: path.exists() and "in stuck" in path.read_text()  # noqa: E731  # it may not be there yet
-        eventually(found, "the stacks", each=lambda: libc.tgkill(process.pid, receiver, number), every=0.2)
+
+        def signalled() -> None:
+            # Not while its main thread still runs Python, whose frames change while they are written.
+            state = processes.table()[process.pid].state
+            if state == "S" and activity.wchan(process.pid, process.pid) in ("", "hrtimer_nanosleep"):
+                libc.tgkill(process.pid, receiver, number)
+
+        eventually(found, "the stacks", each=signalled, every=0.2)
         assert words[3] in path.read_text()
         assert process.poll() is None, "it lives on, and its native call was not interrupted"
     finally:

@@ -97,7 +97,10 @@ open(os.environ['WROTE'], 'w').write(pid + ' ' + worker)
 OTHER = """
 import os, subprocess, sys, time
 os.environ['FTMON_RANK_PID'] = str(os.getpid())
-worker = subprocess.Popen([sys.executable, '-c', "import time; time.sleep(600)"])
+worker = subprocess.Popen(
+    [sys.executable, '-c', "import time; print('up', flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+)
+worker.stdout.readline()
 print(os.getpid(), worker.pid, flush=True)
 time.sleep(600)
 """
@@ -180,6 +183,8 @@ def test_a_process_found_after_all_time_has_passed_is_killed_all_the_same(spawn)
         looks.append(time.monotonic())
         if len(looks) == 1:
             time.sleep(0.5)
+        if len(looks) == 3:
+            rank.wait(200)  # the second look has killed it, whenever it dies
         process = processes.read(rank.pid)
         return [process] if process is not None and process.state != "Z" else []
 

@@ -100,11 +100,11 @@ def same(source: LiveSource, frames: list[Frame]) -> None:
 def test_a_late_join_shows_history_and_then_the_live_tail(run: RunDir) -> None:
     frames = now_frames(120)
     with SmallHub(run) as hub:
-        sent = feed(hub, frames[:400])
+        sent = feed(hub, frames[:200])
         source = LiveSource(run)
         source.start()
         pump(source, lambda: source.connection.state == "live")
-        sent += feed(hub, frames[400:])
+        sent += feed(hub, frames[200:])
         pump(source, lambda: source.model.last_seq == sent[-1].seq)
         same(source, sent)
         source.close()
@@ -246,7 +246,7 @@ def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
 def test_rewinding_a_live_run_and_returning_loses_nothing(run: RunDir) -> None:
     frames = now_frames(120)
     with SmallHub(run) as hub:
-        sent = feed(hub, frames[:400])
+        sent = feed(hub, frames[:200])
         source = LiveSource(run)
         source.start()
         pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
@@ -256,7 +256,7 @@ def test_rewinding_a_live_run_and_returning_loses_nothing(run: RunDir) -> None:
         assert source.transport.mode == "rewound"
         assert not source.transport.playing
         assert source.model.step == step - 10
-        sent += feed(hub, frames[400:])
+        sent += feed(hub, frames[200:])
         pump(source, lambda: source.live_model.last_seq == sent[-1].seq)
         assert source.model.step == step - 10
         source.transport.step(1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import start_ranks
+from ftmon.protocol.analysis.deaths.detector import is_lost_peer
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
@@ -31,7 +32,7 @@ def test_an_upload_is_no_hang_and_not_ended_and_a_script_that_ends_early_is_name
     (failure,) = alerts
     assert (failure.kind, failure.rank) == ("failure", 1)
     assert (failure.evidence["last_step"], failure.evidence["lost"], failure.step) == ({"1": 39}, 0, 40)
-    assert "Connection closed by peer" in failure.evidence["error"]
+    assert is_lost_peer(failure.evidence["error"]), failure.evidence["error"]
     wait_until_nothing_is_left(run)
 
 

@@ -89,7 +89,7 @@ class Collector:
     def finish(self, seconds=400):
         """Receive until the job has ended and everything it sent has come."""
         self.collect(lambda c: c.job.poll() is not None, seconds)
-        while self.telemetry.poll(50 if self._all_said_goodbye() else 1000):
+        while self.telemetry.poll(50 if self._all_said_goodbye() else 10_000 if self.of(Hello) else 1000):
             self._receive()
         return self
 

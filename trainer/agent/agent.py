@@ -138,10 +138,10 @@ class Agent:
                 poller.register(each, zmq.POLLIN)
         poller.register(self._mailbox.fileno(), zmq.POLLIN)
         poller.poll(wait_ms)
-        self._mailbox.drain()
         self._commands.receive()
         self._proxies.pass_commands()
         self._proxies.pass_answers()
+        self._mailbox.drain()  # last: a new connection drops what the old one has received
         self._uplink.receive()
         self._drain()
         self._uplink.pump()
@@ -174,6 +174,7 @@ class Agent:
         for sample in (*self._devices.poll(), *self._host_watch.poll()):
             self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
         self._put_logs()
+        self._uplink.receive()  # what came while this process stood still
         if self._uplink.silent:
             self._search_again()
         if now >= self._next_beat:

@@ -204,12 +204,12 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
         if same(process) is None:
             return False
         signal.pidfd_send_signal(descriptor, number)
+        _note(process, number)  # before another thread may run and find its end
+        return True
     except ProcessLookupError:
         return False
     finally:
         os.close(descriptor)
-    _note(process, number)
-    return True
 
 
 def was_killed(pid: int, start_ticks: int) -> bool:

@@ -32,12 +32,17 @@ class Requests:
         self._waiting.append(Request(signal.Signals(number), time.monotonic()))
 
     def drain(self) -> list[signal.Signals]:
-        """Return the signals to forward, in order; simultaneous requests to end count as one."""
+        """Return the signals to forward, in order; simultaneous requests to end count as one.
+
+        Several SIGTERM or SIGHUP that wait here are one request, however far apart this process took them. A second
+        SIGINT is another request, for a faster end.
+        """
         waiting, self._waiting = self._waiting, []
         found: list[signal.Signals] = []
         for number, at in waiting:
             last = self._last.get(number)
             self._last[number] = at
-            if number not in _ENDING or last is None or at - last > _SAME_SECONDS:
+            same = last is not None and at - last <= _SAME_SECONDS
+            if number not in _ENDING or not (same or (number != signal.SIGINT and number in found)):
                 found.append(number)
         return found

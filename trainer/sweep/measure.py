@@ -148,7 +148,8 @@ def _of_alert(verdict: Verdict, alert: Alert) -> Why:
 def _hang(alerts: Sequence[Alert], ending: Ending) -> Why:
     if not alerts:
         return Why("hang", ending.exit.text if ending.exit is not None else "")
-    alert = alerts[-1]
+    # While the run is ended, a rank that takes longer than the others looks as if they waited for it.
+    alert = ([alert for alert in alerts if alert.time <= ending.asked] or alerts)[-1]
     hung = alert.evidence.get("hung")
     rank = hung[0] if isinstance(hung, list) and hung and isinstance(hung[0], int) else alert.rank
     return Why("hang", alert.title, alert.phase, rank, alert.step)

@@ -1,6 +1,7 @@
 """Runs one configuration of a sweep: starts it, waits for it, ends it at its time limit, checks that it is gone."""
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -39,6 +40,8 @@ class Ending(NamedTuple):
     itself, or the monitor ended it."""
     left: list[int]
     """Pids of the run's processes that could not be ended."""
+    asked: float = math.inf
+    """When the sweep began to end it, seconds since the epoch; infinity: it ended by itself."""
 
 
 class Running:
@@ -77,12 +80,14 @@ class Running:
             self._wait(_POLL_SECONDS)
             if not self._over():  # else it ended by itself meanwhile
                 why = "timeout" if time.monotonic() >= deadline else ended()
+        asked = math.inf
         if why:
+            asked = time.time()
             self._end()
         closing = time.monotonic() + _CLOSING_SECONDS
         while not self._line.closed and time.monotonic() < closing:
             self._wait(_POLL_SECONDS)
-        return Ending(self.run, self._exit(), why, self._clear())
+        return Ending(self.run, self._exit(), why, self._clear(), asked)
 
     def _over(self) -> bool:
         """Return whether the run has ended, or its launcher is gone."""

@@ -234,7 +234,7 @@ class Playback:
             except FtmonError as error:
                 self._playing = False
                 self._put(message=str(error))
-            moved_at = now
+            moved_at = time.monotonic() if requests else now  # the time of a seek is not played
 
     def _wait_for_requests(self, wait: float | None) -> list[Request]:
         """Wait for requests and return all that are waiting, so that a held key costs a single seek."""

@@ -3,8 +3,9 @@
 - An uncaught exception in the script's main thread raises ``failure`` with its traceback (``oom`` if out of memory).
 - An exception that only reports a lost peer ("connection closed by peer", a broken communicator) is held back for 3 s.
   If the peer dies or fails, or the job ends, it becomes part of that alert. If the peer's script had ended without an
-  error, the alert is that the peer ended early. If this rank's process ended in an earlier poll than another rank that
-  died of a signal sent by launchers, the lost peer is the alert, and that death its consequence.
+  error, the alert is that the peer ended early, also if a launcher's signal then ends the peer's process. If this
+  rank's process ended in an earlier poll than another rank that died of a signal sent by launchers, the lost peer is
+  the alert, and that death its consequence.
 - A process that ended without sending ``Goodbye`` raises ``died``, with its exit code or signal and the last lines of
   its log (including those of the next 3 s). After a failure of the same rank, only its exit status is added.
 - Within 60 s of the first alert, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or by a lost peer, count as
@@ -176,9 +177,10 @@ class DeathDetector:
             return []
         asked = rank in kill_asked
         by_launcher = not asked and not _by_kernel(kill) and self._follows(state)
-        earlier = self._raise_earlier(t) if by_launcher else []
+        earlier = self._raise_earlier(t, rank) if by_launcher else []
         if earlier:
-            return [*earlier, *self._followed(t, rank, ended)]
+            raised = self._failed.get(rank)
+            return [*earlier, *([added(raised, ended)] if raised is not None else self._followed(t, rank, ended))]
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
             return self._followed(t, rank, ended)
         facts = ProcessDeath(
@@ -213,10 +215,16 @@ class DeathDetector:
                 findings.append(added(matter, LastLog(self._log_of(rank))))
         return findings
 
-    def _raise_earlier(self, t: float) -> list[Finding]:
-        """Raise one failure held back whose process ended before ``t``; return an empty list if there is none."""
-        ended = [place for place, (_, failure, _) in enumerate(self._held) if self._held_gone.get(failure.rank, t) < t]
-        return self._raise_held(t, ended[0]) if ended else []
+    def _raise_earlier(self, t: float, rank: int) -> list[Finding]:
+        """Raise one failure held back that is earlier than a rank's death at ``t``; return an empty list if none is.
+
+        Its process ended before ``t``, or the rank's script had ended without an error.
+        """
+        any_of_them = rank in self._finished()
+        for place, (_, failure, _) in enumerate(self._held):
+            if any_of_them or self._held_gone.get(failure.rank, t) < t:
+                return self._raise_held(t, place)
+        return []
 
     def _raise_held(self, t: float, place: int) -> list[Finding]:
         """Raise one of the failures held back, by its index."""

@@ -95,6 +95,13 @@ class TrackedRank:
         return self.state is not None and self.state.state in ("gone", "finished")
 
     @property
+    def succeeded(self) -> bool:
+        """Whether its script ended without an error, even if a launcher ended its process after that."""
+        if self.failure or self.state is None:
+            return False
+        return self.state.state == "finished" or (self.goodbye is not None and self.goodbye.reason == "finished")
+
+    @property
     def may_end(self) -> bool:
         """Whether its process is dead, or it reported a failure."""
         return self.died_at is not None or self.goodbye is not None

@@ -5,14 +5,20 @@ import sys
 import time
 
 
+def say(text: str) -> None:
+    """Write a line at once: ``print`` writes each of its words and the line's end separately."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def note(number: int, _frame: object) -> None:
-    print("got", signal.Signals(number).name, flush=True)
+    say(f"got {signal.Signals(number).name}")
     if number == signal.SIGTERM and "stubborn" not in sys.argv:
         sys.exit(5)
 
 
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, note)
-print("read", repr(sys.stdin.readline()), flush=True)
+say(f"read {sys.stdin.readline()!r}")
 while True:
     time.sleep(0.05)

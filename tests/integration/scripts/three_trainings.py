@@ -27,7 +27,7 @@ def train(steps, lr, seconds=0.0, again=False):
 
 
 kept = []
-for arguments in ((4, 0.1, 6.0), (8, 0.01, 6.0, True), (6, 0.001), (5, 0.001)):
+for arguments in ((4, 0.1, 6.0), (8, 0.01, 6.0, True), (2, 0.001), (1, 0.001)):
     last, references = train(*arguments)
     kept += references
     print("last loss", last, flush=True)

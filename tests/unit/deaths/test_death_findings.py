@@ -84,6 +84,33 @@ def test_ranks_that_ended_early_are_found_with_the_step_of_each():
     assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", [])
 
 
+@pytest.mark.parametrize("lost_first", [True, False], ids=["in an earlier poll", "in the same poll"])
+def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_process_ends(lost_first: bool):
+    deaths = DeathDetector(OomDetector(), lambda: {1: 39})
+    deaths.failure(10.0, Failure(0, 40, "backward", 10.0, LOST), set())
+    if lost_first:
+        assert deaths.process_gone(10.9, gone(0, code=1), set()) == []
+    found, ended = deaths.process_gone(11.0, gone(1, signal=15), set())
+    assert (found.matter, found.ranks) == (Matter("ended_early", 1), (1,))
+    assert found.facts == EndedEarly({1: 39}, 0, LOST, "", [])
+    assert (ended.matter, ended.facts) == (found.matter, Ended(None, 15))
+    assert deaths.tick(20.0, over=True) == []
+
+
+def test_a_rank_that_a_launcher_ends_after_its_script_had_ended_has_succeeded(make_sim: Any):
+    sim = make_sim(2)
+    sim.begin()
+    sim.train(1, 6)
+    sim.feed(Goodbye(1, sim.now, 6, "finished"))
+    sim.feed(Failure(0, 7, "backward", sim.now, LOST), Goodbye(0, sim.now, 6, "failed", LOST))
+    sim.fact(0, alive=False, exit_code=1)
+    sim.fact(1, alive=False, signal=15)
+    sim.wait(5.0)
+    assert sim.state(1).state == "gone"
+    (alert,) = sim.alerts("failure")
+    assert (alert.rank, alert.evidence["lost"]) == (1, 0)
+
+
 def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_of_its_rank():
     oom = OomDetector()
     deaths = DeathDetector(oom)

@@ -29,7 +29,7 @@ from ..ranks.rank_link import Answers, RankLink
 from ..ranks.stack_requests import StackRequests
 from .kill import Kills, interrupted_on
 
-STACKS_BEFORE_KILL_SECONDS = 3.0
+STACKS_BEFORE_KILL_SECONDS = 5.0
 """Like the others a limit for ranks that do not answer: those that do are not waited for."""
 _STACKS_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 60.0

@@ -7,7 +7,7 @@ from ....protocol.errors import FtmonError
 from ....protocol.messages import verbs
 from ....protocol.messages.wire import Message
 from ....protocol.run.end_request import read_end_request
-from ....protocol.run.rundir import RunDir
+from ....protocol.run.rundir import LeftoversFile, RunDir
 from ...host.supervisor import Supervisor
 from ..analyses.analysis import Analysis
 
@@ -37,10 +37,13 @@ class ProcessFacts:
     def collect(self) -> None:
         """Collect the facts since the last call."""
         facts = self._supervisor.poll()
-        # First: a dead process may have been ended on request. The files are read after the deaths, which they precede.
+        # A death is polled only once, and its causes are written before it: a request to end, then what the job left
+        # behind. They are read in the reverse order, so that neither is seen without what preceded it.
+        left = self._leftovers()
         self._note_signal()
-        with contextlib.suppress(FtmonError):  # unreadable for a moment; a death is polled only once
-            self._note_leftovers()
+        if left is not None:
+            self._leftovers_noted = True
+            self._analysis.job_ended_first(left)
         for fact in facts:
             self._analysis.fact(fact)
 
@@ -51,9 +54,10 @@ class ProcessFacts:
             self._signalled = True
             self._emit(verbs.Stop(reason=end_request.text()).command("launcher"))
 
-    def _note_leftovers(self) -> None:
-        """Report that the job's command ended before its ranks: the launcher ends them, and no rank is the cause."""
-        left = None if self._leftovers_noted else self._run.read_leftovers()
-        if left is not None:
-            self._leftovers_noted = True
-            self._analysis.job_ended_first(left)
+    def _leftovers(self) -> LeftoversFile | None:
+        """Return what the job's command left behind, once: the launcher ends it, and no rank is the cause."""
+        if self._leftovers_noted:
+            return None
+        with contextlib.suppress(FtmonError):  # unreadable for a moment
+            return self._run.read_leftovers()
+        return None

@@ -202,6 +202,8 @@ class StallProbe:
                 text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, self._stacks[rank].taken_by
             elif action is None:
                 continue
+            else:
+                self._stacks.pop(rank, None)  # it has run since they were taken
             found = python_stacks.training_thread(python_stacks.parse(text), thread)
             frames = python_stacks.visible(found.frames) if found is not None else ()
             calls = read_calls(answer.data.get("calls") if answer is not None else None)

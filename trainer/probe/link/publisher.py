@@ -282,10 +282,10 @@ class Publisher(threading.Thread):
     def _send_last_steps(self) -> None:
         """Wait briefly for the device to pass the last events; send unfinished steps without device figures."""
         deadline = time.monotonic() + LAST_STEPS_SECONDS
+        self._send_steps()
         while self._steps and time.monotonic() < deadline:
+            time.sleep(0.005)
             self._send_steps()
-            if self._steps:
-                time.sleep(0.005)
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
         self._send_comparisons()

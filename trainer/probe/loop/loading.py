@@ -114,6 +114,7 @@ class Loading:
             self._phases.enter("eval")
         else:
             self._phases.enter("data")
+            self._fetching_ns = perf_counter_ns()  # within the phase, which begins with the mark just made
 
     @guarded
     def fetched(self, found: Any) -> None:

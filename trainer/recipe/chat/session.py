@@ -1,7 +1,6 @@
 """The conversation: on a terminal with a person, or over pipes with a script."""
 
 import argparse
-import contextlib
 import re
 import sys
 import time
@@ -60,8 +59,10 @@ class Session:
             if not _is_text(line):
                 self._note("not UTF-8")
             elif line:
-                with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C after the last token
+                try:
                     self._turn(line)
+                except KeyboardInterrupt:  # after the last token
+                    self._note("\nthe answer had ended")
 
     def answer_lines(self) -> int:
         """Answer each line of standard input on its own, or all of it as one message; return the exit status.
@@ -106,13 +107,14 @@ class Session:
     def _ask(self, text: str, show: bool) -> Answer:
         """Generate the answer to a message, and add both to the conversation."""
         self._history.append({"role": "user", "content": text})
-        prompt = self._prompts.encode(self._history)
-        if self._options.debug:
-            self._debug("sent", prompt)
         words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
         began = time.perf_counter()
-        stream = tokens(self._loaded.model, prompt, self._prompts.stops, self._options.max_tokens, self._sampling)
         try:
+            prompt = self._prompts.encode(self._history)
+            if self._options.debug:
+                self._debug("sent", prompt)
+            began = time.perf_counter()
+            stream = tokens(self._loaded.model, prompt, self._prompts.stops, self._options.max_tokens, self._sampling)
             while True:
                 try:
                     token = next(stream)

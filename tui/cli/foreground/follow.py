@@ -96,15 +96,16 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
             end = following.until_the_end()
         finally:
             source.close()
-    if end is None:
-        standing.let_go()
-        lines.print(attach_line(run.id))
-        return exits.LEFT if owned else exits.INTERRUPTED
-    output_printed = narrator.with_output and source.model.ended
-    for line in closing_lines(run, end, source.model, output_printed=output_printed):
-        lines.print(line)
-    asked = following.interrupts and end.state == "stopped" and not following.foreign
-    return exits.INTERRUPTED if asked else exit_status(end)
+        # Still kept: a second signal of the same request may come while the last lines are printed.
+        if end is None:
+            standing.let_go()
+            lines.print(attach_line(run.id))
+            return exits.LEFT if owned else exits.INTERRUPTED
+        output_printed = narrator.with_output and source.model.ended
+        for line in closing_lines(run, end, source.model, output_printed=output_printed):
+            lines.print(line)
+        asked = following.interrupts and end.state == "stopped" and not following.foreign
+        return exits.INTERRUPTED if asked else exit_status(end)
 
 
 class _Following:
