@@ -1,13 +1,15 @@
 """Deaths reach the analysis whatever the launcher's files are like."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact
 from ftmon.protocol.errors import RunDirError
-from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.end_request import LAUNCHER, write_end_request
+from ftmon.protocol.run.rundir import LeftoversFile, RunDir
 from ftmon.trainer.host.supervisor import Supervisor
 from ftmon.trainer.hub.analyses.analysis import Analysis
 from ftmon.trainer.hub.detect.process_facts import ProcessFacts
@@ -32,3 +34,26 @@ def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(
     finally:
         supervisor.stop()
     assert [(fact.rank, fact.alive) for fact in found] == [(3, False)]
+
+
+def test_what_a_job_left_behind_is_never_seen_without_the_request_to_end_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    emit: Any = lambda message: seen.append(message.verb)  # noqa: E731
+    analysis: Any = SimpleNamespace(job_ended_first=lambda _: seen.append("left"), fact=lambda _: None)
+    facts = ProcessFacts(run, Supervisor(lambda: None), analysis, emit)
+    read = run.read_leftovers
+
+    def both_written_meanwhile() -> Any:
+        """Read first, then stand still while the launcher writes both."""
+        found = read()
+        write_end_request(run, "SIGTERM", by=LAUNCHER)
+        run.write_leftovers(LeftoversFile(1.0, None, 1, ["9 python"]))
+        return found
+
+    monkeypatch.setattr(run, "read_leftovers", both_written_meanwhile)
+    facts.collect()
+    assert seen == ["stop"], "what was left behind is read at the next look"
+    facts.collect()
+    assert seen == ["stop", "left"]

@@ -168,3 +168,21 @@ def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, m
         bench.look({}, monkeypatch)
     assert bench.rank.evidence is not None
     assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == ("computes", 0.0)
+
+
+def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.py_spy", lambda: "")
+    bench = Bench(run)
+    later = STACKS.replace("line 7", "line 99")
+    for stacks, each in (({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50))):
+        bench.inspected = Inspection(stacks, {}, {0: each})
+        bench.look(None, monkeypatch)
+    views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
+    bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
+    for stacks in ({}, {0: later}):
+        bench.inspected = Inspection(stacks, {}, {0: asleep(3.0, switches=50)})
+        bench.look(None, monkeypatch)
+    bench.stall_probe.tick()
+    assert [one.text for one in bench.emitted] == [later]

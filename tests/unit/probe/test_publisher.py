@@ -10,6 +10,7 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.telemetry import Checkpoint, Step
 from ftmon.protocol.run.run_options import RunOptions
 from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.memory.annotations import PhaseMarks
 from ftmon.trainer.probe.oom.history import OomHistory
@@ -71,3 +72,17 @@ def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent: 
     sent.publisher._send_steps()
     steps = [message for message in sent.messages() if isinstance(message, Step)]
     assert [(step.step, step.dropped) for step in steps] == [(2, 1)]
+
+
+def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_thread_stood_still(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Any) -> Any:
+        raise AssertionError("the device has finished it")
+
+    monkeypatch.setattr(publisher, "LAST_STEPS_SECONDS", -1.0)  # the time is up before the first look
+    monkeypatch.setattr(publisher, "without_device", refused)
+    sent.tracker.end_step()
+    sent.publisher._drain()
+    sent.publisher._send_last_steps()
+    assert [message.step for message in sent.messages() if isinstance(message, Step)] == [1]

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import msgspec
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.sweep.measure import progress
+from ftmon.trainer.sweep.measure import progress, why
+from ftmon.trainer.sweep.process import Ending
 from streams import Stream, write
 
 RESUMED_AT = 1000
@@ -35,3 +38,19 @@ def test_a_rank_without_a_step_holds_back_the_count(tmp_path: Path) -> None:
     frames = Stream(ranks=2, steps=5).frames()
     write(run.recording, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.rank)])
     assert progress(run, 0.0).steps == 0
+
+
+def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_like(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    frames = list(Stream(ranks=2, steps=5, finished=False).frames())
+    at = frames[-1].t
+
+    def hang(number: int, rank: int) -> Frame:
+        alert = Alert(number, "hang", "error", at + number, f"rank {rank} hangs", rank=rank, evidence={"hung": [rank]})
+        return Frame(frames[-1].seq + number, at + number, alert)
+
+    write(run.recording, [*frames, hang(1, 1), hang(9, 0)])
+    recorded = RecordedRun(run.recording)
+    for asked, rank in ((at + 5, 1), (at + 20, 0)):
+        found = why(Ending(run, None, "hang", [], asked), recorded, 60.0)
+        assert (found.verdict, found.rank) == ("hang", rank)
