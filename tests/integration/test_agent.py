@@ -62,7 +62,7 @@ def test_ranks_elsewhere_are_watched_by_one_agent_asked_and_killed_and_nothing_i
                 app.wait_for(Step, lambda step, rank=rank: step.rank == rank and step.step > 5)
             app.told(HostState, lambda host: host.host == "nodeb" and host.ranks == [0, 1])
             app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and len(sample.processes) == 2)
-            eventually(lambda: len(agents(run)) == 1, "one agent: it is the child of a process that may be ending")
+            assert len(agents(run)) == 1
             stacks = app.command("stacks")
             assert stacks.ok, stacks.text
             assert sorted(stacks.data["answers"]) == ["0", "1"]

@@ -61,8 +61,8 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             (relay,) = relays()
             endpoint._next = math.inf  # no other connection before the loss of this one was seen
             relay.kill()
-            # What was asked for when it broke fails first.
-            pumped(source, lambda: (c := source.connection).state == "hub-gone" and "connection" in c.text)
+            pumped(source, lambda: source.connection.state == "hub-gone")
+            assert "connection" in source.connection.text
             endpoint._next = 0.0
             pumped(source, lambda: source.connection.state == "live")
             seen = source.model.leading_step

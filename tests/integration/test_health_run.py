@@ -44,19 +44,19 @@ def health(messages: list[Message]) -> dict[str, Alert]:
 
 
 def test_a_healthy_run_has_equal_replicas_known_disks_and_no_finding(home: Ftmon) -> None:
-    # A rank takes no checksum in a step whose allocations it records, which are the more the slower its steps are.
-    run, messages, _ = played(home, "", "--no-allocator-events", STEPS="60")
+    run, messages, _ = played(home, "", STEPS="60")
     disks = [one for one in messages if isinstance(one, DiskSpace)]
     mine = [one for one in health(messages).values() if one.evidence["finding"] != "disk_filling"]
     assert mine == []
     sums = [one for one in messages if isinstance(one, Checksum)]
     taken = {(one.step, one.rank) for one in sums}
+    # A rank takes none in a step whose memory it is looking at; on a loaded machine those looks come later.
     assert {step for step, _ in taken} <= {10, 20, 30, 40, 50}
     assert any({(step, 0), (step, 1)} <= taken for step in (10, 20, 30, 40, 50))
     assert {part.name for part in sums[0].parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     losses = {(one.step, one.rank): (one.inputs, one.loss) for one in messages if isinstance(one, BatchLoss)}
     steps = {step for step, _ in losses}
-    assert steps
+    assert steps, "none is taken either while a step's memory is looked at"
     assert steps <= {11, 21, 31, 41, 51}
     both = [step for step in steps if {(step, 0), (step, 1)} <= losses.keys()]
     assert all(losses[step, 0] == losses[step, 1] for step in both), "both ranks have the same rows"
