@@ -116,7 +116,7 @@ def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
         os.kill(pid, signal.SIGSTOP)
         stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"))
         os.kill(pid, signal.SIGCONT)
-        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time >= stopped.time)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time)
         os.kill(pid, signal.SIGKILL)
         gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9)
         assert "SIGKILL" in gone.text

@@ -117,6 +117,7 @@ class Agent:
             try:
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
+                    self._turn(0)  # a tick judges: what arrived in time is read before
                     self._tick(now)
                 self._turn(max(0, int((next_tick - now) * 1000) + 1))
             except Exception:  # as in the hub: one bad message must not end the agent
@@ -174,7 +175,6 @@ class Agent:
         for sample in (*self._devices.poll(), *self._host_watch.poll()):
             self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
         self._put_logs()
-        self._uplink.receive()  # what came while this process stood still
         if self._uplink.silent:
             self._search_again()
         if now >= self._next_beat:

@@ -118,6 +118,8 @@ class RankTracker:
             return []
         known = tracked.fact
         tracked.fact = fact
+        if fact.time > self.now:
+            self.now = fact.time
         if fact.alive:
             tracked.died_at = None
             if fact.proc_state == "D" and self.kill_asked & {-1, fact.rank}:

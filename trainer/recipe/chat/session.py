@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import signal
 import sys
 import time
 from typing import NamedTuple
@@ -41,14 +42,18 @@ class Session:
         self._prompts = Prompts(loaded.model, loaded.tokenizer)
         self._sampling = _sampling(options, loaded)
         self._history: list[Message] = []
+        self._interruptible = False
+        """Whether Ctrl-C ends what is under way: the input of a line, or the generation of an answer."""
         self._system(options.system)
 
     def converse(self) -> int:
         """Run a dialogue on the terminal until Ctrl-D; return the exit status."""
         self._note(self._loaded.text)
         self._note(_HELP if self._prompts.has_template else "no chat template: what you write is continued as text")
+        signal.signal(signal.SIGINT, self._interrupt)
         while True:
             try:
+                self._interruptible = True
                 line = input("\n> ").strip()
             except EOFError:
                 print()
@@ -56,13 +61,18 @@ class Session:
             except KeyboardInterrupt:
                 self._note("\nCtrl-D ends")
                 continue
+            finally:
+                self._interruptible = False
             if not _is_text(line):
                 self._note("not UTF-8")
             elif line:
-                try:
-                    self._turn(line)
-                except KeyboardInterrupt:  # after the last token
-                    self._note("\nthe answer had ended")
+                self._turn(line)
+
+    def _interrupt(self, _number: int, _frame: object) -> None:
+        """Handle Ctrl-C: it counts at the prompt and while an answer is generated, once."""
+        if self._interruptible:
+            self._interruptible = False
+            raise KeyboardInterrupt
 
     def answer_lines(self) -> int:
         """Answer each line of standard input on its own, or all of it as one message; return the exit status.
@@ -110,6 +120,7 @@ class Session:
         words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
         began = time.perf_counter()
         try:
+            self._interruptible = True
             prompt = self._prompts.encode(self._history)
             if self._options.debug:
                 self._debug("sent", prompt)
@@ -127,6 +138,8 @@ class Session:
         except KeyboardInterrupt:
             if not show:
                 raise
+        finally:
+            self._interruptible = False
         seconds = time.perf_counter() - began
         self._show(words.rest(), parts, show)
         if show:
