@@ -203,14 +203,19 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
 
 
 RANK = """
-import ctypes, faulthandler, os, signal, sys, threading, time
+import ctypes, faulthandler, gc, os, signal, sys, threading, time
+gc.disable()  # a collection is native code that holds the GIL
 path = sys.argv[1]
 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 faulthandler.register(signal.SIGRTMIN + 9, file=descriptor, all_threads=True, chain=False)
 def probe():
     while True: time.sleep(0.1)
 def python(depth):
-    return python(depth - 1) if depth else [exec(f"def f{n}(): return {n}\\nf{n}()", {}) for n in range(3)]
+    if depth: return python(depth - 1)
+    for n in range(3):
+        names = {}
+        exec(f"def f{n}(): return {n}\\nf{n}()", names)
+        names.clear()  # nothing is left to collect
 def native_code():
     ctypes.PyDLL(None).sleep(600)
 thread = threading.Thread(target=probe, daemon=True)

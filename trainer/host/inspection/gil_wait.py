@@ -3,8 +3,9 @@
 faulthandler reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame
 that no longer exists, and the process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
 for the GIL without getting it, and each other thread sleeps or has used enough processor time that it would have
-released the GIL if it ran Python. A thread in state D, for example on a page fault, counts as runnable. The threads are
-sampled, not stopped, so this is not a proof: ``bench/RESULTS.md`` has the error rates on an overloaded host.
+released the GIL if it ran Python; a garbage collection is native code. A thread in state D, for example on a page
+fault, counts as runnable. The threads are sampled, not stopped, so this is not a proof: ``bench/RESULTS.md`` has the
+error rates on an overloaded host.
 """
 
 import contextlib
