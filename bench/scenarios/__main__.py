@@ -35,17 +35,26 @@ def main() -> int:
         print(table(known))
         return 0
     kinds = chosen(args)
-    waiting: queue.Queue[tuple[Kind, int]] = queue.Queue()
+    waiting: queue.Queue[tuple[Kind, int, float]] = queue.Queue()
     world = args.gpus if args.cuda else 0
     # A set of GPUs plays one scene at a time: their memory is compared before and after.
     sets = [tuple(range(n, n + world)) for n in range(0, gpus.count() - world + 1, world)] if world else []
+    sets *= args.share
     parallel = min(args.parallel, len(sets)) if world else args.parallel
-    have = {(row["kind"], row.get("gpus", 0), row["run"]) for row in known if row["verdict"] != "not played"}
-    scenes = [(kind, number) for kind in kinds for number in range(args.runs)]
+    steps_ms = [float(ms) for ms in args.step_ms.split(",")]
+    have = {_key(row) for row in known if row["verdict"] != "not played"}
+    scenes = [
+        (kind, number, step_ms)
+        for kind in kinds
+        for number in range(args.runs)
+        for step_ms in (steps_ms if kind.engine in ("zero2", "zero3") and kind.expect != "honest" else steps_ms[:1])
+    ]
     random.Random(args.seed).shuffle(scenes)
-    for kind, number in scenes:
-        if (kind.name, world, number) not in have:
-            waiting.put((kind, number))
+    scenes.sort(key=lambda scene: -scene[0].limit_s)  # the longest first: none is left running alone
+    for scene in scenes:
+        if (scene[0].name, world, scene[1], scene[2]) not in have:
+            waiting.put(scene)
+    before = gpus.used(range(world)) if world and args.share > 1 else None
     print(f"{waiting.qsize()} scenes of {len(kinds)} kinds, {parallel} at a time", flush=True)
     deadline = time.monotonic() + args.budget
     lock = threading.Lock()
@@ -53,10 +62,12 @@ def main() -> int:
     def work(devices: tuple[int, ...]) -> None:
         while time.monotonic() + LONGEST_SECONDS < deadline:
             try:
-                kind, number = waiting.get_nowait()
+                kind, number, step_ms = waiting.get_nowait()
             except queue.Empty:
                 return
-            row = Scene(kind, number, args.seed, devices=devices, keep=args.keep).play()
+            alone = args.share == 1
+            scene = Scene(kind, number, args.seed, devices=devices, step_ms=step_ms, alone=alone, keep=args.keep)
+            row = {**scene.play(), "step_ms": step_ms}
             if world:
                 row["gpus"] = world
             with lock:
@@ -73,6 +84,8 @@ def main() -> int:
     for worker in workers:
         worker.join()
     print(f"\n{table(known)}")
+    if before is not None:
+        print(f"\nGPU memory that is not back: {gpus.left(before) or 'none'}")
     if waiting.qsize():
         print(f"\n{waiting.qsize()} scenes did not start within the time limit; the same command runs them")
     return 0
@@ -91,6 +104,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep each scene's folder under the temporary directory")
     parser.add_argument("--cuda", action="store_true", help="NCCL on GPUs instead of gloo")
     parser.add_argument("--gpus", type=int, default=2, help="with --cuda: ranks, one a GPU")
+    parser.add_argument("--share", type=int, default=1, help="with --cuda: scenes that share GPUs")
+    parser.add_argument("--step-ms", default="0", help="time added to each step of DeepSpeed's scenes, several: 0,300")
     args = parser.parse_args()
     if args.list:
         print("\n".join(f"{kind.name:22} {kind.title}" for kind in KINDS))
@@ -114,12 +129,18 @@ def chosen(args: argparse.Namespace) -> list[Kind]:
     return found
 
 
+def _key(row: dict[str, Any]) -> tuple[str, int, int, float]:
+    return row["kind"], row.get("gpus", 0), row["run"], row.get("step_ms", 0.0)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines() if text.strip()] if path.exists() else []
 
 
 def line(row: dict[str, Any]) -> str:
     seconds = f"{row['seconds']:.1f} s" if "seconds" in row else "-"
+    if "ended_s" in row:
+        seconds += f", ended {row['ended_s']:.1f} s"
     left = f"  LEFT: {row['left']}" if row.get("left") else ""
     return f"{row['kind']:22} {row['run']:2} {row['verdict']:12} {seconds:>7}  {row.get('said', '')}{left}"
 

@@ -74,6 +74,8 @@ def _says(kind: Kind, guilty: set[int], alert: Alert) -> bool:
     who = named(alert)
     rule = alert.evidence.get("rule")
     text = f"{alert.title} {alert.text} {alert.evidence}"
+    if kind.ends:
+        return alert.kind == "hang" and who <= guilty and kind.words in alert.title
     if kind.expect == "stall":
         return alert.kind == "hang" and who == guilty and rule != "exit"
     if kind.expect == "tangle":

@@ -66,6 +66,18 @@ class Kind:
     """Worth a run under NCCL too."""
     needs: str = ""
     """What the machine must allow: ``cgroup``, ``netns`` or ``tmpfs``."""
+    at: int = 0
+    """Step of the fault; 0: drawn by the seed."""
+    ends: bool = False
+    """The run is started with ``--on-hang kill --hang-grace 5``, which has to end it (an honest one: must not)."""
+
+
+def _hang(name: str, title: str, expect: Expect, words: str, engine: str = "zero2") -> Kind:
+    return Kind(name, f"DeepSpeed: {title}", expect, 2, engine, words=words, cuda=True, ends=True)
+
+
+def _honest(name: str, title: str, limit_s: float, *, at: int = 60, steps: int = 80) -> Kind:
+    return Kind(name, f"DeepSpeed: {title}", "honest", 2, "zero2", limit_s, at=at, steps=steps, cuda=True, ends=True)
 
 
 KINDS = (
@@ -280,6 +292,27 @@ KINDS = (
         needs="tmpfs",
     ),
     Kind("nothing", "trains and finishes", "honest", steps=60, culprit=False, cuda=True),
+    _hang("save-one", "calls save_checkpoint alone", "tangle", "save_checkpoint"),
+    _hang("left-loop", "leaves the loop early; a barrier follows", "tangle", "left the loop"),
+    _hang("left-script", "leaves the loop early, and its script ends", "exit", "left the loop"),
+    _hang("collective-if", "enters an all_reduce that the other does not", "tangle", "train.py:"),
+    _hang("gather-one", "enters GatheredParameters alone", "tangle", "GatheredParameters", "zero3"),
+    _hang("gather-unequal", "enters GatheredParameters once more", "tangle", "GatheredParameters", "zero3"),
+    _hang("unequal-sizes", "all_reduce of another size", "tangle", "elements"),
+    _hang("asleep-data", "sleeps in its data set", "stall", "data"),
+    _hang("asleep-forward", "sleeps in its forward", "stall", "forward"),
+    _hang("one-behind", "catches an exception and skips a backward", "tangle", "train.py:"),
+    _hang("worker-hang", "its dataloader worker hangs", "stall", "dataloader"),
+    _hang("stopped", "stopped by SIGSTOP", "stall", "stopped"),
+    _honest("honest-checkpoint", "writes a checkpoint for 60 s", 90.0),
+    _honest("honest-evaluation", "evaluates for 90 s", 120.0),
+    _honest("honest-compilation", "compiles for 60 s in its first step", 90.0, at=1),
+    _honest("honest-upload", "a thread of it uploads for 50 s", 80.0),
+    _honest("honest-retries", "its data set retries for 45 s", 75.0),
+    _honest("honest-irregular", "steps of 0.1 to 20 s", 200.0, steps=40),
+    _honest("honest-generation", "generates for 60 s", 90.0),
+    _honest("honest-run", "trains and finishes", 60.0, at=100, steps=300),
 )
+"""The last twenty are scenes of ``deepspeed_ranks.py``: the same faults and honest work, in steps of any length."""
 
 BY_NAME = {kind.name: kind for kind in KINDS}

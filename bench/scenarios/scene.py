@@ -39,6 +39,8 @@ REJOIN_SECONDS = 30.0
 """So long after a kill, at most, a host that was cut off is back."""
 HUB_KILLED_SECONDS = 10.0
 """So long after a cut, at most, the hub is killed: before or after it knows of the cut."""
+ENDED_SECONDS = 25.0
+"""So long after a verdict, at most, the hub is given to end the run."""
 LOOK_SECONDS = 0.25
 
 
@@ -49,13 +51,35 @@ class SceneError(Exception):
 class Scene:
     """One run of one kind. ``play`` returns its figures."""
 
-    def __init__(self, kind: Kind, number: int, seed: int, *, devices: tuple[int, ...] = (), keep: bool) -> None:
-        """``devices``: the GPUs to use, a rank on each; none: gloo on the CPU."""
+    def __init__(
+        self,
+        kind: Kind,
+        number: int,
+        seed: int,
+        *,
+        devices: tuple[int, ...] = (),
+        step_ms: float = 0.0,
+        alone: bool = True,
+        keep: bool = False,
+    ) -> None:
+        """Draw the scene's rank and step.
+
+        Args:
+            kind: what happens.
+            number: of the runs of this kind.
+            seed: of the draws.
+            devices: the GPUs to use, a rank on each; none: gloo on the CPU.
+            step_ms: time added to each step of ``deepspeed_ranks``.
+            alone: no other scene uses these GPUs meanwhile, so that their memory can be compared.
+            keep: keep the folder.
+        """
         draw = random.Random(f"{seed}/{kind.name}/{number}")
         self.kind = kind
         self.number = number
         self.devices = devices
         self.cuda = bool(devices)
+        self.step_ms = step_ms
+        self.alone = alone
         self.world = len(devices) or kind.ranks
         self.culprit = draw.randrange(self.world) if kind.culprit else None
         self.at = draw.randrange(16, 24)
@@ -63,6 +87,8 @@ class Scene:
             self.at = 20
         if kind.expect in ("honest", "resolves"):
             self.at = min(self.at, kind.steps - 8)
+        if kind.ends:
+            self.at = kind.at or 60
         self.rejoined_after = draw.uniform(0.0, REJOIN_SECONDS)
         self.hub_killed_after = draw.uniform(0.0, HUB_KILLED_SECONDS)
         self.keep = keep
@@ -81,7 +107,7 @@ class Scene:
         run: RunDir | None = None
         try:
             with limits.allowed(self.kind.needs, self.environment, self.folder, self.culprit) as self.hosts:
-                before = gpus.used(self.devices) if self.cuda else None
+                before = gpus.used(self.devices) if self.cuda and self.alone else None
                 run = self._start()
                 found |= self._act(run)
                 found |= self._end(run, before)
@@ -106,6 +132,7 @@ class Scene:
             "steps": self.kind.steps,
             "engine": self.kind.engine,
             "cuda": self.cuda,
+            "step_ms": self.step_ms,
         }
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FTMON_")}
         environment |= {"SCENE": json.dumps(scene), "FTMON_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1"}
@@ -118,14 +145,19 @@ class Scene:
     def _start(self) -> RunDir:
         if self.hosts is not None:
             return self.hosts.start(self.kind.name, HERE / "ranks.py")
-        script = str(HERE / ("health_ranks.py" if self.kind.engine in ("health", "scaler") else "ranks.py"))
+        scripts = {"health": "health_ranks.py", "scaler": "health_ranks.py"}
+        scripts |= dict.fromkeys(("zero2", "zero3"), "deepspeed_ranks.py")
+        script = str(HERE / scripts.get(self.kind.engine, "ranks.py"))
+        if self.kind.ends:  # outside of the checkout: in an editable installation that counts as a library
+            script = shutil.copy(script, self.folder / "train.py")
         if self.kind.engine == "deepspeed":
             program = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
             job = [program, "--num_gpus", str(self.world), "--master_port", str(free_port()), script]
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             job = [*torchrun, "--nproc-per-node", str(self.world), script]
-        self._ftmon("run", "--detach", "--name", self.kind.name, "--", *job)
+        on_hang = ["--on-hang", "kill", "--hang-grace", "5"] if self.kind.ends else []
+        self._ftmon("run", "--detach", "--name", self.kind.name, *on_hang, "--", *job)
         runs = list((self.folder / "home" / "runs").iterdir())
         if len(runs) != 1:
             raise SceneError("ftmon run made no run")
@@ -157,12 +189,23 @@ class Scene:
         found: dict[str, Any] = {"verdict": judgement.verdict, "said": judgement.title}
         if judgement.at is not None and fault is not None:
             found["seconds"] = round(judgement.at - fault, 2)
-        if self.kind.expect in ("stall", "tangle", "exit", "cut"):
+        if self.kind.ends and self.kind.expect != "honest":
+            end = self._until_ended(run)
+            found["ended"] = end is not None and end.cause.startswith("hang")
+            if end is not None and fault is not None:
+                found["ended_s"] = round(end.time - fault, 1)
+        elif self.kind.expect in ("stall", "tangle", "exit", "cut"):
             found |= self._status(run)
             named = [] if self.kind.expect == "cut" else [self.culprit]
             if found["verdict"] == "right" and found["hung"] not in ([], named):
                 found |= {"verdict": "wrong", "said": f"ftmon status calls ranks {found['hung']} hung"}
         return found
+
+    def _until_ended(self, run: RunDir) -> Any:
+        deadline = time.monotonic() + ENDED_SECONDS
+        while (end := run.read_exit()) is None and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        return end
 
     def _ready(self) -> bool:
         return all((self.folder / f"ready-{rank}").exists() for rank in range(self.world))

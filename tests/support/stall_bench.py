@@ -37,7 +37,7 @@ class Bench:
         reply.arrive({} if said is None else {0: Result("1", True, data={"text": STACKS, "calls": said})})
         return reply
 
-    async def _see(self, _silent: set[int]) -> Inspection:
+    async def _see(self, _silent: set[int], _nccl_address: str) -> Inspection:
         return self.inspected
 
     def look(self, says: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:

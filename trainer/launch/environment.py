@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +40,7 @@ def _watched(run: str, base: Mapping[str, str]) -> dict[str, str]:
     environment = monitor_environment(base)
     environment[RUN_ENV] = run
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
-    for key, value in {**flight_recorder(_torch_version()), "PYTHONUNBUFFERED": "1"}.items():
+    for key, value in {**flight_recorder(_torch_version()), **_nccl_ras(), "PYTHONUNBUFFERED": "1"}.items():
         environment.setdefault(key, value)
     return environment
 
@@ -50,6 +51,13 @@ def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
     if torch is None or torch < _RENAMED_IN:
         names.append(_FLIGHT_RECORDER_OLD_NAME)
     return dict.fromkeys(names, _FLIGHT_RECORDER_ENTRIES)
+
+
+def _nccl_ras() -> dict[str, str]:
+    """Return the variable with the port of NCCL's RAS service: several jobs of one host share its default."""
+    with contextlib.suppress(OSError), socket.create_server(("localhost", 0)) as probe:
+        return {"NCCL_RAS_ADDR": f"localhost:{probe.getsockname()[1]}"}
+    return {}
 
 
 def _torch_version() -> tuple[int, int] | None:

@@ -20,9 +20,10 @@ POLLS_PER_SECOND, SPARE_POLLS = 0.4, 3.5
 """Wake-ups up to this are not work while PyTorch's dataloader waits: every five seconds it checks whether its worker
 lives, which takes a thread off the processor once or twice."""
 
-Work = Literal["", "computes", "disk", "works"]
-"""Empty: no work. ``computes``: only the rank's own CPU time. ``disk``: a thread waits for a disk that transfers
-nothing. ``works``: reads, writes, network, child processes, or wake-ups of the training thread."""
+Work = Literal["", "computes", "device", "disk", "works"]
+"""Empty: no work. ``computes``: only the rank's own CPU time. ``device``: its device computes, for no collective.
+``disk``: a thread waits for a disk that transfers nothing. ``works``: reads, writes, network, child processes, or
+wake-ups of the training thread."""
 
 
 class Activity(NamedTuple):
@@ -54,11 +55,22 @@ class Activity(NamedTuple):
     """Start time of its youngest process, in ticks since boot."""
     worker_naps: int = 0
     """Context switches of dataloader workers that sleep for a set time."""
+    training_seconds: float = 0.0
+    """CPU time of the training thread alone."""
 
     @property
     def naps(self) -> bool:
         """Whether the training thread sleeps for a set time, as in ``time.sleep``."""
         return "nanosleep" in self.wchan
+
+    def computes_besides(self, before: "Activity") -> bool:
+        """Return whether threads other than the training thread computed since an earlier observation.
+
+        A wait for a CUDA device, and for other ranks under NCCL, spins in the training thread and uses nothing else.
+        """
+        busy = max(BUSY_SECONDS, BUSY_SHARE * max(0.0, self.time - before.time))
+        spent = self.cpu_seconds - before.cpu_seconds
+        return spent - (self.training_seconds - before.training_seconds) > busy
 
     def work_since(self, before: "Activity", *, polls: bool = False) -> Work:
         """Return the kind of work done between an earlier observation and this one.

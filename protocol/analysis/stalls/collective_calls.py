@@ -104,7 +104,8 @@ def waits(views: Sequence[RankView]) -> Waits | None:
     for view in views:
         if view.absent in ("stopped", "held", "gone"):
             continue
-        found = [Wait(call, blockers) for call in _open(view) if (blockers := _blockers(call, view, members, by_rank))]
+        awaited = [(call, _blockers(call, view, members, by_rank)) for call in open_calls(view)]
+        found = [Wait(call, blockers) for call, blockers in awaited if blockers]
         if found:
             of[view.rank] = found
     blocking = {rank for waiting in of.values() for wait in waiting for rank in wait.blockers}
@@ -121,7 +122,7 @@ def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[
     if mine is None:
         return None
     by_rank = {view.rank: view for view in others}
-    for call in _open(waiting):
+    for call in open_calls(waiting):
         found: list[int] = []
         for rank in mine.calls.members.get(call.group, ()):
             other = by_rank.get(rank)
@@ -136,9 +137,15 @@ def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[
     return None
 
 
-def _open(view: RankView) -> list[Call]:
+def behind(other: RankView, view: RankView) -> bool:
+    """Return whether ``other`` has not entered some open collective of ``view``."""
+    return any(_behind(other, view, call) for call in open_calls(view))
+
+
+def open_calls(view: RankView) -> list[Call]:
     """Return the collectives that a rank has entered and is not known to have left, one per group."""
-    if view.inside:
+    by_nccl = view.evidence is not None and view.evidence.calls.source == "nccl"
+    if view.inside and not by_nccl:
         return [Call(view.group, _number(view), view.inside, view.size, False)] if view.group else []
     if view.evidence is None:
         return []
@@ -173,7 +180,8 @@ def _blockers(
 def _behind(other: RankView, view: RankView, call: Call) -> bool:
     """Return whether ``other`` has not entered ``call`` of ``view``."""
     mine, theirs = view.evidence, other.evidence
-    if mine is not None and theirs is not None and theirs.by == "probe" and mine.calls.source == theirs.calls.source:
+    same = mine is not None and theirs is not None and mine.calls.source == theirs.calls.source
+    if mine is not None and theirs is not None and same and (theirs.by == "probe" or theirs.calls.source == "nccl"):
         return theirs.calls.last(call.group) < call.number
     # One of them did not answer: its last heartbeat is compared with the other's own count.
     counted = mine.calls.counted.get(call.group, 0) if mine is not None else 0

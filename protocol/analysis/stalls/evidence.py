@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from .activity import Work
+from .patience import RESUME_S
 from .python_stacks import Frame, Place
 
 ASLEEP_S = 2.0
@@ -47,7 +48,8 @@ class Calls:
     """The collectives of one rank."""
 
     source: str = ""
-    """``recorder``: PyTorch's flight recorder; ``calls``: the probe's count. Their numbers differ by a constant."""
+    """``recorder``: PyTorch's flight recorder; ``nccl``: NCCL's own count; ``calls``: the probe's count. Their numbers
+    cannot be compared with each other."""
     recent: tuple[Call, ...] = ()
     """The latest calls of each group, oldest first."""
     counted: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -88,6 +90,9 @@ class Evidence:
     place: Place = NOWHERE
     asleep: float = 0.0
     """Seconds for which the training thread is known to have slept at this line while the process did nothing."""
+    stands: float = 0.0
+    """Seconds for which the training thread has stood in these frames, asleep or spinning, while the rest of its
+    process tree did nothing. Under NCCL a wait for the device or for other ranks spins: it takes a whole core."""
     restless: bool = False
     """Whether it has woken up since its last progress and not slept much longer since, as in a loop of retries."""
     work: Work = ""
@@ -96,6 +101,13 @@ class Evidence:
     """Seconds for which its process tree is known to have been idle; None: unknown."""
     timed: bool = False
     """Whether its training thread, or a dataloader worker that it waits for, sleeps for a set time."""
+    wakes: float | None = None
+    """Seconds until that sleep ends by itself; None: not asleep for a set time, or unknown."""
+    loops: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict[str, tuple[tuple[int, int], ...]])
+    """The loops around each line of the script that the training thread is in (``Frame.key``), as first and last line,
+    innermost first."""
+    gathers: int = 0
+    """Number of times that it has entered DeepSpeed's ``GatheredParameters``."""
     lock: "LockWait | None" = None
     """The file lock it waits for."""
     process: str = ""
@@ -105,13 +117,30 @@ class Evidence:
     utilization: float | None = None
     """Recent share of time in which its device ran a kernel, percent; None: no device, or unknown."""
     calls: Calls = field(default_factory=Calls)
+    nccl: Calls = field(default_factory=Calls)
+    """The collectives that it has launched by NCCL's own count (RAS), by communicator; empty: unknown."""
     steps: int = 0
     """Optimizer steps that the hub had received from it at that time."""
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it slept at one line for ``ASLEEP_S``, and its process tree has not worked recently."""
-        return self.asleep >= ASLEEP_S and not self.restless and self.work != "works"
+        """Whether it slept at one line for ``ASLEEP_S``, its process tree did not work, and it does not wake soon."""
+        return self.asleep >= ASLEEP_S and not self.restless and self.work != "works" and not self.resumes
+
+    @property
+    def resumes(self) -> bool:
+        """Whether its sleep ends by itself within ``RESUME_S``."""
+        return self.wakes is not None and self.wakes <= RESUME_S
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether its sleep ends by itself, at a time that is soon or unknown."""
+        return self.resumes or (self.timed and self.wakes is None)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it has entered a collective that its device has not completed."""
+        return any(call.done is False for call in self.calls.recent)
 
 
 def read_calls(data: Any) -> Calls:

@@ -2,6 +2,11 @@
 
 ``judge`` returns a verdict or None from the views of all ranks. Its rules, in this order:
 
+0. The ranks' inspection (``RankView.evidence``) shows that the wait cannot end: every rank concerned is **blocked**
+   (``RankView.blocked``: it stands at one line, asleep or spinning, in a collective or with one that its device has
+   not completed), and either a collective was entered differently (**mismatch**), or each waits for a rank that waits
+   elsewhere (**deadlock**), or they wait for a rank whose script has ended (**left**). No phase's limit applies: it
+   belongs to a rank that works.
 1. No rank has exceeded its limit (``progress.limit``) or is stopped, gone or silent: no verdict. Ranks known to have
    waited ``WAITED_S`` in a collective that a silent rank has not entered are blocked by that rank. If all ranks are
    silent and had made no progress for ``STOOD_S`` at their last reports, those reports are compared: ranks behind the
@@ -23,23 +28,25 @@
    reducer runs in C++), ranks in data or forward while all others are in backward or the optimizer of the same
    micro-step, or further, are named, as likely only.
 4. Some ranks have finished and others live on for more than ``EXIT_LIMIT_S`` (in eval and checkpoint, their limit): a
-   **hang at exit**, regardless of the counts. ``EXIT_SURE_S`` suffices if a rank is in a collective of a group with a
-   finished rank, or if its process sleeps after its goodbye or after the end of its script.
+   **hang at exit**, regardless of the counts. ``EXIT_SURE_S`` suffices if its process sleeps after its goodbye or
+   after the end of its script.
 5. Every rank waits for an extension's build lock, or in a collective for a rank that does, and no compiler runs: a
    stale **lock**, at once.
 
 A rank found asleep has a shorter limit, which applies only if others wait for it.
 
-If the ranks have been inspected (``RankView.evidence``), the comparison of their collectives (``collective_calls``)
-precedes rules 2 and 3: a collective entered differently is a **mismatch**; the wait graph leads to the hung ranks, or
-its cycle is a **deadlock**. If counts do not decide, ranks asleep in user code while all others are in a collective, in
-a backward or in a wait for their device are named as likely.
+If the ranks have been inspected, the comparison of their collectives (``collective_calls``) precedes rules 2 and 3: the
+wait graph leads to the hung ranks. While every rank has entered the collectives that the others wait for, none is
+named, and the devices may take ``ENTERED_S`` to complete them. If counts do not decide, ranks asleep in user code while
+all others are in a collective, in a backward or in a wait for their device are named as likely.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from ...messages.telemetry import STEP_PHASES
-from .collective_calls import Waits, difference, skipped, waits
+from .collective_calls import Waits, behind, difference, open_calls, skipped, waits
 from .evidence import Call, Collective, LockWait, all_members
 from .progress import LONG_PHASES
 from .rank_view import Counts, RankView
@@ -53,6 +60,7 @@ from .verdicts import (
     crossed,
     deadlock,
     has_stacks,
+    left_behind,
     mismatch,
     missing,
     of_group,
@@ -68,7 +76,14 @@ EXIT_LIMIT_S = 30.0
 """After other ranks have finished, a rank may live on for this many seconds without progress."""
 
 EXIT_SURE_S = 9.0
-"""The same if it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
+"""The same if its process sleeps after its goodbye."""
+
+LEFT_S = 4.0
+"""The same if it waits in a collective that a finished rank has not entered."""
+
+ENTERED_S = 60.0
+"""Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
+may compute for that long before it reaches them."""
 
 EXIT_WORKING_S = 300.0
 """The same if its process tree still works, as in an upload or a last evaluation."""
@@ -93,10 +108,46 @@ MOVING_S = 3.0
 
 
 def judge(views: list[RankView]) -> Verdict | None:
-    """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is none."""
+    """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is none.
+
+    If PyTorch's flight recorder has no collectives, NCCL's own counts (RAS) are compared. If both exist and NCCL shows
+    that other ranks are behind than those named, the verdict is not sure.
+    """
+    by_nccl = _by_nccl(views)
+    recorded = any(view.evidence is not None and view.evidence.calls.source == "recorder" for view in views)
+    if by_nccl is None or recorded:
+        verdict = _judge(views)
+        return _checked(verdict, by_nccl) if verdict is not None and by_nccl is not None else verdict
+    return _judge(by_nccl)
+
+
+def _by_nccl(views: list[RankView]) -> list[RankView] | None:
+    """Return the views with NCCL's counts as the ranks' collectives; None if a present rank's counts are unknown."""
+    found = [view.evidence for view in views if not view.finished and not view.absent]
+    if not found or not all(evidence is not None and evidence.nccl.recent for evidence in found):
+        return None
+    return [
+        replace(view, evidence=replace(view.evidence, calls=view.evidence.nccl)) if view.evidence is not None else view
+        for view in views
+    ]
+
+
+def _checked(verdict: Verdict, by_nccl: list[RankView]) -> Verdict:
+    """Return the verdict, not sure if NCCL's counts show that only ranks other than those concerned are behind."""
+    graph = waits([view for view in by_nccl if not view.finished])
+    late = {rank for edges in graph.of.values() for wait in edges for rank in wait.blockers} if graph else set[int]()
+    concerned = set(verdict.hung or (verdict.waiting if verdict.kind in ("deadlock", "mismatch") else ()))
+    if not concerned or not late or late & concerned:
+        return verdict
+    return replace(verdict, sure=False, contradicted=True)
+
+
+def _judge(views: list[RankView]) -> Verdict | None:
     living = [view for view in views if not view.finished and view.absent != "gone"]
     finished = [view for view in views if view.finished]
     stuck = [view for view in living if view.stuck and (view.absent != "silent" or has_stacks(view))]
+    if finished and (waiting := _wait_for_finished(living, finished)):
+        return left_behind(waiting, finished)
     ending = finished or any(view.phase == "exit" for view in living)
     if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
         return at_exit
@@ -104,10 +155,14 @@ def judge(views: list[RankView]) -> Verdict | None:
     if ending:
         return None
     present = [view for view in views if not view.finished]
-    if (left_behind := _build_lock(present)) is not None:
-        return left_behind
+    if (stale := _build_lock(present)) is not None:
+        return stale
     if (skipping := _run_ahead(present)) is not None:
         return skipping
+    if (tangle := _tangle(present)) is not None:
+        return tangle
+    if _all_entered(present):
+        return None
     if not stuck:
         return _held_up_by_silence(present) or _silent_together(present)
     verdict = _stall(stuck, present)
@@ -115,6 +170,52 @@ def judge(views: list[RankView]) -> Verdict | None:
     if verdict is not None and verdict.kind == "unclear" and not any(view.overdue for view in stuck):
         return None
     return verdict
+
+
+def _tangle(present: list[RankView]) -> Verdict | None:
+    """Return a verdict on blocked ranks that wait for each other: it needs no limit, since none can continue."""
+    if any(view.absent for view in present):
+        return None
+    views = by_rank(present)
+    found = difference(present)
+    graph = waits(present) if found is None else None
+    concerned = [views[rank] for rank in found.calls] if found is not None else []
+    if graph is not None and graph.circle:
+        concerned = [views[rank] for rank in sorted(graph.of)]
+    if not concerned or any(not view.blocked or view.age <= MOVING_S for view in concerned):
+        return None
+    age = max(view.age for view in concerned)
+    if found is not None:
+        return mismatch(found, present, age)
+    return deadlock(graph, concerned, age) if graph is not None else None
+
+
+def _all_entered(present: list[RankView]) -> bool:
+    """Return whether every rank has entered the collectives that the others wait for, and the devices may be busy."""
+    if any(view.absent or view.evidence is None or view.age > ENTERED_S for view in present):
+        return False
+    recorded = all(view.evidence is not None and view.evidence.calls.source == "recorder" for view in present)
+    if not recorded or not any(view.blocked for view in present):
+        return False
+    graph = waits(present)
+    return graph is not None and not graph.of and all(view.blocked or view.works for view in present)
+
+
+def _wait_for_finished(living: list[RankView], finished: list[RankView]) -> list[RankView]:
+    """Return the living ranks if each is blocked, some in a collective that a finished rank will not enter."""
+    if not all(view.absent == "stopped" or ((view.blocked or view.inside) and view.age > LEFT_S) for view in living):
+        return []
+    members = all_members(view.evidence for view in living)
+    awaited = [view for view in living if any(_will_not_enter(each, view, members) for each in finished)]
+    return living if awaited else []
+
+
+def _will_not_enter(finished: RankView, view: RankView, members: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether ``view`` has an open collective of a group with a finished rank that ended in an earlier step."""
+    groups = {call.group for call in open_calls(view)}
+    if not any(finished.rank in members.get(group, ()) for group in groups):
+        return False
+    return finished.place_in_step < view.place_in_step or behind(finished, view)
 
 
 def _build_lock(present: list[RankView]) -> Verdict | None:
@@ -206,14 +307,7 @@ def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
 
 
 def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict | None:
-    members = all_members(view.evidence for view in living)
-    gone = {view.rank for view in finished}
-    still = [
-        view
-        for view in living
-        if view.absent not in ("silent", "cut off")
-        and view.age > _exit_limit(view, gone & {*members.get(view.group, ())})
-    ]
+    still = [view for view in living if view.absent not in ("silent", "cut off") and view.age > _exit_limit(view)]
     if len(still) < len(living):
         return None
     return Verdict(
@@ -228,12 +322,12 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
     )
 
 
-def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
+def _exit_limit(view: RankView) -> float:
     found = view.evidence
     over = view.phase == "exit" or (found is not None and found.place.doing == "exiting")
     if found is not None and found.work and not view.inside:
         return max(EXIT_WORKING_S, view.patience)
-    if (view.inside and finished_peers) or (over and found is not None and found.is_asleep):
+    if over and found is not None and found.is_asleep:
         return EXIT_SURE_S
     return max(EXIT_LIMIT_S, view.limit) if view.phase in LONG_PHASES else EXIT_LIMIT_S
 
@@ -256,7 +350,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
     if any(view.age <= MOVING_S for view in waiting):
         return None
     if graph.circle:
-        return deadlock(graph, waiting, age) if all(view.stuck for view in waiting) else None
+        return deadlock(graph, waiting, age) if all(view.stuck or view.blocked for view in waiting) else None
     awaited = [views[rank] for rank in graph.roots]
     roots = [view for view in awaited if not view.inside or view.absent] or awaited
     late = [view for view in roots if view.absent or view.stuck]

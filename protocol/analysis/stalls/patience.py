@@ -8,12 +8,12 @@ The column depends on the activity of the rank's process tree, see ``Row``.
 from typing import NamedTuple
 
 __all__ = [
-    "ACTION_FLOOR_S",
     "ALONE_ACTION_S",
     "EARLY_STEPS",
     "FIRST_STEP_FACTOR",
     "LIMIT_FACTOR",
     "REGULAR_STEPS",
+    "RESUME_S",
     "ROWS",
     "UNSETTLED_ASLEEP_S",
     "Row",
@@ -33,10 +33,13 @@ REGULAR_STEPS = 10
 UNSETTLED_ASLEEP_S = {"idle": 8.0}
 """Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
 steps a script's own pauses vary most."""
-ACTION_FLOOR_S = 30.0
-"""No process is ended before its tree was idle for this many seconds, regardless of its phase."""
 ALONE_ACTION_S = 300.0
-"""The same if no other rank is known to wait for it, or if it may go on by itself."""
+"""No process is ended before its tree was idle for this many seconds if no other rank is known to wait for it, or if it
+may go on by itself. Otherwise its phase's limit applies; in every case the verdict must have stood for
+``--hang-grace``."""
+RESUME_S = 120.0
+"""A timed sleep that ends within this many seconds, as between two attempts to reach a server, is not a hang: the rank
+counts as working. A longer one is."""
 
 
 class Row(NamedTuple):
@@ -101,7 +104,7 @@ def action_patience(computing_s: float, *, awaited: bool, may_resume: bool) -> f
         awaited: whether other ranks are blocked in a collective that it must enter.
         may_resume: whether it waits for an answer from the network, or sleeps for a set time.
     """
-    return max(computing_s, ACTION_FLOOR_S if awaited and not may_resume else ALONE_ACTION_S)
+    return computing_s if awaited and not may_resume else max(computing_s, ALONE_ACTION_S)
 
 
 def as_markdown() -> list[str]:

@@ -7,9 +7,9 @@ must enter (or that cannot match), and the named ranks' process trees have been 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .patience import ACTION_FLOOR_S, action_patience
+from .patience import action_patience
 
-_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
+_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
 """Verdicts that prove by themselves that the collectives concerned cannot complete."""
 
 
@@ -28,21 +28,18 @@ class RankFacts(NamedTuple):
     """Whether it waits in a collective or for its device."""
 
 
-def unproven(
-    kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], age: float, ranks: Mapping[int, RankFacts]
-) -> str:
-    """Return what proof is missing to end the run for a verdict; empty if it is complete.
+def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
+    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty if none is.
 
     Args:
         kind: the verdict's kind.
         sure: whether it names the ranks for certain.
         waiting: the ranks that wait for others.
         hung: the ranks named.
-        age: seconds since the last progress of those concerned.
         ranks: facts of the living ranks.
     """
     if kind in _STRUCTURAL:
-        return "" if age >= ACTION_FLOOR_S else f"it has not stood for {ACTION_FLOOR_S:.0f} s"
+        return "" if sure else "NCCL's own counters disagree"
     if kind == "unreachable":
         return "the host is cut off"
     if kind == "missing" and not sure:

@@ -29,8 +29,38 @@ _BELOW_CALLER = (
 )
 """Frames between a collective and the code that called it."""
 _INNER = frozenset(
-    ("wrapper", "call", "decorate_context", "_call_impl", "_wrapped_call_impl", "wrapped_fn", "log_wrapper")
+    (
+        "wrapper",
+        "call",
+        "decorate_context",
+        "_call_impl",
+        "_wrapped_call_impl",
+        "inner",
+        "wrapped_fn",
+        "log_wrapper",
+        "__enter__",
+        "__exit__",
+    )
 )
+_CONTEXT = {"__enter__": "GatheredParameters", "__exit__": "GatheredParameters"}
+_FOR_ALL: Mapping[str, Mapping[str, str]] = {
+    "/deepspeed/runtime/engine.py": {
+        name: name for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model")
+    },
+    "/deepspeed/runtime/zero/partition_parameters.py": _CONTEXT,
+    "/transformers/trainer.py": {
+        "_save_checkpoint": "the Trainer's checkpoint",
+        "save_model": "save_model",
+        "evaluate": "evaluate",
+        "predict": "predict",
+    },
+    "/transformers/generation/utils.py": {"generate": "generate"},
+    "/accelerate/accelerator.py": {
+        name: name for name in ("save_state", "load_state", "save_model", "get_state_dict", "wait_for_everyone")
+    },
+    "/torch/distributed/checkpoint/": {"save": "save", "async_save": "async_save", "load": "load"},
+}
+"""Calls of libraries that contain collectives, so that every rank has to make them: by file, function and name."""
 _ENDINGS = (
     ("/threading.py", "_shutdown"),
     ("/concurrent/futures/thread.py", "_python_exit"),
@@ -61,6 +91,11 @@ class Frame(NamedTuple):
     function: str
 
     @property
+    def key(self) -> str:
+        """File and line: the key of ``Evidence.loops``."""
+        return f"{self.file}:{self.line}"
+
+    @property
     def place(self) -> str:
         """``train.py:52``: the file's own name and the line."""
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
@@ -81,6 +116,12 @@ class Place(NamedTuple):
     """Innermost known activity or function: ``next() of the dataloader``, ``all_gather``, ``time_step``."""
     at: str
     """Innermost line of the calling code, ``train.py:52 in main``; empty if there is none."""
+    call: str = ""
+    """What the script has called there: ``save_checkpoint``, ``step``; empty: nothing of a library."""
+    line: str = ""
+    """The script's innermost line, ``train.py:52``."""
+    for_all: bool = False
+    """Whether every rank has to make that call, because it contains collectives."""
 
     @property
     def text(self) -> str:
@@ -127,6 +168,18 @@ def visible(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 def where(frames: Sequence[Frame]) -> Place:
     """Return the position of a thread, from its frames (innermost first)."""
     frames = visible(frames)
+    index = next((i for i, frame in enumerate(frames) if not library_of(frame.file)), None)
+    line = frames[index].place if index is not None else ""
+    found = _activity(frames)
+    for frame in reversed(frames[:index]):  # the outermost: a save of the Trainer calls DeepSpeed's
+        for file, names in _FOR_ALL.items():
+            if frame.function in names and file in _path(frame):
+                return found._replace(call=names[frame.function], line=line, for_all=True)
+    called = (frame.function for frame in reversed(frames[:index]) if frame.function not in _INNER)
+    return found._replace(call=next(called, "").strip("_") if index else "", line=line)
+
+
+def _activity(frames: Sequence[Frame]) -> Place:
     if not frames:
         return Place("", "", "")
     for index, frame in enumerate(frames):

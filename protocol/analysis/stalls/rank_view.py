@@ -8,6 +8,8 @@ from .evidence import Collective, Evidence
 
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
+BLOCKED_S = 1.5
+"""A thread that stands at one line for this many seconds, in a collective or with an unfinished one, is blocked."""
 LOCK_ASLEEP_S = 4.0
 """Limit in seconds for a rank blocked on a file lock in the kernel while both it and the lock's holder are idle."""
 
@@ -53,14 +55,27 @@ class RankView:
 
     @property
     def works(self) -> bool:
-        """Whether its process tree was found to read, write, send, receive or compile since its last progress."""
+        """Whether its process tree reads, writes, sends, receives or compiles, or its device computes."""
         found = self.evidence
-        return found is not None and (found.work == "works" or found.place.doing == "compiling")
+        return found is not None and (found.work in ("works", "device") or found.place.doing == "compiling")
 
     @property
     def patience(self) -> float:
         """Limit of its phase in seconds without progress, given its activity."""
-        return max(self.limit, self.working_limit) if self.works else self.limit
+        resumes = self.evidence is not None and self.evidence.resumes
+        return max(self.limit, self.working_limit) if self.works or resumes else self.limit
+
+    @property
+    def blocked(self) -> bool:
+        """Whether its training thread waits for other ranks or for its device, and does nothing else.
+
+        Its phase's limit does not apply then: it belongs to a rank that works. Under NCCL the wait is often in no call
+        of a collective: the host waits for a value that the device computes after it.
+        """
+        found = self.evidence
+        if found is None or self.absent or found.stands < BLOCKED_S or found.resumes:
+            return False
+        return bool(self.inside) or found.place.doing in ("collective", "device", "backward") or found.unfinished
 
     @property
     def overdue(self) -> bool:
@@ -78,6 +93,11 @@ class RankView:
         if found is not None and found.lock is not None and not found.work:
             limit = min(limit, LOCK_ASLEEP_S)
         return self.overdue or (asleep and self.age > limit)
+
+    @property
+    def place_in_step(self) -> tuple[int, bool]:
+        """Its unfinished step, and whether it has begun it; larger is further."""
+        return self.step, bool(self.micro_step) or self.phase in ("forward", "backward", "optimizer")
 
     @property
     def newest(self) -> str:

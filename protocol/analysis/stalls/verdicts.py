@@ -4,14 +4,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .collective_calls import Difference, Waits
+from .collective_calls import Difference, Waits, open_calls
 from .evidence import Call, Collective, all_members
 from .rank_view import RankView
 
 ALONE_DATA_S = 30.0
 """Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
 
-VerdictKind = Literal["missing", "ahead", "lock", "alone", "mismatch", "deadlock", "unreachable", "unclear", "exit"]
+VerdictKind = Literal[
+    "missing", "ahead", "lock", "alone", "mismatch", "deadlock", "left", "unreachable", "unclear", "exit"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """Ranks whose script has ended, in whose collectives others wait."""
+
+    steps: Mapping[int, int]
+    """Optimizer steps that each of them has finished, by rank."""
+    step: int
+    """Unfinished step of those that wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unclear:
     """Why the evidence does not identify a rank."""
 
@@ -74,6 +86,9 @@ class Unclear:
     collective: Collective | None = None
     inside: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
+
+
+Facts = DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Left | Unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +107,9 @@ class Verdict:
     """The judge's view of each rank concerned, named ranks first."""
     differs: tuple[int, ...] = ()
     """For a mismatch, the ranks that differ from the majority; empty if there is none."""
-    facts: (
-        DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Unclear | None
-    ) = None
+    facts: Facts | None = None
+    contradicted: bool = False
+    """Whether NCCL's own counts (RAS) show that other ranks are behind than those named."""
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -149,6 +164,22 @@ def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
         collective=next(iter(calls.values())),
         views=by_rank(waiting),
         facts=CircularWait(calls),
+    )
+
+
+def left_behind(waiting: list[RankView], finished: list[RankView]) -> Verdict:
+    """Return the verdict that ranks wait in a collective for ranks whose script has ended."""
+    view = max(waiting, key=lambda each: each.age)
+    call = view.call if view.inside else next(iter(open_calls(view)), None)
+    return Verdict(
+        kind="left",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=True,
+        age=view.age,
+        collective=call if isinstance(call, Collective) or call is None else Collective(call.name, call.number),
+        views=by_rank(waiting),
+        facts=Left({each.rank: each.step - 1 for each in finished}, max(each.step for each in waiting)),
     )
 
 

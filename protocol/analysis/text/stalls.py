@@ -1,13 +1,14 @@
 """Text of stalls: hangs, stopped ranks, unreachable ranks."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...messages.control import Alert
 from ...text import duration, ranks_in_words, sanitize
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
+from ..stalls.causes import GATHERED, Cause, Spot, cause_of
 from ..stalls.evidence import Call, Evidence
 from ..stalls.hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
 from ..stalls.positions import STOPPED, TRACED, collective, where
@@ -75,6 +76,16 @@ def since(alert: Alert) -> Since:
 
 def of_verdict(verdict: Verdict) -> Words:
     """Return the text of a verdict."""
+    words = _of_verdict(verdict)
+    if not verdict.contradicted:
+        return words
+    doubt = " NCCL's own counters (RAS) show that other ranks are behind, so this is not certain."
+    return words._replace(text=words.text + doubt)
+
+
+def _of_verdict(verdict: Verdict) -> Words:
+    if (cause := cause_of(verdict)) is not None:
+        return _what_the_script_does(cause, verdict)
     if isinstance(verdict.facts, InPointToPoint):
         return _elsewhere(verdict, verdict.facts)
     return {
@@ -88,6 +99,89 @@ def of_verdict(verdict: Verdict) -> Words:
         "unclear": _unclear,
         "exit": _exit,
     }[verdict.kind](verdict)
+
+
+def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
+    """Return the text for ranks that wait for each other because of what the script does."""
+    apart, others = cause.apart, cause.others
+    first = apart[0] if apart else others[0]
+    where_others = _together(others)
+    match cause.kind:
+        case "left_loop":
+            waits = f" and {_wait(apart)} in {_at(first)}"
+            over = ": its script has ended" if len(apart) == 1 else ": their scripts have ended"
+            title = f"{_ranks(apart)} left the loop after step {first.step}{over if first.ended else waits}"
+            title += f"; {where_others}: unequal data"
+            remedy = "Give every rank the same number of batches (drop_last=True), or stop all ranks together."
+        case "not_on_all_ranks":
+            title = f"{_ranks(apart)} {_is(apart)} in {_at(first)}, which all ranks must call; {where_others}"
+            remedy = f"Call {first.call} on all ranks, outside of a condition on the rank."
+        case "unequal_gathers":
+            counts = _ways({spot.rank: _times(spot.gathers) for spot in (*apart, *others)})
+            times = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in counts.items())
+            at = next((spot for spot in (*apart, *others) if spot.call == GATHERED), first)
+            rest = tuple(spot for spot in (*apart, *others) if spot.rank != at.rank)
+            title = f"{GATHERED} entered {times}: {_together((at,))}; {_together(rest)}"
+            remedy = f"Enter {GATHERED} on all ranks, and equally often: it gathers with a collective."
+        case "sizes":
+            spots = (*apart, *others)
+            sizes = "; ".join(f"{_ranks((s,))}: {s.elements:,} elements, {s.line}" for s in spots[:4])
+            name = verdict.collective.name if verdict.collective is not None else ""
+            title = f"{name or first.call or 'collective'} of different sizes: {sizes}"
+            remedy = "Give the tensor the same size on all ranks, or gather the sizes first and pad."
+        case "branch":
+            title = "; ".join(part for part in (_together(apart), where_others) if part)
+            title += ": the ranks take different branches"
+            remedy = (
+                "Have every rank enter the same collectives in the same order: check conditions that differ by rank."
+            )
+    detail = "" if cause.kind == "left_loop" and first.ended else f" {_detail(verdict)}"
+    return Words(
+        title,
+        f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(verdict.age)} for each other or for a "
+        f"rank that will not come; none can continue.{detail}",
+        remedy,
+    )
+
+
+def _detail(verdict: Verdict) -> str:
+    """Return the collectives concerned, in a sentence."""
+    if isinstance(verdict.facts, CircularWait):
+        ways = _ways({rank: collective(call) for rank, call in verdict.facts.calls.items()})
+        return f"{'; '.join(f'{ranks_in_words(ranks)} in {words}' for words, ranks in ways.items())}."
+    if isinstance(verdict.facts, DifferentCalls):
+        calls = _by_words({rank: f"{call.name}{_size(call)}" for rank, call in verdict.facts.calls.items()})
+        return f"Collective {collective(verdict.collective)}: {calls}."
+    return f"In {collective(verdict.collective)}." if verdict.collective is not None else ""
+
+
+def _together(spots: Sequence[Spot]) -> str:
+    """Return where ranks are, those at one place together: ``rank 1 is in step 61, step (train.py:38)``."""
+    ways: dict[str, list[int]] = {}
+    for spot in spots:
+        step = f"in step {spot.step}" if spot.in_step else f"after step {spot.step}"
+        words = f"has ended {step}" if spot.ended else f"{step}, in {_at(spot)}"
+        ways.setdefault(words, []).append(spot.rank)
+    return "; ".join(
+        f"{ranks_in_words(ranks)} {words if words.startswith('has') else f'waits {words}'}"
+        for words, ranks in list(ways.items())[:4]
+    )
+
+
+def _at(spot: Spot) -> str:
+    return f"{spot.call}, {spot.line}" if spot.call and spot.line else spot.call or spot.line or "an unknown line"
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
+
+
+def _ranks(spots: Sequence[Spot]) -> str:
+    return ranks_in_words([spot.rank for spot in spots])
+
+
+def _is(spots: Sequence[Spot]) -> str:
+    return "is" if len(spots) == 1 else "are"
 
 
 def _mismatch(verdict: Verdict) -> Words:
@@ -160,7 +254,10 @@ def _missing(verdict: Verdict) -> Words:
     go_on = "continues" if len(late) == 1 else "continue"
     # A rank that is stopped or gone may have entered the collective; it blocks the others nonetheless.
     if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
-        fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
+        asleep = all(view.evidence is not None and view.evidence.is_asleep for view in late)
+        verb = ("sleeps" if asleep else "is") if len(late) == 1 else ("sleep" if asleep else "are")
+        place = f"{who} {verb} {at}, and" if len(places) == 1 else f"{at};"
+        fault = f"{place} {'has' if len(late) == 1 else 'have'} not entered {name}"
     else:
         fault = f"{who}: {at}"
     return Words(

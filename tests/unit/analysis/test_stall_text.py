@@ -48,7 +48,7 @@ def found(**fields: Any) -> Evidence:
     [
         (
             verdict("missing", (0, 1), (2,), collective=REDUCE, of=[view(2, phase="data"), view(0), view(1, age=12.0)]),
-            "rank 2 has not entered all_reduce #9; ranks 0 and 1 wait 12 s",
+            "rank 2 is in data loading, and has not entered all_reduce #9; ranks 0 and 1 wait 12 s",
             "ranks 0 and 1 wait 12 s in all_reduce #9, held up by rank 2: in data loading. The stacks of rank 2 show "
             "the line. The wait ends only if rank 2 continues.",
         ),

@@ -104,7 +104,7 @@ def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run
     assert (bench.hands.killed, bench.saved) == (0, [])
     bench.wait(2.0)
     assert bench.hands.killed == 1
-    assert "rank 1 has not entered" in bench.saved[0]
+    assert "has not entered" in bench.saved[0]
     assert "rank 1: train.py:5 in main" in bench.saved[0]
     end_request = read_end_request(run)
     assert end_request is not None
@@ -159,8 +159,8 @@ def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
 @pytest.mark.parametrize(
     ("phase", "quiet", "ended"),
     [
-        ("backward", 29.0, False),
-        ("backward", 31.0, True),
+        ("backward", 7.0, False),
+        ("backward", 9.0, True),
         ("idle", 200.0, False),
         ("idle", 301.0, True),
         ("eval", 200.0, False),

@@ -157,8 +157,18 @@ def test_a_rank_that_sleeps_much_longer_than_before_it_woke_is_no_longer_restles
     assert (found.asleep, found.is_asleep) == (255.0, False)
 
 
-def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:
+BACKWARD = """Current thread 0x00007f (most recent call first):
+  File "/site-packages/torch/autograd/__init__.py", line 10 in backward
+  File "train.py", line 7 in main
+"""
+
+
+@pytest.mark.parametrize(("stacks", "work"), [(BACKWARD, "device"), (STACKS, "")])
+def test_a_device_that_computes_is_work_of_the_rank_that_waits_for_it_and_not_of_a_sleeper(
+    run: RunDir, monkeypatch: Any, stacks: str, work: str
+) -> None:
     monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.DEVICE_FRESH_SECONDS", 1e9)
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._text_of", lambda _: (stacks, "", "probe"))
     bench = Bench(run)
     process = SimpleNamespace(rank=0)
     sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[process])
@@ -167,7 +177,36 @@ def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, m
         monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _, at=at: asleep(at))
         bench.look({}, monkeypatch)
     assert bench.rank.evidence is not None
-    assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == ("computes", 0.0)
+    assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == (work, 0.0 if work else 4.0)
+
+
+SPINS = """Current thread 0x00007f (most recent call first):
+  File "/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", line 3248 in has_overflow
+  File "train.py", line 7 in main
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "others", "found"),
+    [
+        (RECORDED, 0.0, ("", 4.0)),
+        (RECORDED, 4.0, ("computes", 0.0)),
+        ({**RECORDED, "recent": [["0", 9, "all_reduce", 64, True]]}, 0.0, ("computes", 0.0)),
+    ],
+    ids=["its collective is not finished", "other threads compute", "every collective is finished"],
+)
+def test_a_thread_that_spins_with_an_unfinished_collective_stands(
+    run: RunDir, monkeypatch: Any, calls: Any, others: float, found: tuple[str, float]
+) -> None:
+    monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._text_of", lambda _: (SPINS, "", "probe"))
+    bench = Bench(run)
+    for at in (1.0, 5.0):
+        spent = Activity(at, "R", "", at + others * at, 0, False, 10, training_seconds=at)
+        monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _, spent=spent: spent)
+        bench.look(calls, monkeypatch)
+    evidence = bench.rank.evidence
+    assert evidence is not None
+    assert (evidence.work, evidence.stands) == found
 
 
 def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(

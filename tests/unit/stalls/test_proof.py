@@ -29,17 +29,23 @@ WORKED = RankFacts(8.0, quiet=3.0)
         ("unreachable", RESTED, False),
         ("mismatch", WORKED, True),
         ("deadlock", WORKED, True),
+        ("left", WORKED, True),
     ],
 )
 def test_a_run_is_ended_only_when_nothing_can_come(kind: str, facts: RankFacts, ends: bool):
     waiting = () if kind in ("alone", "unclear") else (0,)
-    hung = () if kind in ("unclear", "mismatch", "deadlock") else (1,)
+    hung = () if kind in ("unclear", "mismatch", "deadlock", "left") else (1,)
     ranks = {0: RankFacts(8.0, quiet=1000.0, blocked=True), 1: facts}
-    assert (unproven(kind, True, waiting, hung, 40.0, ranks) == "") is ends
+    assert (unproven(kind, True, waiting, hung, ranks) == "") is ends
 
 
 def test_a_rank_that_is_named_as_likely_only_is_not_ended():
-    assert unproven("missing", False, (0,), (1,), 400.0, {1: RESTED})
+    assert unproven("missing", False, (0,), (1,), {1: RESTED})
+
+
+def test_a_deadlock_that_nccls_own_counters_contradict_is_no_proof():
+    ranks = {0: RESTED, 1: RESTED}
+    assert unproven("deadlock", False, (0, 1), (), ranks)
 
 
 def test_the_guide_promises_what_the_table_holds():

@@ -1,15 +1,24 @@
 """Judging with what a look at the ranks found: collectives side by side, stacks, and who is asleep."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.stalls.collective_calls import difference, waits
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait, read_calls
-from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S, Verdict, judge
+from ftmon.protocol.analysis.stalls.judge import (
+    ENTERED_S,
+    EXIT_LIMIT_S,
+    EXIT_SURE_S,
+    EXIT_WORKING_S,
+    Verdict,
+    judge,
+)
 from ftmon.protocol.analysis.stalls.positions import where as where_of
 from ftmon.protocol.analysis.stalls.python_stacks import Frame, where
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import CircularWait, DifferentCalls, InPointToPoint, RanAhead, StaleLocks
+from ftmon.protocol.analysis.text.stalls import of_verdict
 
 WORLD = {"0": (0, 1, 2, 3)}
 SITE = "/env/lib/python3.11/site-packages"
@@ -219,16 +228,20 @@ def test_all_in_the_same_collective_still_cannot_be_told():
     assert must(judge(views(9.0))).kind == "unclear"
 
 
-def test_a_rank_that_waits_in_a_collective_with_a_finished_one_hangs_at_exit_sooner():
+def test_a_rank_asleep_after_the_end_of_its_script_hangs_at_exit_sooner():
     done = view(0, finished=True)
-    inside = view(1, found(("0", 9, "barrier")), inside="barrier", group="0", age=EXIT_SURE_S + 1)
-    assert must(judge([done, inside])).kind == "exit"
-    other = found(("5", 9, "barrier"), members={"0": (0, 1, 2), "5": (1, 2)})
-    assert judge([done, view(1, other, inside="barrier", group="5", age=EXIT_SURE_S + 1)]) is None
     over = found(members={}, frames=[Frame("/usr/lib/python3.11/threading.py", 1583, "_shutdown")])
     assert must(judge([done, view(1, over, phase="idle", age=EXIT_SURE_S + 1)])).hung == (1,)
     lingers = view(1, found(), phase="exit", age=EXIT_SURE_S + 1, limit=EXIT_LIMIT_S)
     assert must(judge([done, lingers])).kind == "exit"
+
+
+def test_a_rank_in_a_collective_with_a_finished_one_waits_in_vain_and_in_another_group_may_not():
+    done = view(0, finished=True, step=11)
+    inside = view(1, found(("0", 9, "barrier")), inside="barrier", group="0", group_sequence=9, age=5.0)
+    assert must(judge([done, inside])).kind == "left"
+    other = found(("5", 9, "barrier"), members={"0": (0, 1, 2), "5": (1, 2)})
+    assert judge([done, view(1, other, inside="barrier", group="5", age=EXIT_SURE_S + 1)]) is None
 
 
 def test_an_answer_that_makes_no_sense_is_no_evidence():
@@ -306,3 +319,167 @@ def test_a_rank_that_uploads_after_the_others_finished_is_no_hang_at_exit():
     assert judge([done, left(200.0, work="works")]) is None
     assert must(judge([done, left(EXIT_WORKING_S + 1, work="works")])).kind == "exit"
     assert must(judge([done, left(EXIT_SURE_S + 1)])).kind == "exit"
+
+
+# Ranks that wait for their device or for others: no phase's limit applies to them.
+
+SAVES = (
+    Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 5030, "barrier"),
+    Frame(f"{SITE}/deepspeed/comm/comm.py", 400, "barrier"),
+    Frame(f"{SITE}/deepspeed/runtime/engine.py", 4900, "save_checkpoint"),
+    Frame("/home/me/train.py", 41, "main"),
+)
+STEPS = (
+    Frame(f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py", 3248, "has_overflow"),
+    Frame(f"{SITE}/deepspeed/runtime/engine.py", 3000, "step"),
+    Frame("/home/me/train.py", 38, "main"),
+)
+AFTER_LOOP = (
+    Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 5030, "barrier"),
+    Frame("/home/me/train.py", 60, "main"),
+)
+LOOP = {"/home/me/train.py:38": ((30, 45),), "/home/me/train.py:41": ((30, 45),), "/home/me/train.py:60": ()}
+PAIR = {"0": (0, 1), "1": (0, 1)}
+
+
+def spins(*recent: tuple[Any, ...], frames: Any, **more: Any) -> Evidence:
+    """Make evidence of a rank that spins at one line, as under NCCL."""
+    return found(*recent, members=PAIR, frames=frames, **{"asleep": 0.0, "stands": 2.0, "loops": LOOP, **more})
+
+
+def crossed(saving: Evidence, **fields: Any) -> list[RankView]:
+    """Rank 0 outside of a step, rank 1 in the optimizer's, each in a collective that the other has not entered."""
+    given = {"age": 4.0, "limit": 600.0, "asleep_limit": 600.0}
+    out = view(0, saving, **{"step": 61, "phase": "checkpoint", **given, **fields})
+    return [out, view(1, spins(("1", 7, "all_reduce"), frames=STEPS), step=61, phase="optimizer", **given)]
+
+
+def test_a_rank_in_save_checkpoint_alone_is_found_before_any_limit_of_its_phase():
+    verdict = must(judge(crossed(spins(("0", 1, "barrier"), ("1", 6, "all_reduce", 0, True), frames=SAVES))))
+    assert (verdict.kind, verdict.waiting) == ("deadlock", (0, 1))
+    assert of_verdict(verdict).title == (
+        "rank 0 is in save_checkpoint, train.py:41, which all ranks must call; "
+        "rank 1 waits in step 61, in step, train.py:38"
+    )
+
+
+def test_a_rank_behind_the_loop_of_the_others_has_left_it():
+    verdict = must(judge(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")))
+    assert of_verdict(verdict).title == (
+        "rank 0 left the loop after step 60 and waits in barrier, train.py:60; "
+        "rank 1 waits in step 61, in step, train.py:38: unequal data"
+    )
+
+
+def test_a_barrier_within_the_loop_is_a_branch_that_the_others_do_not_take():
+    inside = (AFTER_LOOP[0], Frame("/home/me/train.py", 41, "main"))
+    title = of_verdict(must(judge(crossed(spins(("0", 1, "barrier"), frames=inside), phase="idle")))).title
+    assert title.startswith("rank 0 waits after step 60, in barrier, train.py:41; rank 1 waits in step 61")
+    assert title.endswith("the ranks take different branches")
+
+
+def test_gathered_parameters_entered_unequally_are_counted():
+    gather = (Frame(f"{SITE}/deepspeed/runtime/zero/partition_parameters.py", 2128, "__enter__"), SAVES[-1])
+    out = spins(("0", 9, "all_gather_base", 4096), frames=gather, gathers=2)
+    step = spins(("0", 9, "all_gather_base", 64), frames=STEPS, gathers=1)
+    views = [view(0, out, phase="idle", age=4.0, limit=300.0), view(1, step, phase="forward", age=4.0)]
+    verdict = must(judge(views))
+    assert verdict.kind == "mismatch"
+    assert of_verdict(verdict).title.startswith(
+        "GatheredParameters entered 2 times on rank 0, once on rank 1: rank 0 waits after step 11, "
+        "in GatheredParameters, train.py:41; rank 1 waits in step 12, in step, train.py:38"
+    )
+
+
+def test_sizes_that_differ_are_named_with_their_lines():
+    verdict = must(
+        judge(
+            [
+                view(rank, spins(("0", 1, "all_reduce", size), frames=SLEEPS), phase="idle", age=4.0, limit=300.0)
+                for rank, size in ((0, 4096), (1, 16))
+            ]
+        )
+    )
+    title = "all_reduce of different sizes: rank 0: 4,096 elements, train.py:52; rank 1: 16 elements, train.py:52"
+    assert of_verdict(verdict).title == title
+
+
+def test_ranks_that_still_work_or_have_just_moved_are_not_in_a_deadlock():
+    saving = spins(("0", 1, "barrier"), frames=SAVES)
+    assert judge(crossed(replace(saving, stands=1.0))) is None
+    assert judge(crossed(saving, age=2.0)) is None
+    assert judge(crossed(replace(saving, wakes=20.0))) is None, "asleep until a set time"
+
+
+def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
+    ended = view(0, finished=True, step=61, phase="idle", age=5.0)
+    waits_for = spins(("1", 7, "all_reduce"), frames=STEPS)
+    verdict = must(judge([ended, view(1, waits_for, step=61, phase="optimizer", age=5.0)]))
+    assert (verdict.kind, verdict.waiting, verdict.sure) == ("left", (1,), True)
+    assert of_verdict(verdict).title == (
+        "rank 0 left the loop after step 60: its script has ended; "
+        "rank 1 waits in step 61, in step, train.py:38: unequal data"
+    )
+    assert judge([ended, view(1, waits_for, step=61, phase="optimizer", age=3.0)]) is None
+    computes = replace(waits_for, stands=0.0)
+    assert judge([ended, view(1, computes, step=61, phase="optimizer", age=5.0)]) is None
+
+
+def test_while_every_rank_has_entered_the_same_collectives_the_devices_may_compute_for_a_minute():
+    same = [("1", 7, "all_reduce")]
+    views = [view(rank, spins(*same, frames=STEPS), phase="optimizer", age=20.0) for rank in (0, 1)]
+    assert judge(views) is None
+    late = [view(rank, spins(*same, frames=STEPS), phase="optimizer", age=ENTERED_S + 1) for rank in (0, 1)]
+    assert must(judge(late)).kind == "unclear"
+
+
+def test_a_rank_whose_device_computes_for_no_collective_has_the_patience_of_one_that_works():
+    waiting = view(0, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=20.0)
+    busy = spins(("1", 6, "all_reduce", 0, True), frames=STEPS, work="device")
+    assert judge([waiting, view(1, busy, phase="forward", age=20.0, working_limit=60.0)]) is None
+    assert must(judge([waiting, view(1, replace(busy, work=""), phase="forward", age=20.0)])).hung == (1,)
+
+
+def test_a_sleep_that_ends_soon_is_work_and_one_of_a_day_is_a_hang():
+    waiting = view(0, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=12.0)
+
+    def asleep(wakes: float | None) -> Verdict | None:
+        sleeper = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS, wakes=wakes)
+        return judge([waiting, view(1, sleeper, phase="data", age=12.0, working_limit=60.0)])
+
+    assert asleep(24.0) is None
+    assert must(asleep(90_000.0)).hung == (1,)
+    assert must(asleep(None)).hung == (1,)
+
+
+def by_nccl(count: int) -> Calls:
+    """Make NCCL's own count of a communicator in which another rank has launched 9, or 8, collectives."""
+    return Calls("nccl", (Call("0xab", count, "collective", 0, False if count == 9 else None),), {}, {"0xab": (0, 1)})
+
+
+def test_nccls_own_counts_name_the_rank_behind_where_nothing_was_recorded():
+    def counted(count: int, **more: Any) -> Evidence:
+        nccl = Calls(
+            "nccl", (Call("0xab", count, "collective", 0, False if count == 9 else None),), {}, {"0xab": (0, 1)}
+        )
+        return Evidence(1.0, by="probe", frames=SLEEPS, place=where(SLEEPS), nccl=nccl, **more)
+
+    ahead = view(0, counted(9), age=20.0)
+    verdict = must(judge([ahead, view(1, counted(8, asleep=6.0), age=20.0)]))
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (1,), True)
+
+
+def test_a_verdict_that_nccls_counts_contradict_is_not_sure_and_says_so():
+    def also(evidence: Evidence, count: int) -> Evidence:
+        done = False if count == 9 else None
+        return replace(
+            evidence, nccl=Calls("nccl", (Call("0xab", count, "collective", 0, done),), {}, {"0xab": (0, 1)})
+        )
+
+    waiting = spins(("1", 7, "all_reduce"), frames=STEPS)
+    late = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS)
+    agree = must(judge([view(0, also(waiting, 9)), view(1, also(late, 8), age=9.0)]))
+    assert (agree.hung, agree.sure, agree.contradicted) == ((1,), True, False)
+    differ = must(judge([view(0, also(waiting, 8)), view(1, also(late, 9), age=9.0)]))
+    assert (differ.hung, differ.sure, differ.contradicted) == ((1,), False, True)
+    assert "NCCL's own counters" in of_verdict(differ).text

@@ -78,6 +78,7 @@ def measure(
         processes=1 + len(living),
         newest=newest,
         worker_naps=naps,
+        training_seconds=found.training_seconds,
     )
 
 
@@ -102,11 +103,12 @@ class _Threads(NamedTuple):
     io_bytes: int
     chars: int
     on_disk: bool
+    training_seconds: float
 
 
 def _threads(pid: int, training: int, own: int) -> _Threads:
     """Return the summed work of one process's threads, without those in ``_OWN_THREADS``."""
-    state, ticks, moved, chars, waits = "", 0, 0, 0, False
+    state, ticks, own_ticks, moved, chars, waits = "", 0, 0, 0, 0, False
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -121,7 +123,7 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
         fields = text[end + 2 :].split()
         number = int(thread)
         if number == training:
-            state = fields[0]
+            state, own_ticks = fields[0], int(fields[11]) + int(fields[12])
         if number == own or text[text.index("(") + 1 : end].startswith(_OWN_THREADS):
             continue
         waits = waits or fields[0] == "D"
@@ -129,7 +131,7 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
         disk, passed = _io(Path(folder, "io"))
         moved += disk
         chars += passed
-    return _Threads(state, ticks / _TICKS, moved, chars, waits)
+    return _Threads(state, ticks / _TICKS, moved, chars, waits, own_ticks / _TICKS)
 
 
 def _io(path: Path) -> tuple[int, int]:

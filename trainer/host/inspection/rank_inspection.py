@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ....protocol.analysis.stalls.evidence import LockWait
+from ....protocol.analysis.stalls.evidence import Calls, LockWait
 from ....protocol.messages import verbs
 from ....protocol.text import kernel_sleep, sanitize
 from .. import processes
@@ -25,6 +25,8 @@ class Inspection(NamedTuple):
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
     """File locks that ranks of this host wait for, by rank."""
+    nccl: dict[int, Calls] = {}  # noqa: RUF012
+    """Collectives that ranks have launched by NCCL's count, by rank."""
 
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:

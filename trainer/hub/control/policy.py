@@ -144,10 +144,10 @@ class Policy:
                 patience=view.limit,
                 quiet=found.quiet if found is not None else None,
                 gone=view.absent == "gone",
-                may_resume=doing == "network" or (found is not None and found.timed),
+                may_resume=doing == "network" or (found is not None and found.may_resume),
                 blocked=bool(view.inside) or doing in ("collective", "device", "backward"),
             )
-        return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)
+        return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, facts)
 
     def _report_unproven(self, matter: object, verdict: Verdict, missing: str) -> None:
         """Report, once per verdict, which proof is missing for an action after the grace period."""

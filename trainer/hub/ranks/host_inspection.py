@@ -9,6 +9,7 @@ from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
 from ...host.flow import Post, in_thread
+from ...host.inspection import nccl_ras
 from ...host.inspection.activity import Activity
 from ...host.inspection.rank_inspection import Inspection, inspect_ranks
 from ...host.inspection.stack_dump import DumpTarget
@@ -45,16 +46,24 @@ class HostInspection:
         self._agents = agents
         self._post = post
 
-    async def inspect(self, silent: Collection[int]) -> Inspection:
+    async def inspect(self, silent: Collection[int], nccl_address: str = "") -> Inspection:
         """Inspect all ranks of this host and the silent ones of others; takes seconds.
 
         Args:
             silent: ranks to signal so that they write their stacks.
+            nccl_address: where NCCL's RAS service answers; empty: it is not asked.
         """
         here = self.targets()
+        pids = {rank: tracked.hello.pid for rank, tracked in self._tracker.ranks.items() if tracked.hello is not None}
         answers = await self._ask_agents(silent)
         nothing = Inspection({}, {}, {})  # then only the ranks' own answers are used
-        seen = await in_thread(lambda: inspect_ranks(here, silent), self._post, "inspect", nothing)
+
+        def inspect() -> Inspection:
+            seen = inspect_ranks(here, silent)
+            nccl = nccl_ras.launched(nccl_ras.query(nccl_address), pids) if nccl_address else {}
+            return seen._replace(nccl=nccl)
+
+        seen = await in_thread(inspect, self._post, "inspect", nothing)
         return _together(seen, answers)
 
     async def _ask_agents(self, silent: Collection[int]) -> Answers:

@@ -13,7 +13,7 @@ import msgspec
 
 from ....protocol.analysis.stalls import python_stacks
 from ....protocol.analysis.stalls.activity import Work
-from ....protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Evidence, LockWait, read_calls
+from ....protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Calls, Evidence, LockWait, read_calls
 from ....protocol.analysis.stalls.python_stacks import Frame, Place
 from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.analysis.stalls.verdicts import Verdict
@@ -67,6 +67,8 @@ class _Seen(NamedTuple):
     first: Activity
     """When it was first found asleep in these frames."""
     last: Activity
+    stood: Activity
+    """Since when it stands in these frames, asleep or spinning."""
     quiet: Activity
     """Start of the idle time of its process tree."""
     worked: float
@@ -124,6 +126,8 @@ class StallProbe:
         self._under_way = False
         self._unanswered = False
         """Whether a rank did not answer the last probe."""
+        self._nccl_address = ""
+        """Where NCCL's RAS service answers; empty: no rank uses NCCL."""
         self._probes = 0
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
@@ -173,7 +177,8 @@ class StallProbe:
             answers = await self._link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
-            local = await self._inspection.inspect(silent)
+            self._nccl_address = _nccl_address_of(answers) or self._nccl_address
+            local = await self._inspection.inspect(silent, self._nccl_address)
             if reads == self._native_reads:  # otherwise ranks may have been paused between two of these figures
                 self._found(answers, local)
         finally:
@@ -212,7 +217,7 @@ class StallProbe:
             if before is not None and same and before.calls.source == "recorder" != calls.source:
                 calls = before.calls  # it has made no progress, and the earlier answer has more
             place = python_stacks.where(frames) if frames else NOWHERE
-            seen = self._compare(rank, frames, place, action, tracked.progress.moved_at)
+            seen = self._compare(rank, frames, place, calls, action, tracked.progress.moved_at)
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
             tracked.evidence = Evidence(
                 taken=now,
@@ -220,16 +225,21 @@ class StallProbe:
                 frames=frames,
                 place=place,
                 asleep=seen.asleep if seen is not None else 0.0,
+                stands=seen.last.time - seen.stood.time if seen is not None else 0.0,
                 restless=seen is not None and seen.restless,
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
                 # A rank asked by a signal is in native code that holds the GIL, not in a data set's retry.
                 timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
+                wakes=_number_of(answer, "worker_wakes" if python_stacks.waits_for_loader_worker(frames) else "wakes"),
+                loops=_loops_of(answer),
+                gathers=int(_number_of(answer, "gathers") or 0),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",
                 wchan=action.wchan if action is not None else "",
                 utilization=self._utilization[rank][0] if rank in self._utilization else None,
                 calls=calls,
+                nccl=local.nccl.get(rank, Calls()),
                 steps=tracked.progress.steps_seen,
             )
 
@@ -246,7 +256,13 @@ class StallProbe:
         )
 
     def _compare(
-        self, rank: int, frames: tuple[Frame, ...], place: Place, action: Activity | None, moved: float
+        self,
+        rank: int,
+        frames: tuple[Frame, ...],
+        place: Place,
+        calls: Calls,
+        action: Activity | None,
+        moved: float,
     ) -> _Seen | None:
         """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)
@@ -254,18 +270,19 @@ class StallProbe:
             self._seen.pop(rank, None)
             return None
         if before is None or before.moved != moved:
-            found = _Seen(frames, action, action, action, float("-inf"), "", False, 0.0, moved)
+            found = _Seen(frames, action, action, action, action, float("-inf"), "", False, 0.0, moved)
             self._seen[rank] = found
             return found
         polls = python_stacks.waits_for_loader_worker(frames)
         work = action.work_since(before.last, polls=polls) or action.work_since(before.quiet, polls=polls)
-        percent, heard = self._utilization.get(rank, (0.0, 0.0))
         now = time.monotonic()  # not action.time: that is of the rank's host
-        if not work and percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS:
-            work = "computes"
-        waits = place.doing in ("collective", "device")
-        if work == "computes" and waits:
+        spins = work == "computes" and frames == before.frames and not action.computes_besides(before.last)
+        waits = place.doing in ("collective", "device") or _is_unfinished(calls)
+        if waits and (spins or (work == "computes" and place.doing in ("collective", "device"))):
             work = ""  # it polls for its device or its peers
+        if work in ("", "computes") and self._device_computes(rank, place, calls, now, spins):
+            work = "device"
+        stands = not work and frames == before.frames
         asleep = not work and action.state == before.last.state == "S" and frames == before.frames
         slept = before.slept or (asleep and action.time - before.first.time >= ASLEEP_S)
         # Observations are too far apart to cover each sleep of a retry: waking up at the same line is sufficient.
@@ -278,6 +295,7 @@ class StallProbe:
             frames,
             before.first if asleep else action,
             action,
+            before.stood if stands else action,
             action if work else before.quiet,
             now if work else before.worked,
             work or before.work,
@@ -287,6 +305,19 @@ class StallProbe:
         )
         self._seen[rank] = found
         return found
+
+    def _device_computes(self, rank: int, place: Place, calls: Calls, now: float, spins: bool) -> bool:
+        """Return whether a rank waits for work of its device that is no collective.
+
+        NVML's utilization is the device's, which other processes may use: it counts only while the rank waits for it.
+        """
+        if _is_unfinished(calls):
+            return False
+        if calls.source == "recorder" and place.doing == "device":
+            return True
+        percent, heard = self._utilization.get(rank, (0.0, 0.0))
+        is_busy = percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS
+        return is_busy and (spins or place.doing in ("device", "backward"))
 
     # Saving.
 
@@ -405,6 +436,26 @@ def _activity_of(answer: Result | None) -> Activity | None:
     with contextlib.suppress(TypeError, AttributeError):
         return Activity(*answer.data["activity"]) if answer is not None and "activity" in answer.data else None
     return None
+
+
+def _is_unfinished(calls: Calls) -> bool:
+    return any(call.done is False for call in calls.recent)
+
+
+def _nccl_address_of(answers: Answers) -> str:
+    return next((str(answer.data["nccl"]) for answer in answers.values() if answer.data.get("nccl")), "")
+
+
+def _number_of(answer: Result | None, name: str) -> float | None:
+    found = answer.data.get(name) if answer is not None else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _loops_of(answer: Result | None) -> dict[str, tuple[tuple[int, int], ...]]:
+    with contextlib.suppress(msgspec.ValidationError):
+        found = answer.data.get("loops") if answer is not None else None
+        return msgspec.convert(found or {}, dict[str, tuple[tuple[int, int], ...]])
+    return {}
 
 
 def _lock_of(answer: Result | None) -> LockWait | None:

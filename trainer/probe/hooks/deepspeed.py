@@ -43,6 +43,9 @@ def install(become_rank: Callable[[], None]) -> None:
         replace(engine, "scale", scaling)
     replace(engine, "_take_model_step", _take_model_step)
     replace(engine, "step", _step)
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    replace(GatheredParameters, "__enter__", _gathering)
     for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"):
         if hasattr(engine, name):
             replace(engine, name, scoped("checkpoint"))
@@ -212,6 +215,16 @@ def _take_model_step(original: Any) -> Callable[..., Any]:
         return found
 
     return take_model_step
+
+
+def _gathering(original: Any) -> Callable[..., Any]:
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        training = mine()
+        if training is not None:
+            training.tracker.counts.gathers += 1
+        return original(self)
+
+    return __enter__
 
 
 def _is_boundary(engine: Any) -> bool:

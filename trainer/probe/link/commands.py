@@ -27,7 +27,7 @@ from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
-from . import flight_recorder, locks, timed_waits
+from . import flight_recorder, locks, source_loops, timed_waits
 from .stack_dump import Dumper
 
 
@@ -156,6 +156,12 @@ class Commands:
             data["calls"] = flight_recorder.calls(self._tracker.counts)
             data["lock"] = locks.waits_for(training)
             data["timed"] = timed_waits.waits_for_a_time(training)
+            thread_id = self._dumper.prepared.training if self._dumper.prepared is not None else os.getpid()
+            data["wakes"] = timed_waits.seconds_until_awake(os.getpid(), thread_id)
+            data["worker_wakes"] = timed_waits.first_worker_awake(os.getpid())
+            data["loops"] = source_loops.around(training)
+            data["gathers"] = self._tracker.counts.gathers
+            data["nccl"] = flight_recorder.ras_address()
         if verb.activity:
             data["activity"] = list(
                 activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())

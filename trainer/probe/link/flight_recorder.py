@@ -5,6 +5,7 @@ none (it is off, or does not support gloo), the probe's own count of calls is us
 """
 
 import json
+import os
 import sys
 import threading
 from typing import Any
@@ -18,6 +19,8 @@ READ_SECONDS = 0.25
 the hub waits half a second for a rank (``hub.stall_probe``), and its other evidence must arrive within that."""
 
 _reader: threading.Thread | None = None
+_RAS_ADDRESS = "localhost:28028"
+"""NCCL's default."""
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -45,6 +48,18 @@ def members() -> dict[str, list[int]]:
         return {str(name): sorted(ranks.get(group, ())) for group, name in list(core._world.pg_names.items())}
     except Exception:  # a group made or destroyed at this moment, or names that another version does not have
         return {}
+
+
+def ras_address() -> str:
+    """Return where NCCL's RAS service of this process answers (``NCCL_RAS_ADDR``); empty if it does not use NCCL."""
+    core: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if core is None or os.environ.get("NCCL_RAS_ENABLE") == "0":
+        return ""
+    try:
+        backends = [str(found[0]) for found in list(core._world.pg_map.values())]
+    except Exception:  # names that another version does not have
+        return ""
+    return os.environ.get("NCCL_RAS_ADDR", _RAS_ADDRESS) if any("nccl" in name for name in backends) else ""
 
 
 def parse(trace: bytes | str) -> list[list[Any]]:

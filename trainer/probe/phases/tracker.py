@@ -44,7 +44,19 @@ _new: Any = tuple.__new__
 class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
-    __slots__ = ("entered", "group", "groups", "host_ns", "in_flight", "last", "recent", "sequence", "size", "world")
+    __slots__ = (
+        "entered",
+        "gathers",
+        "group",
+        "groups",
+        "host_ns",
+        "in_flight",
+        "last",
+        "recent",
+        "sequence",
+        "size",
+        "world",
+    )
 
     def __init__(self) -> None:
         self.entered = 0
@@ -58,6 +70,8 @@ class Counts:
         argument."""
         self.sequence = 0
         self.size = 0
+        self.gathers = 0
+        """Number of times that DeepSpeed's ``GatheredParameters`` was entered."""
         self.groups: dict[str, int] = {}
         """Collectives entered, by process group."""
         self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
