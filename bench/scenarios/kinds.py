@@ -309,7 +309,7 @@ KINDS = (
     _honest("honest-compilation", "compiles for 60 s in its first step", 90.0, at=1),
     _honest("honest-upload", "a thread of it uploads for 50 s", 80.0),
     _honest("honest-retries", "its data set retries for 45 s", 75.0),
-    _honest("honest-irregular", "steps of 0.1 to 20 s", 200.0, steps=40),
+    _honest("honest-irregular", "steps of 0.1 to 20 s", 200.0, at=8, steps=40),
     _honest("honest-generation", "generates for 60 s", 90.0),
     _honest("honest-run", "trains and finishes", 60.0, at=100, steps=300),
 )

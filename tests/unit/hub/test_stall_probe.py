@@ -163,8 +163,14 @@ BACKWARD = """Current thread 0x00007f (most recent call first):
 """
 
 
-@pytest.mark.parametrize(("stacks", "work"), [(BACKWARD, "device"), (STACKS, "")])
-def test_a_device_that_computes_is_work_of_the_rank_that_waits_for_it_and_not_of_a_sleeper(
+COLLECTIVE = """Current thread 0x00007f (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 5030 in barrier
+  File "train.py", line 7 in main
+"""
+
+
+@pytest.mark.parametrize(("stacks", "work"), [(BACKWARD, "device"), (STACKS, ""), (COLLECTIVE, "")])
+def test_a_device_that_computes_is_work_only_of_a_rank_that_waits_for_it_outside_of_a_collective(
     run: RunDir, monkeypatch: Any, stacks: str, work: str
 ) -> None:
     monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe.DEVICE_FRESH_SECONDS", 1e9)

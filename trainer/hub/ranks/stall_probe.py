@@ -310,8 +310,10 @@ class StallProbe:
         """Return whether a rank waits for work of its device that is no collective.
 
         NVML's utilization is the device's, which other processes may use: it counts only while the rank waits for it.
+        In a call of a collective it does not: until the rank is connected to its peers, the flight recorder reports the
+        collective as completed (PyTorch queries a CUDA event that was not recorded yet).
         """
-        if _is_unfinished(calls):
+        if _is_unfinished(calls) or place.doing == "collective":
             return False
         if calls.source == "recorder" and place.doing == "device":
             return True
