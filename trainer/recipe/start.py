@@ -13,12 +13,13 @@ from pathlib import Path
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.run import exits
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..launch import start
 from . import command, hardware
 from .config import resolve, write
 from .config.load import Loaded, load
+from .config.schema import Config
 from .demo import demo_config
 from .faults import spec
 
@@ -42,8 +43,29 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
     chosen = request.name or resolved.config.run.name or Path(loaded.source).stem
-    described = write.dump(resolved.config)
-    return start.start_run(request, chosen, command.launch_command(resolved), described)
+    described, recipe = write.dump(resolved.config), _recipe(request, resolved.config)
+    return start.start_run(request, chosen, command.launch_command(resolved), described, recipe)
+
+
+def _recipe(request: StartRequest, config: Config) -> Recipe:
+    data = config.data
+    given = {"run.ranks": request.ranks, "training.max_steps": request.steps, "debug.fault": request.fault}
+    return Recipe(
+        config=_file(request),
+        overrides=[*_overrides(request), *(f"{key}={value}" for key, value in given.items() if value is not None)],
+        model=config.model.name or f"{config.model.config.get('model_type', 'model')} (random weights)",
+        data=[path for path in (data.path, data.name, *(file.path for file in data.files)) if path],
+    )
+
+
+def _file(request: StartRequest) -> str:
+    """Return the configuration file as given; empty if everything is on the command line."""
+    return "" if "=" in request.config and not Path(request.config).exists() else request.config
+
+
+def _overrides(request: StartRequest) -> list[str]:
+    """Return the request's assignments; without a file the first one is in its place."""
+    return request.overrides if _file(request) == request.config else [request.config, *request.overrides]
 
 
 def _make_output(loaded: Loaded, folder: str) -> None:
@@ -77,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(request: StartRequest) -> Loaded:
-    if "=" in request.config and not Path(request.config).exists():
-        # No file: everything on the command line.
-        return load(None, [request.config, *request.overrides])
-    return load(request.config, request.overrides)
+    return load(_file(request) or None, _overrides(request))
 
 
 def _demo(request: StartRequest) -> Loaded:

@@ -1,11 +1,12 @@
 """The state of a run, and figures derived from it: progress, speed, losses, peaks."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...protocol.messages import control, hosts, jobs, telemetry
 from ...protocol.messages.prediction import Prediction
+from ...protocol.recording.curves import mean_loss
 from .alerts import AlertHistory
 from .capacity import Fit, fit
 from .logs import LogHistory
@@ -49,17 +50,6 @@ class RunInfo:
     world_size: int = 0
     micro_batch: int | None = None
     grad_accumulation: int | None = None
-
-
-def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
-    """Return the mean of the ranks' losses of one step, weighted by their label tokens if all ranks have some.
-
-    None for no losses.
-    """
-    if not losses:
-        return None
-    weights = [tokens for _, tokens in losses] if all(tokens > 0 for _, tokens in losses) else [1] * len(losses)
-    return sum(loss * weight for (loss, _), weight in zip(losses, weights, strict=True)) / sum(weights)
 
 
 class RunState:

@@ -55,6 +55,10 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     """Yield the state of a run in a few lines."""
     code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
+    if entry.subject:
+        yield sanitize(entry.subject, 1000)
+    if entry.reason:
+        yield f"reason: {sanitize(entry.reason, 1000)}"
     if entry.problem or not entry.recording:
         yield f"recording: {entry.problem or 'none yet'}"
         return
