@@ -12,7 +12,7 @@ from .capacity import Fit, fit
 from .logs import LogHistory
 from .oom import OomCases
 from .rank import Peak, RankModel
-from .rates import Rates, rates
+from .rates import Rates, mean_rates, rates
 from .series import StepSeries
 from .training import HistoryPoint, Training, seconds_of_pauses_left
 
@@ -161,7 +161,9 @@ class RunState:
 
     @property
     def rates(self) -> Rates:
-        """Speed over the recent steps."""
+        """Speed over the last few steps; of an ended run, the mean over all."""
+        if self.ended and len(self.training.course):
+            return mean_rates(self.training.course, self.world_size)
         return rates(self.ranks.values(), self.now, rests=self.rests)
 
     @property
@@ -216,7 +218,7 @@ class RunState:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation over the recent steps of all ranks; None if unknown."""
+        """Model FLOPs utilisation of all ranks, at the speed of ``rates``; None if unknown."""
         peak, flops = self.peak_flops, self.rates.flops_per_second
         return flops / (peak * len(self.ranks)) if peak and flops else None
 
