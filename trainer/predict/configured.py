@@ -9,6 +9,7 @@ import msgspec
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.host.gpus import Gpu
 from ..recipe.config import resolve
+from ..recipe.config.inputs import check_hub
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from ..recipe.model.positions import beyond
@@ -46,6 +47,7 @@ def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequ
     without_file = "=" in source and not Path(source).exists()
     loaded = load(None, [source, *given]) if without_file else load(source, given)
     _refuse(loaded)
+    check_hub(loaded)
     config = resolve.resolve(loaded, elsewhere=loaded.config.run.ranks or 1).config
     longest = max(lengths, default=config.training.sequence_length)
     return msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, sequence_length=longest))

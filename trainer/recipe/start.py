@@ -18,6 +18,7 @@ from ...protocol.run.start_request import StartRequest, print_started, read_requ
 from ..launch import start
 from . import command, hardware
 from .config import resolve, write
+from .config.inputs import check_hub
 from .config.load import Loaded, load
 from .config.schema import Config
 from .demo import demo_config
@@ -39,6 +40,7 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     missing = hardware.missing_packages()
     if missing:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
+    check_hub(loaded)
     resolved = resolve.resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
