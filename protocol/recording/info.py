@@ -79,7 +79,7 @@ def read_info(
         kind=meta.get("kind", ""),
         live=live,
         model=_text(one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")),
-        loss=_last_loss(every(_LOSSES), len(ranks)),
+        loss=_last_loss(every(_LOSSES.format(min(4096, 8 * len(ranks)))), len(ranks)),
         evaluation_loss=_real(one(_EVALUATION_LOSS)),
         state_text=state.text if state else "",
     )
@@ -87,7 +87,7 @@ def read_info(
 
 _LOSSES = """
     SELECT step, loss, label_tokens FROM steps LEFT JOIN training_steps USING(seq)
-    WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT 4096)"""
+    WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT {})"""
 _EVALUATION_LOSS = """
     SELECT loss FROM evaluations WHERE loss IS NOT NULL
     AND name = (SELECT name FROM evaluations WHERE loss IS NOT NULL ORDER BY step, seq LIMIT 1)
