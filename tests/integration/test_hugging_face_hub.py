@@ -122,6 +122,16 @@ def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(
     assert "me/model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy; give a local" in line
 
 
+def test_a_prediction_needs_the_data_set_of_its_configuration_only_with_data(tmp_path: Path) -> None:
+    model = "{model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}"
+    words = ("predict", f"model.config={model}", "data.name=me/words", "training.sequence_length=64", "--json")
+    done = command(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    refused = command(tmp_path, *words, "--data")
+    assert refused.returncode == 2
+    assert "data.name me/words: cannot reach 127.0.0.1" in refused.stderr
+
+
 def test_without_a_connection_the_cache_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -18,6 +18,7 @@ def given(**named: Any) -> argparse.Namespace:
         **dict.fromkeys(("config", "model", "deepspeed", "ranks", "micro_batch", "accumulation", "lora_rank")),
         "optimizer": None,
         "checkpointing": False,
+        "data": False,
         "overrides": [],
         "sequence_length": [64],
         "gpu": "H200",

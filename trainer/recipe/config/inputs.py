@@ -124,8 +124,12 @@ _CONNECT_SECONDS = 8.0
 _TRUE = ("1", "TRUE", "YES", "ON")
 
 
-def check_hub(loaded: Loaded) -> None:
+def check_hub(loaded: Loaded, *, data: bool = True) -> None:
     """Refuse names on the Hugging Face Hub that cannot be resolved, within seconds.
+
+    Args:
+        loaded: the configuration.
+        data: whether the data set is read.
 
     Raises:
         ConfigError: the hub cannot be reached and the cache has no copy; the text names the place and the dotted path.
@@ -134,7 +138,7 @@ def check_hub(loaded: Loaded) -> None:
     for path, name, kind in (
         ("model.name", config.model.name, "models"),
         ("tokenizer.name", config.tokenizer.name, "models"),
-        ("data.name", config.data.name, "datasets"),
+        ("data.name", config.data.name if data else "", "datasets"),
     ):
         if name and not is_path(name) and (refusal := hub_refusal(name, kind)):
             raise loaded.error(path, refusal)
