@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..messages.control import Alert
-from ..messages.telemetry import DeviceSample, Failure, Hello, Oom, Step
+from ..messages.telemetry import DeviceSample, Evaluation, Failure, Hello, Oom, Step
+from ..messages.wire import Frame
 from .reader import Reader
 from .results import RecordingInfo
 
@@ -19,19 +20,24 @@ class RecordedRun:
         path: the recording.
         skip: number of first steps of each rank that are left out.
         most: number of last steps of each rank that are kept; None: all.
+        until: step after which the recording is not read further; None: it is read to its end.
 
     Raises:
         RecordingError: it cannot be read.
     """
 
-    def __init__(self, path: Path, skip: int = 0, most: int | None = None) -> None:
+    def __init__(self, path: Path, skip: int = 0, most: int | None = None, until: int | None = None) -> None:
         self._skip = skip
         self._most = most
+        self._until = until
+        self._later: float | None = None
+        """When the first rank had passed the step ``until``."""
         self._seen: dict[int, int] = {}
         self._steps: dict[int, deque[Step]] = {}
         self.hellos: dict[int, Hello] = {}
         self.ooms: list[Oom] = []
         self.failures: list[Failure] = []
+        self.evaluations: list[Evaluation] = []
         self.nvml: dict[int, int] = {}
         """Highest memory use of each rank by NVML, bytes."""
         self.devices: set[int] = set()
@@ -44,8 +50,8 @@ class RecordedRun:
             while frames := reader.frames(last, _PAGE):
                 last = frames[-1].seq
                 for frame in frames:
-                    self._apply(frame.message)
-            self.alerts: list[Alert] = reader.alerts()
+                    self._apply(frame)
+            self.alerts: list[Alert] = reader.alerts(None, self._later)
 
     @property
     def ranks(self) -> list[int]:
@@ -65,17 +71,28 @@ class RecordedRun:
         """Return the number of steps a rank recorded, kept or not."""
         return self._seen.get(rank, 0)
 
-    def _apply(self, message: object) -> None:
+    def drop_before(self, step: int) -> None:
+        """Drop the kept steps before a step."""
+        for rank, steps in self._steps.items():
+            self._steps[rank] = deque((each for each in steps if each.step >= step), maxlen=self._most)
+
+    def _apply(self, frame: Frame) -> None:
+        message = frame.message
+        if self._until is not None and isinstance(message, Step) and message.step > self._until:
+            self._later = frame.t if self._later is None else self._later
+            return
         match message:
             case Step():
                 self._step(message)
+            case Evaluation() if self._until is None or message.step <= self._until:
+                self.evaluations.append(message)
             case Hello():
                 self.hellos[message.rank] = message
             case Oom():
                 self.ooms.append(message)
             case Failure():
                 self.failures.append(message)
-            case DeviceSample(kind="gpu"):
+            case DeviceSample(kind="gpu") if self._later is None:
                 for process in message.processes:
                     if process.rank is not None:
                         self.nvml[process.rank] = max(self.nvml.get(process.rank, 0), process.used_bytes)

@@ -103,6 +103,17 @@ def figures_of(step: Step, t: float) -> StepFigures:
     )
 
 
+def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
+    """Return the mean of the ranks' losses of one step, weighted by their label tokens if all ranks have some.
+
+    None for no losses.
+    """
+    if not losses:
+        return None
+    weights = [tokens for _, tokens in losses] if all(tokens > 0 for _, tokens in losses) else [1] * len(losses)
+    return sum(loss * weight for (loss, _), weight in zip(losses, weights, strict=True)) / sum(weights)
+
+
 def point_of(step: Step, t: float) -> TrainingPoint:
     """Return the point of one step, which the hub received at ``t``."""
     return _point(figures_of(step, t))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..messages.bounds import LAST_TIME
 from ..messages.control import RunState
 from ..messages.wire import UNREADABLE
 from ..text import sanitize
+from .curves import mean_loss
 from .opening import OpenedRecording
 from .results import RecordingInfo
 from .rows import Row
@@ -76,7 +78,46 @@ def read_info(
         host=meta.get("host", ""),
         kind=meta.get("kind", ""),
         live=live,
+        model=_text(one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")),
+        loss=_last_loss(every(_LOSSES.format(min(4096, 8 * len(ranks)))), len(ranks)),
+        evaluation_loss=_real(one(_EVALUATION_LOSS)),
+        state_text=state.text if state else "",
     )
+
+
+_LOSSES = """
+    SELECT step, loss, label_tokens FROM steps LEFT JOIN training_steps USING(seq)
+    WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT {})"""
+_EVALUATION_LOSS = """
+    SELECT loss FROM evaluations WHERE loss IS NOT NULL
+    AND name = (SELECT name FROM evaluations WHERE loss IS NOT NULL ORDER BY step, seq LIMIT 1)
+    ORDER BY step DESC, seq DESC LIMIT 1"""
+
+
+def _last_loss(rows: list[Row], ranks: int) -> float | None:
+    """Return the loss of the last step that all ranks recorded, mean over ranks; of the last step if there is none.
+
+    Args:
+        rows: step, loss and label tokens of the latest rank-steps.
+        ranks: number of ranks.
+    """
+    steps: dict[int, list[tuple[float, int]]] = {}
+    recorded: dict[int, int] = {}
+    for step, loss, tokens in rows:
+        if isinstance(step, int):
+            recorded[step] = recorded.get(step, 0) + 1
+            if isinstance(loss, float) and isfinite(loss):
+                steps.setdefault(step, []).append((loss, tokens if isinstance(tokens, int) else 0))
+    common = max((step for step in steps if recorded[step] >= ranks), default=max(steps, default=0))
+    return mean_loss(steps.get(common, []))
+
+
+def _real(value: object) -> float | None:
+    return value if isinstance(value, float) and isfinite(value) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, gaps: list[Row]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..messages.jobs import Job
 from .rows import pack_body
-from .schema import CURVES_TABLE, JOBS_TABLE, TRAINING_STEPS_TABLE
+from .schema import CURVES_TABLE, EVALUATIONS_TABLE, JOBS_TABLE, TRAINING_STEPS_TABLE
 
 Row = tuple[Any, ...]
 
@@ -26,7 +26,13 @@ def job_row(seq: int, t: float, job: Job) -> Row:
 def stand_in(connection: sqlite3.Connection) -> None:
     """Create empty temporary tables for those a recording of an earlier version lacks; the file is not changed."""
     there = "SELECT count(*) FROM sqlite_schema WHERE name = ? AND type = 'table'"
-    for table, statement in (("jobs", JOBS_TABLE), ("training_steps", TRAINING_STEPS_TABLE), ("curves", CURVES_TABLE)):
+    tables = {
+        "jobs": JOBS_TABLE,
+        "training_steps": TRAINING_STEPS_TABLE,
+        "curves": CURVES_TABLE,
+        "evaluations": EVALUATIONS_TABLE,
+    }
+    for table, statement in tables.items():
         if not connection.execute(there, (table,)).fetchone()[0]:
             connection.execute(statement.replace("CREATE TABLE", "CREATE TEMP TABLE"))
 

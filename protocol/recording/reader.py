@@ -17,6 +17,7 @@ from ..messages.bounds import LAST_TIME, MAX_RANKS
 from ..messages.control import Alert, RunState
 from ..messages.jobs import Job
 from ..messages.wire import Frame, Message
+from ..run.failure import first_failure
 from ..text import sanitize
 from .curves import read_points
 from .info import read_info
@@ -443,8 +444,12 @@ class Reader:
         info = read_info(
             self.path, self._opened, self._all, self._one, self._ranks(), self._run_state(), lambda: self.left_out
         )
-        errors = {each.kind for each in self._alerts(None, None) if each.severity == "error" and each.resolved is None}
-        return msgspec.structs.replace(info, open_errors=sorted(errors))
+        alerts = self._alerts(None, None)
+        errors = {each.kind for each in alerts if each.severity == "error" and each.resolved is None}
+        failure = first_failure(alerts)
+        return msgspec.structs.replace(
+            info, open_errors=sorted(errors), failure="" if failure is None else failure.title
+        )
 
     def _run_state(self) -> RunState | None:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")

@@ -51,6 +51,16 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """A hub on this host is writing it."""
     open_errors: list[str] = []
     """Kinds of the alerts of severity ``error`` that are not resolved."""
+    model: str = ""
+    """The trained model, as the ranks reported it last."""
+    loss: float | None = None
+    """Loss of the last step that all ranks recorded, mean over ranks."""
+    evaluation_loss: float | None = None
+    """Loss of the last evaluation; with several data sets, of the one that is evaluated first."""
+    state_text: str = ""
+    """Reason of the run's last known state."""
+    failure: str = ""
+    """Title of the alert that explains why the run failed (``protocol.run.failure``); empty: none."""
 
 
 class MemoryColumn(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -130,12 +130,13 @@ CURVES_TABLE = """CREATE TABLE IF NOT EXISTS curves(
     max_step INTEGER, training_us INTEGER, tokens INTEGER, label_tokens INTEGER, flops REAL, loss REAL, low_loss REAL,
     high_loss REAL, lr REAL, grad_norm REAL, max_grad_norm REAL, data_us INTEGER, whole_us INTEGER,
     PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID"""
+EVALUATIONS_TABLE = """CREATE TABLE IF NOT EXISTS evaluations(
+    seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
+    label_tokens INTEGER, seconds REAL, best INTEGER)"""
 TRAINING_TABLES = (
     TRAINING_STEPS_TABLE,
     CURVES_TABLE,
-    """CREATE TABLE IF NOT EXISTS evaluations(
-        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
-        label_tokens INTEGER, seconds REAL, best INTEGER)""",
+    EVALUATIONS_TABLE,
     """CREATE TABLE IF NOT EXISTS checkpoints(
         seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
         best INTEGER)""",

@@ -16,7 +16,7 @@ import platformdirs
 from ..errors import RunDirError, RunNotFoundError, SeveralRunsError
 from ..host.private_files import make_private
 from .run_options import RunOptions
-from .rundir import RunDir, RunFile
+from .rundir import Recipe, RunDir, RunFile
 
 _STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{4})?$")
 """The suffix that ``create`` appends to a run's name to form its identifier."""
@@ -69,7 +69,9 @@ def _is_private_group(group: int) -> bool:
     return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
 
 
-def create(name: str, command: list[str], kind: str, options: RunOptions | None = None) -> RunDir:
+def create(
+    name: str, command: list[str], kind: str, options: RunOptions | None = None, recipe: Recipe | None = None
+) -> RunDir:
     """Create a run directory with its ``run.json``.
 
     Raises:
@@ -95,7 +97,8 @@ def create(name: str, command: list[str], kind: str, options: RunOptions | None 
         run.logs.mkdir(mode=0o700)
         run.snapshots.mkdir(mode=0o700)
         host = socket.gethostname()
-        run.write_run(RunFile(identifier, slug, now, command, cwd, host, kind, options=options or RunOptions()))
+        content = RunFile(identifier, slug, now, command, cwd, host, kind, None, options or RunOptions(), recipe)
+        run.write_run(content)
         run.keep_rooms()
     except OSError as error:
         raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None

@@ -53,6 +53,19 @@ _IPC_PATH_LIMIT = 100
 T = TypeVar("T")
 
 
+class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The arguments of ``ftmon train`` or ``ftmon demo``, and what they train."""
+
+    config: str = ""
+    """The configuration file as given; empty: none."""
+    overrides: list[str] = []
+    """The arguments ``key.sub=value``."""
+    model: str = ""
+    """Name or folder of the model; ``qwen2 (random weights)`` for a bare configuration."""
+    data: list[str] = []
+    """The training data: files, or the name of a data set."""
+
+
 class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``run.json``."""
 
@@ -66,6 +79,8 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``demo``, ``train``, ``run`` or ``watch``."""
     launcher: ProcessId | None = None
     options: RunOptions = RunOptions()
+    recipe: Recipe | None = None
+    """None for scripts that are not ftmon's trainer."""
 
 
 class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -37,6 +37,8 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """For ``run``: the script's command."""
     config: str = ""
     """For ``train``: the configuration file, or its first ``key.sub=value``."""
+    resume: str = ""
+    """For ``train``, instead of ``config``: the directory of the run whose configuration and checkpoint are used."""
     overrides: list[str] = []
     """For ``train`` and ``demo``: ``key.sub=value`` pairs that override the configuration."""
     fault: str | None = None

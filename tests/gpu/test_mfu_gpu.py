@@ -8,7 +8,6 @@ import pytest
 import torch
 from ftmon.protocol.messages.throughput import peak_flops
 from ftmon.trainer.recipe.hardware import usable_gpus
-from ftmon.tui.model.rates import RATE_STEPS
 from ftmon_process import ftmon_home
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
@@ -47,7 +46,9 @@ def test_mfu_is_that_of_the_loop_s_own_clock_and_formula(tmp_path: Path) -> None
     script.write_text(LOOP)
     with ftmon_home(tmp_path / "home") as ftmon:
         launcher = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"
-        done = ftmon.run("run", "--plain", "--", *launcher, str(script), str(told), str(RATE_STEPS))
+        done = ftmon.run(
+            "run", "--plain", "--", *launcher, str(script), str(told), "29"
+        )  # all but the first, as for an ended run
         assert done.returncode == 0, done.stdout + done.stderr
         status = ftmon.status(ftmon.newest().id)
     expected = json.loads(told.read_text())

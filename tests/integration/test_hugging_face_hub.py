@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import fake_hub
+import pytest
+from ftmon.trainer.recipe.config.inputs import hub_refusal
 
 PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.push import push; "
 PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
@@ -40,6 +42,8 @@ for attempt in (
     except ConfigError as error:
         print(error)
 """
+NOWHERE = "http://127.0.0.1:9"
+"""The port of "discard": nothing listens."""
 
 
 def run(code: str, *arguments: str, **environ: str) -> str:
@@ -85,9 +89,64 @@ def test_ranks_have_left_their_group_when_rank_0_pushes(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_said_in_one_line_for_data_and_for_a_model(tmp_path: Path) -> None:
-    nowhere = "http://127.0.0.1:9"  # the port of "discard": nothing listens
-    said = run(UNREACHABLE, HF_ENDPOINT=nowhere, HF_HOME=str(tmp_path)).strip().splitlines()
+    said = run(UNREACHABLE, HF_ENDPOINT=NOWHERE, HF_HOME=str(tmp_path)).strip().splitlines()
     assert len(said) == 2, said
     assert said[0].startswith("data.name: me/words cannot be read: ")
     assert said[1].startswith("model.name: no tokenizer can be loaded from me/model: ")
     assert all("hub" in line.lower() or "connect" in line.lower() for line in said), said
+
+
+def command(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path), "FTMON_HOME": str(tmp_path / "runs")}
+    environment.pop("HF_HUB_OFFLINE", None)
+    started = [sys.executable, "-m", "ftmon.tui.cli", *words]
+    return subprocess.run(started, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "model.name=me/model", "data.name=me/words", "--plain"),
+        ("data", "check", "model.name=me/model", "data.name=me/words"),
+        ("predict", "--model", "me/model"),
+        ("chat", "me/model"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    done = command(tmp_path, *words)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("predicting: "))
+    assert "me/model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy; give a local" in line
+
+
+def test_a_prediction_needs_the_data_set_of_its_configuration_only_with_data(tmp_path: Path) -> None:
+    model = "{model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}"
+    words = ("predict", f"model.config={model}", "data.name=me/words", "training.sequence_length=64", "--json")
+    done = command(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    refused = command(tmp_path, *words, "--data")
+    assert refused.returncode == 2
+    assert "data.name me/words: cannot reach 127.0.0.1" in refused.stderr
+
+
+def test_without_a_connection_the_cache_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert "cannot reach" in hub_refusal("me/model")
+    (tmp_path / "hub" / "models--me--model" / "snapshots" / "main").mkdir(parents=True)
+    assert hub_refusal("me/model") == ""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert hub_refusal("me/other") == "", "the libraries refuse it at once"
+
+
+def test_a_reachable_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with fake_hub.serving() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        assert hub_refusal("me/model") == ""
+        assert os.environ["HF_HUB_OFFLINE"] == "0"

@@ -79,7 +79,7 @@ REFUSED = {
     "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
     "no network": (
         ["--model", "someone/some-model"],
-        "someone/some-model: not in the local cache, and the",
+        "someone/some-model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy",
     ),
     "not an object": (["--model", "MODEL", "--deepspeed", "DS"], "DS: zero_optimization: must be an object, not int"),
     "DeepSpeed's own words": (

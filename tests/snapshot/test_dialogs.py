@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
+from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir, RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens import runs
 from scenes import ReadyReplay, recorded, until
@@ -68,8 +69,11 @@ def test_the_list_of_runs(
     for index, end in enumerate(ends):
         run = RunDir(home / "runs" / f"llama3-{index}")
         run.path.mkdir(parents=True)
-        command = ["ftmon", "train", f"llama3-{index}.yaml"]
-        run.write_run(RunFile(run.id, "llama3", CREATED - 3600 * index, command, "/home/user", "node-1", "train"))
+        recipe = Recipe(
+            f"llama3-{index}.yaml", ["zero.stage=3", "optimizer.lr=1e-5"], "Llama-3.1-8B", ["/data/chats.jsonl"]
+        )
+        made = RunFile(run.id, "llama3", CREATED - 3600 * index, ["deepspeed"], "/home/user", "node-1", "train")
+        run.write_run(msgspec.structs.replace(made, recipe=recipe))
         recorded(run.recording, 2, steps=6 + index)
         if end is not None:
             run.write_exit(ExitFile(end[1], CREATED - 3600 * index + 95, end[0]))

@@ -63,6 +63,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     oom.Remedy,
     oom.RankMoment,
     rundir.RunFile,
+    rundir.Recipe,
     run_options.RunOptions,
     run_options.MultiHost,
     start_request.StartRequest,

@@ -21,7 +21,7 @@ from ...protocol.host import private_files
 from ...protocol.link.join import read_join
 from ...protocol.run import exits, run_store
 from ...protocol.run.notices import check_target, write_notify
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.spawn import spawn_module
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..host.listen import check_free, parse_listen
@@ -43,7 +43,13 @@ def check_request(request: StartRequest) -> None:
         check_target(target)
 
 
-def start_run(request: StartRequest, name: str, command: Sequence[str], config: str | None = None) -> RunDir:
+def start_run(
+    request: StartRequest,
+    name: str,
+    command: Sequence[str],
+    config: str | None = None,
+    recipe: Recipe | None = None,
+) -> RunDir:
     """Create a run directory and start the run's launcher, detached from this process and its terminal.
 
     Args:
@@ -52,6 +58,7 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
         name: the run's name; it becomes part of its identifier.
         command: the job, as for exec.
         config: text kept as the run's ``config.yaml``.
+        recipe: what ftmon's trainer was started with.
 
     Raises:
         UsageError: the command does not exist, the options are invalid, or the address to listen on is invalid or
@@ -66,7 +73,7 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
         check_free(parse_listen(options.listen))
     elif hosts is not None:
         options = msgspec.structs.replace(options, listen=free_listen())
-    run = run_store.create(name, list(command), request.kind, options)
+    run = run_store.create(name, list(command), request.kind, options, recipe)
     if options.listen:
         prepare(run, options.listen)
     if config is not None:

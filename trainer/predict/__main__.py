@@ -12,7 +12,10 @@ import logging
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Self
 
 import msgspec
 
@@ -20,7 +23,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.text import escape_json, sanitize
+from ...protocol.text import duration, escape_json, sanitize
 from ..host.low_priority import end_with_parent, lower_priority
 from . import deepspeed_file, jobs, show
 from .result import Prediction
@@ -36,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         lower_priority(idle=False)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with quietly():
-            prediction = predict(arguments)
+        with quietly(), Progress(as_json=arguments.background is not None) as tell:
+            prediction = predict(arguments, tell)
     except FtmonError as error:
         print(sanitize(f"ftmon: {_placed(str(error), arguments.deepspeed)}"), file=sys.stderr)
         return error.exit_status
@@ -63,8 +66,12 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def predict(arguments: argparse.Namespace) -> Prediction:
+def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Prediction:
     """Return the prediction for the command's arguments.
+
+    Args:
+        arguments: those of the command.
+        tell: called with each activity before it begins.
 
     Raises:
         ConfigError: the model or the configuration cannot be used.
@@ -72,9 +79,12 @@ def predict(arguments: argparse.Namespace) -> Prediction:
     from . import answer, ranks, what_if
     from .script_changes import NOT_CHANGED
 
-    allocator, tell = _allocator(), _progress_printer(arguments)
+    allocator = _allocator()
+    tell(_PREPARING)
     job = jobs.prepare(arguments, allocator)
+    tell(_IMPORTING)
     ranks.warm()
+    tell("the run as it is")
     if not (arguments.what_if or arguments.data):
         found = answer.predict(job, arguments.capacity, arguments.price)
         return _with_largest(found, job, arguments, allocator, tell)
@@ -82,7 +92,6 @@ def predict(arguments: argparse.Namespace) -> Prediction:
     if arguments.data:
         job, found = _with_data(job, capacity, arguments, allocator, tell)
     else:
-        tell("the run as it is")
         found = answer.predict(job, capacity, arguments.price)
     found = _with_largest(found, job, arguments, allocator, tell)
     if not arguments.what_if:
@@ -139,17 +148,68 @@ def _with_largest(
     return largest.add(found, job, arguments, allocator, tell) if arguments.largest else found
 
 
-def _progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints the runs under way, for a waiting user."""
-    stream = sys.__stderr__
-    told = stream is not None and (arguments.background is not None or stream.isatty())
+class Progress:
+    """Prints on standard error what a prediction does, once it has taken 2 s; used as a context.
 
-    def tell(what: str) -> None:
-        if told:
-            line = f"predicting: {what}" if arguments.background is None else json.dumps({"predicting": what})
-            print(line, file=stream, flush=True)
+    A call names what is done next. Something that takes long is printed again with its duration so far. Lines are
+    written by a thread, without Python's streams and their locks, which a forked process would inherit.
 
-    return tell
+    Args:
+        as_json: print each dry run at once as a JSON object, for the process that waits for a background prediction.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self._as_json = as_json
+        self._began = self._changed = time.monotonic()
+        self._what = _PREPARING
+        self._printed = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        if not self._as_json:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if not self._as_json:
+            self._thread.join()  # its last line comes before the answer or the refusal
+
+    def __call__(self, what: str) -> None:
+        """Begin another activity."""
+        self._what, self._changed = what, time.monotonic()
+        if self._as_json:
+            if what not in _BEFORE_DRY_RUNS:
+                _write(json.dumps({"predicting": what}))
+        elif what != self._printed and self._changed - self._began >= _SILENT_SECONDS:
+            self._print(what)
+
+    def _watch(self) -> None:
+        self._over.wait(_SILENT_SECONDS)
+        while not self._over.is_set():
+            what, taken = self._what, time.monotonic() - self._changed
+            if what != self._printed:
+                self._print(what)
+            elif taken >= _REPEAT_SECONDS:
+                self._print(what, f", {duration(round(taken))} so far")
+            self._over.wait(_REPEAT_SECONDS)
+
+    def _print(self, what: str, more: str = "") -> None:
+        self._printed = what
+        _write(f"predicting: {sanitize(what)}{more}")
+
+
+_PREPARING = "reading the configuration of the model and the run"
+_IMPORTING = "importing torch, transformers and DeepSpeed"
+_BEFORE_DRY_RUNS = (_PREPARING, _IMPORTING)
+_SILENT_SECONDS = 2.0
+_REPEAT_SECONDS = 10.0
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def _allocator() -> Settings:

@@ -9,6 +9,7 @@ import msgspec
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.host.gpus import Gpu
 from ..recipe.config import resolve
+from ..recipe.config.inputs import check_hub
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from ..recipe.model.positions import beyond
@@ -30,7 +31,9 @@ _UNSUPPORTED = {
 """Settings by path: the unsupported value, and the reason."""
 
 
-def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequence[int]) -> Config:
+def read(
+    source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequence[int], *, data: bool = False
+) -> Config:
     """Return the resolved configuration of a run on GPUs, as ``ftmon train`` resolves it.
 
     Args:
@@ -38,6 +41,7 @@ def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequ
         overrides: assignments that override the file's.
         ranks: number of GPUs; None: ``run.ranks``, or 1.
         lengths: the requested sequence lengths; empty: ``training.sequence_length``.
+        data: whether the data set will be read.
 
     Raises:
         UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
@@ -46,6 +50,7 @@ def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequ
     without_file = "=" in source and not Path(source).exists()
     loaded = load(None, [source, *given]) if without_file else load(source, given)
     _refuse(loaded)
+    check_hub(loaded, data=data)
     config = resolve.resolve(loaded, elsewhere=loaded.config.run.ranks or 1).config
     longest = max(lengths, default=config.training.sequence_length)
     return msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, sequence_length=longest))

@@ -89,7 +89,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
 
     documents: Documents | None = getattr(arguments, "documents", None)
     given = arguments.sequence_length or []
-    config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given)
+    config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given, data=arguments.data)
     _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
     return Prepared(
         lambda rank: configured.RecipeRun(config, allocator, gpu, documents, rank),

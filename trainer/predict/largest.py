@@ -8,6 +8,7 @@ import msgspec
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates import largest
 from ...protocol.host.gpus import FIT_TABLE
+from ...protocol.text import counted
 from . import answer, ranks, what_if
 from .jobs import Prepared
 from .result import Holds, Point, Prediction
@@ -52,14 +53,14 @@ def add(
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [longest.sequence_length]})
 
     def lengths(values: list[int]) -> dict[int, Point]:
-        tell(f"{len(values)} sequence lengths, up to {values[-1]:,}")
+        tell(f"the largest sequence length: {_candidates(values)}")
         points = answer.predict(job._replace(lengths=values), arguments.capacity, only=only).points
         return {point.sequence_length: point for point in points}
 
     def micro_batches(values: list[int]) -> dict[int, Point]:
         points: dict[int, Point] = {}
-        for rows in values:
-            tell(f"a micro-batch of {rows:,} at {longest.sequence_length:,} tokens")
+        for number, rows in enumerate(values, 1):
+            tell(f"the largest micro-batch: candidate {rows:,} ({number} of {len(values)} in this round)")
             changes = (f"--micro-batch={rows}", f"--accumulation={job.accumulation}")
             if arguments.config:
                 changes = (f"training.micro_batch={rows}", "training.total_batch=0")
@@ -83,6 +84,11 @@ def add(
         pieces=answer.curve(by_length),
         batch_pieces=answer.curve(by_rows),
     )
+
+
+def _candidates(values: Sequence[int]) -> str:
+    shown = ", ".join(f"{value:,}" for value in values[:4])
+    return f"{counted(len(values), 'candidate')} ({shown}{', ...' if len(values) > 4 else ''})"
 
 
 def _kinds(job: Prepared, capacity: int | None) -> list[tuple[str, int]]:

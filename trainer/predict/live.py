@@ -82,7 +82,7 @@ def made(run: RunDir, config: str, gpu: str) -> Prediction:
         longest = int(yaml.safe_load(config)["training"]["sequence_length"])
         words = [f"--gpu={gpu}", f"--sequence-length={','.join(map(str, lengths(longest)))}", "--", str(run.config)]
         with quietly():
-            found = predict(arguments_of(words))
+            found = predict(arguments_of(words), lambda what: None)
     except FtmonError as error:
         return Prediction(time.time(), refused=str(error))
     return _message(found, time.monotonic() - started)

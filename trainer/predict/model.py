@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import ConfigError
+from ..recipe.config.inputs import hub_refusal
 
 _CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -33,8 +34,6 @@ def read_config(where: str) -> Any:
     Raises:
         ConfigError: it does not exist, the hub is unreachable, transformers refuses it, or its model is not supported.
     """
-    from transformers import AutoConfig
-
     path = Path(where).expanduser()
     is_folder = path.is_dir()
     file = path / _CONFIG if is_folder else path
@@ -44,11 +43,13 @@ def read_config(where: str) -> Any:
         if file.is_file():
             where = str(file)
             fields = _read_fields(file)
-            config: Any = AutoConfig.from_pretrained(str(path)) if is_folder else _make_config(file, fields)
+            config: Any = _load(str(path)) if is_folder else _make_config(file, fields)
         elif not _HUB_NAME.fullmatch(where):
             raise ConfigError(f"{where}: no such folder or file")
         else:
-            config = AutoConfig.from_pretrained(where)
+            if refusal := hub_refusal(where):
+                raise ConfigError(refusal)
+            config = _load(where)
     except ConfigError:
         raise
     except OSError as error:
@@ -59,6 +60,12 @@ def read_config(where: str) -> Any:
     config.use_cache = False
     config.name_or_path = where
     return config
+
+
+def _load(where: str) -> Any:
+    from transformers import AutoConfig  # after the check of the hub, which may set HF_HUB_OFFLINE
+
+    return AutoConfig.from_pretrained(where)
 
 
 def _check_kind(config: Any, where: str) -> None:

@@ -52,7 +52,7 @@ def table(
     known = list(remedies(given, allocator))
 
     def add(remedy: RunChange) -> None:
-        tell(remedy.name)
+        tell(f"what if: {remedy.name} ({len(found) + 1} of {max(len(known), len(found) + 1)})")
         found[remedy.name] = _option(remedy, arguments.price, capacity_bytes)
 
     for remedy in known:

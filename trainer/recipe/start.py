@@ -6,19 +6,24 @@ and prints one JSON line, ``{"run": "<run directory>"}``; a mistake is one line 
 """
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...protocol.errors import FtmonError, UsageError
+from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run import exits
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..launch import start
 from . import command, hardware
+from .checkpoint import folder as checkpoints
 from .config import resolve, write
+from .config.inputs import check_hub
 from .config.load import Loaded, load
+from .config.schema import Config
 from .demo import demo_config
 from .faults import spec
 
@@ -38,12 +43,36 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     missing = hardware.missing_packages()
     if missing:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
+    check_hub(loaded)
     resolved = resolve.resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
     chosen = request.name or resolved.config.run.name or Path(loaded.source).stem
-    described = write.dump(resolved.config)
-    return start.start_run(request, chosen, command.launch_command(resolved), described)
+    described, recipe = write.dump(resolved.config), _recipe(request, resolved.config)
+    return start.start_run(request, chosen, command.launch_command(resolved), described, recipe)
+
+
+def _recipe(request: StartRequest, config: Config) -> Recipe:
+    data = config.data
+    before = (RunDir(request.resume).read_run().recipe if request.resume else None) or Recipe(config=_file(request))
+    options = {"run.ranks": request.ranks, "training.max_steps": request.steps, "debug.fault": request.fault}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return Recipe(
+        config=before.config,
+        overrides=[*before.overrides, *_overrides(request), *given],
+        model=config.model.name or f"{config.model.config.get('model_type', 'model')} (random weights)",
+        data=[path for path in (data.path, data.name, *(file.path for file in data.files)) if path],
+    )
+
+
+def _file(request: StartRequest) -> str:
+    """Return the configuration file as given; empty if everything is on the command line."""
+    return "" if "=" in request.config and not Path(request.config).exists() else request.config
+
+
+def _overrides(request: StartRequest) -> list[str]:
+    """Return the request's assignments; without a file the first one is in its place."""
+    return request.overrides if _file(request) == request.config else [request.config, *request.overrides]
 
 
 def _make_output(loaded: Loaded, folder: str) -> None:
@@ -77,10 +106,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(request: StartRequest) -> Loaded:
-    if "=" in request.config and not Path(request.config).exists():
-        # No file: everything on the command line.
-        return load(None, [request.config, *request.overrides])
-    return load(request.config, request.overrides)
+    if request.resume:
+        return _resumed(RunDir(request.resume), request.overrides)
+    return load(_file(request) or None, _overrides(request))
+
+
+def _resumed(run: RunDir, overrides: Sequence[str]) -> Loaded:
+    """Return the configuration of a run, with the place of its newest complete checkpoint; without an injected fault.
+
+    A run that ended before its first checkpoint continues from where it was itself resumed.
+
+    Raises:
+        UsageError: there is no complete checkpoint.
+    """
+    config = load(str(run.config)).config
+    output = config.output.dir or str(run.path / "output")
+    for place in (output, config.checkpoint.resume):
+        if place not in ("never", "auto"):
+            with contextlib.suppress(ConfigError):
+                checkpoints.candidates(place, Path(place))
+                return load(str(run.config), [f"checkpoint.resume={json.dumps(place)}", "debug.fault=", *overrides])
+    raise UsageError(
+        f"{run.id}: no complete checkpoint is in {output}/checkpoints; 'ftmon train' writes one every checkpoint.every "
+        f"steps; to begin anew: ftmon train {run.config}"
+    )
 
 
 def _demo(request: StartRequest) -> Loaded:

@@ -13,8 +13,8 @@ from .grammar.grouped import GroupedParser
 _EPILOG = """\
 RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); 'ftmon attach' without it takes the newest
 live run.
-Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; of 'run', 'train' and 'demo' the
-training's own, or one from 193 to 199 that says what ftmon did ('ftmon run --help' lists them)."""
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; of 'run', 'train', 'resume' and
+'demo' the training's own, or one from 193 to 199 that says what ftmon did ('ftmon run --help' lists them)."""
 
 
 _WITH_COMMAND = ("run", "predict")

@@ -1,17 +1,18 @@
 """The state of a run, and figures derived from it: progress, speed, losses, peaks."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...protocol.messages import control, hosts, jobs, telemetry
 from ...protocol.messages.prediction import Prediction
+from ...protocol.recording.curves import mean_loss
 from .alerts import AlertHistory
 from .capacity import Fit, fit
 from .logs import LogHistory
 from .oom import OomCases
 from .rank import Peak, RankModel
-from .rates import Rates, rates
+from .rates import Rates, mean_rates, rates
 from .series import StepSeries
 from .training import HistoryPoint, Training, seconds_of_pauses_left
 
@@ -49,17 +50,6 @@ class RunInfo:
     world_size: int = 0
     micro_batch: int | None = None
     grad_accumulation: int | None = None
-
-
-def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
-    """Return the mean of the ranks' losses of one step, weighted by their label tokens if all ranks have some.
-
-    None for no losses.
-    """
-    if not losses:
-        return None
-    weights = [tokens for _, tokens in losses] if all(tokens > 0 for _, tokens in losses) else [1] * len(losses)
-    return sum(loss * weight for (loss, _), weight in zip(losses, weights, strict=True)) / sum(weights)
 
 
 class RunState:
@@ -171,7 +161,9 @@ class RunState:
 
     @property
     def rates(self) -> Rates:
-        """Speed over the recent steps."""
+        """Speed over the last few steps; of an ended run, the mean over all."""
+        if self.ended and len(self.training.course):
+            return mean_rates(self.training.course, self.world_size)
         return rates(self.ranks.values(), self.now, rests=self.rests)
 
     @property
@@ -226,7 +218,7 @@ class RunState:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation over the recent steps of all ranks; None if unknown."""
+        """Model FLOPs utilisation of all ranks, at the speed of ``rates``; None if unknown."""
         peak, flops = self.peak_flops, self.rates.flops_per_second
         return flops / (peak * len(self.ranks)) if peak and flops else None
 

@@ -1,7 +1,11 @@
 """Lists the runs of this user on this host, live and recorded; fast enough to be called every second."""
 
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -10,7 +14,7 @@ from ...protocol.host.process import is_alive
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo, run_state
 from ...protocol.run import run_store
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.rundir import ExitFile, Recipe, RunDir
 
 
 class RunEntry(msgspec.Struct, frozen=True):
@@ -41,11 +45,34 @@ class RunEntry(msgspec.Struct, frozen=True):
     """Missing parts of the recording, in words."""
     open_errors: list[str] = []
     """Kinds of its alerts of severity ``error`` that are not resolved, while it is live."""
+    model: str = ""
+    """Name of the trained model: the configuration's, else as the ranks reported it."""
+    data: list[str] = []
+    """The training data of ftmon's trainer: files, or the name of a data set."""
+    config: str = ""
+    """The configuration file of ftmon's trainer, as given."""
+    overrides: list[str] = []
+    """The arguments ``key.sub=value`` of ftmon's trainer."""
+    script: list[str] = []
+    """Another script and its own arguments, without its launcher; empty for ftmon's trainer."""
+    loss: float | None = None
+    """The last loss, mean over ranks."""
+    evaluation_loss: float | None = None
+    reason: str = ""
+    """Why it failed, or was stopped; empty otherwise."""
 
     @property
     def condition(self) -> str:
         """Its displayed state: ``hung`` while it is live and has an alert about a hung rank."""
         return "hung" if "hang" in self.open_errors else self.state
+
+    @property
+    def subject(self) -> str:
+        """What it trains, in words: model, data, configuration and overrides, or the script with its arguments."""
+        words = shlex.join(self.script) if self.script else " ".join([self.config, *self.overrides]).strip()
+        data = ", ".join(os.path.basename(each) if os.path.isabs(each) else each for each in self.data)
+        model = os.path.basename(self.model) if os.path.isabs(self.model) else self.model
+        return "  ".join(filter(None, (model, data, words)))
 
     def duration_s(self, now: float) -> float:
         """Duration of the run so far, seconds."""
@@ -94,6 +121,8 @@ class RunList:
             problem=problem if size else "",
             missing=info.missing if info and not live else "",
             open_errors=info.open_errors if info and live else [],
+            reason=_reason(state, info, end),
+            **_trained(content.recipe, list(content.command), content.kind, info),
         )
 
     def _entries(self) -> Iterator[RunEntry]:
@@ -113,7 +142,7 @@ class RunList:
 
 
 def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
-    """Return the entry of a run from its recording alone, which may be untrusted.
+    """Return the entry of a run from its recording, which may be untrusted, and the arguments in its run directory.
 
     Args:
         path: the recording.
@@ -145,7 +174,55 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
         problem="",
         missing="" if info.live else info.missing,
         open_errors=info.open_errors if info.live else [],
+        reason=_reason(state, info, None),
+        **_trained(_recipe_beside(path, info), list(info.command), info.kind, info),
     )
+
+
+def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
+    with suppress(FtmonError):
+        content = RunDir(recording.absolute().parent).read_run()
+        return content.recipe if content.id == info.run_id else None
+    return None
+
+
+def _reason(state: str, info: RecordingInfo | None, end: ExitFile | None) -> str:
+    """Return why a run failed or was stopped: the alert that explains it, else its end in words."""
+    if state not in ("failed", "stopped"):
+        return ""
+    text = end.text if end is not None else info.state_text if info is not None else ""
+    failure = info.failure if info is not None and state == "failed" else ""
+    return f"{failure} ({text})" if failure and text else failure or text
+
+
+def _trained(recipe: Recipe | None, command: list[str], kind: str, info: RecordingInfo | None) -> dict[str, Any]:
+    """Return the entry's fields about model, data, arguments and losses."""
+    found: dict[str, Any] = {"model": info.model if info is not None else ""}
+    if recipe is not None:
+        found |= {"config": recipe.config, "overrides": list(recipe.overrides), "data": list(recipe.data)}
+        found["model"] = recipe.model or found["model"]
+    elif kind not in TRAINER_KINDS:
+        found["script"] = script_words(command)
+    if info is not None:
+        found |= {"loss": info.loss, "evaluation_loss": info.evaluation_loss}
+    return found
+
+
+TRAINER_KINDS = ("demo", "train")
+"""Kinds of the runs of ftmon's trainer."""
+
+_LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
+"""Modules that start ranks, as in ``python -m torch.distributed.run``."""
+
+
+def script_words(command: Sequence[str]) -> list[str]:
+    """Return the script of a command with its own arguments, without the launcher; all words if no script is found."""
+    for place, word in enumerate(command):
+        if word in ("-m", "--module") and place + 1 < len(command) and not command[place + 1].startswith(_LAUNCHERS):
+            return list(command[place:])
+        if place and word.endswith((".py", ".sh")) and not word.startswith("-"):
+            return list(command[place:])
+    return list(command)
 
 
 def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:

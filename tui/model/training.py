@@ -128,6 +128,8 @@ class TrainingHistory:
         self._span = (0, 0)
         """The lowest and the highest bucket."""
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
+        self._mean = (-1, (0.0, 0.0, 0.0))
+        """The version for which ``mean_step`` was computed, and its value."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -161,6 +163,18 @@ class TrainingHistory:
         if self._made[0] != key:
             self._made = (key, self._moments(max(1, ranks), peak))
         return self._made[1]
+
+    @property
+    def mean_step(self) -> tuple[float, float, float]:
+        """Seconds, tokens and FLOPs of a rank's step, means over all steps except the first; zeros if unknown."""
+        if self._mean[0] != self.version:
+            found = sorted(self._buckets.items())
+            kept = [bucket for _, bucket in (found[1:] if len(found) > 1 and self.per == 1 else found)]
+            count = max(1, sum(bucket.count for bucket in kept))
+            flops = sum(bucket.flops for bucket in kept) if all(bucket.flops for bucket in kept) else 0.0
+            seconds, tokens = (sum(getattr(each, name) for each in kept) for name in ("training_us", "tokens"))
+            self._mean = (self.version, (seconds / 1e6 / count, tokens / count, flops / count))
+        return self._mean[1]
 
     def _moments(self, ranks: int, peak: float | None) -> list[HistoryPoint]:
         found: list[HistoryPoint] = []

@@ -1,6 +1,7 @@
 """Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
 
 import os
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from ...protocol.run.endings import ending_in_words
 from ...protocol.sweep.rows import RankRow
 from ...protocol.sweep.store import Results, read
 from ...protocol.text import sanitize
+from ..model.runs import recorded_entry
 from .sides import CSV_SUFFIXES, is_sweep, rank_rows, read_run
 
 _POINTS = 200
@@ -127,19 +129,27 @@ def _run(target: str, warm_up: int) -> RunData:
     info = found.info
     with Reader(recording) as reader:
         series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}
+    entry = recorded_entry(recording, info)
     hello = found.hellos[min(found.hellos)] if found.hellos else None
     ending = f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else ""
     facts = [
-        ("command", " ".join(info.command)),
+        ("script", shlex.join(entry.script)),
+        ("model", entry.model),
+        ("data", ", ".join(entry.data)),
+        ("configuration", entry.config),
+        ("overrides", " ".join(entry.overrides)),
         ("host", info.host),
         ("state", run_state(info.state, info.live) + ending),
+        ("reason", entry.reason),
         ("steps", f"{info.last_step:,}"),
+        ("loss", "" if entry.loss is None else f"{entry.loss:.4f}"),
+        ("evaluation loss", "" if entry.evaluation_loss is None else f"{entry.evaluation_loss:.4f}"),
         ("ranks", str(len(info.ranks))),
     ]
     if hello is not None:
         facts += [
             ("device", hello.device.name),
-            ("model", hello.model),
+            ("class", hello.model if hello.model != entry.model else ""),
             ("parameters", f"{hello.parameters:,}" if hello.parameters else ""),
             ("ZeRO stage", "" if hello.zero_stage is None else str(hello.zero_stage)),
             ("versions", ", ".join(f"{name} {version}" for name, version in hello.versions.items())),

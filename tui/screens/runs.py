@@ -65,7 +65,9 @@ class RunRows(Listing):
     def entries(self) -> list[RunEntry]:
         """Return the runs that pass the filter."""
         wanted = self.text.casefold()
-        return [e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {' '.join(e.command)}".casefold()]
+        return [
+            e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {e.subject} {e.reason}".casefold()
+        ]
 
     @property
     def chosen(self) -> RunEntry | None:
@@ -93,7 +95,20 @@ class RunRows(Listing):
         live = sum(entry.live for entry in self._entries)
         title = Line(" ftmon", theme.style("accent", bold=True)).add("  runs", theme.style("text", bold=True))
         title.add(f"   {live} live, {len(self._entries) - live} recorded   {home() / 'runs'}", theme.style("dim"))
-        return [title, Line(), Line(words, theme.style("dim"))]
+        return [title, *self._details(width), Line(words, theme.style("dim"))]
+
+    def _details(self, width: int) -> list[Line]:
+        """Draw the selected run: its losses, what it trains, and why it failed."""
+        entry, theme = self.chosen, self.theme
+        if entry is None:
+            return [Line(), Line()]
+        losses = [("loss", entry.loss), ("evaluation loss", entry.evaluation_loss)]
+        words = [f"{name} {value:.4f}" for name, value in losses if value is not None]
+        about = Line(
+            f" {cut('  '.join([*words, entry.subject]), width - 2, theme.glyphs.ellipsis)}", theme.style("text")
+        )
+        reason = cut(entry.reason, width - 2, theme.glyphs.ellipsis)
+        return [about, Line(f" {reason}" if reason else "", theme.style("error"))]
 
     @staticmethod
     def _name_width(width: int) -> int:
@@ -113,7 +128,7 @@ class RunRows(Listing):
         line.add(f"{entry.ranks or '':>6}{entry.step or '':>9}", theme.style("text", ground))
         line.add(f"{duration(entry.duration_s(time.time())):>11}", dim)
         line.add(f"{time.strftime('%d %b %H:%M', time.localtime(entry.created)):>16}", dim)
-        note = entry.problem or entry.missing or " ".join(entry.command)
+        note = entry.problem or entry.missing or entry.reason or entry.subject
         line.add("  " + cut(note, max(0, width - line.width - 2), theme.glyphs.ellipsis), theme.style("faint", ground))
         return line.fit(width, theme.style("text", ground))
 

@@ -37,6 +37,18 @@ class Measure(msgspec.Struct, frozen=True):
         return self.unit == "tokens/s"
 
 
+class StepRange(msgspec.Struct, frozen=True):
+    """The common steps of two runs, over which all their figures are compared."""
+
+    first: int
+    last: int
+    before_last: int
+    """The first run's last step."""
+    after_last: int
+    evaluation: int | None = None
+    """Step of the last evaluation that both runs have; None: none."""
+
+
 class Side(msgspec.Struct, frozen=True):
     """One of the two runs (or configurations of sweeps)."""
 
@@ -80,6 +92,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Regressions that exceed the gate, as text; empty: none, or no gate."""
     undecided: list[str]
     """Gated figures whose noise is too large for the gate."""
+    steps: StepRange | None = None
+    """None for sweeps."""
 
 
 def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0) -> Comparison:

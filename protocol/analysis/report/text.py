@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...text import gib
 from ..sweep.text import aligned
-from .compare import Comparison, Difference, Measure
+from .compare import Comparison, Difference, Measure, StepRange
 
 _JUDGED = {"same": "", "worse": "worse", "better": "better", "cannot tell": "cannot tell: too noisy"}
 
@@ -21,6 +21,8 @@ def measure_text(measure: Measure) -> str:
 def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
     """Return a comparison: figures, configuration, alerts, and the gate's result."""
     lines = [f"{found.before} -> {found.after}"]
+    if found.steps is not None:
+        lines.append(f"  {range_text(found.steps)}")
     if found.differences:
         table = [["", "before", "after", "change", "noise", ""], *(_row(one) for one in found.differences)]
         lines += [f"  {line}" for line in aligned(table)]
@@ -35,6 +37,14 @@ def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
     if gate is not None:
         lines.append(f"  {gate_text(found, gate)}")
     return lines
+
+
+def range_text(steps: StepRange) -> str:
+    """Return the compared steps: ``steps 6 to 120 of both (the first has 400 steps, the second 120)``."""
+    words = f"steps {steps.first:,} to {steps.last:,} of both"
+    if steps.before_last != steps.after_last:
+        words += f" (the first run has {steps.before_last:,} steps, the second {steps.after_last:,})"
+    return words + (f"; evaluation after step {steps.evaluation:,}" if steps.evaluation is not None else "")
 
 
 def gate_text(found: Comparison, gate: float) -> str:

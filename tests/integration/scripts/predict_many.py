@@ -34,7 +34,8 @@ def one(words: list[str]) -> dict[str, object]:
             os._exit(status)
         _, status = os.waitpid(child, 0)
         output.seek(0)
-        return {"status": os.waitstatus_to_exitcode(status), "output": output.read()}
+        lines = [line for line in output if not line.startswith("predicting: ")]
+        return {"status": os.waitstatus_to_exitcode(status), "output": "".join(lines)}
 
 
 if __name__ == "__main__":

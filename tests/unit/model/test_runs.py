@@ -5,9 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from ftmon.protocol.host.process import ProcessId, this_process
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Evaluation, Hello, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run import run_store
-from ftmon.protocol.run.rundir import ExitFile, RunDir
-from ftmon.tui.model.runs import RunList
+from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir
+from ftmon.tui.model.runs import RunList, script_words
 from streams import Stream, write
 
 
@@ -75,3 +78,58 @@ def test_an_unchanged_recording_is_not_read_again(monkeypatch: pytest.MonkeyPatc
         file.write(b"\0" * 4096)
     listing.entries()
     assert [read.id for read in reads] == [run.id]
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "train.py --lr 1"),
+        ("/env/bin/deepspeed --num_gpus=8 src/train.py --deepspeed ds.json", "src/train.py --deepspeed ds.json"),
+        ("accelerate launch --config_file a.yaml train.py", "train.py"),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py"),
+        ("python -u -m package.train --lr 1", "-m package.train --lr 1"),
+        ("torchrun --nproc-per-node 2 -m package.train", "-m package.train"),
+        ("bash sweep.sh", "sweep.sh"),
+        ("./train.py", "./train.py"),
+        ("program --lr 1", "program --lr 1"),
+    ],
+)
+def test_a_script_is_shown_with_its_own_arguments_and_not_its_launchers(command: str, script: str) -> None:
+    assert script_words(command.split()) == script.split()
+
+
+def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_of_its_launcher() -> None:
+    recipe = Recipe("train.yaml", ["zero.stage=3"], "Qwen/Qwen2.5-0.5B", ["/data/chats.jsonl"])
+    run = run_store.create("tuned", ["python", "-m", "deepspeed.launcher.launch"], "train", recipe=recipe)
+    frames = list(Stream(ranks=2, steps=4).frames())
+    results = [Evaluation(0, step, 1.0, "chats", loss, None) for step, loss in ((2, 3.25), (4, 3.0))]
+    write(
+        run.recording, [*frames, *(Frame(frames[-1].seq + n, frames[-1].t, each) for n, each in enumerate(results, 1))]
+    )
+    (entry,) = RunList().entries()
+    assert entry.subject == "Qwen/Qwen2.5-0.5B  chats.jsonl  train.yaml zero.stage=3"
+    assert (entry.script, entry.overrides, entry.evaluation_loss) == ([], ["zero.stage=3"], 3.0)
+    steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
+    losses = [step.loss for step in steps if step.step == 4 and step.loss is not None]
+    assert entry.loss is not None
+    assert min(losses) <= entry.loss <= max(losses)
+
+
+def test_another_script_has_the_model_that_its_ranks_reported() -> None:
+    run = run_store.create("other", ["torchrun", "train.py", "--lr", "1"], "run")
+    frames = list(Stream(ranks=1, steps=2).frames())
+    model = next(frame.message.model for frame in frames if isinstance(frame.message, Hello))
+    write(run.recording, frames)
+    (entry,) = RunList().entries()
+    assert model
+    assert entry.subject == f"{model}  train.py --lr 1"
+
+
+def test_a_failed_run_has_the_reason_from_its_alert_and_its_end() -> None:
+    run = made("broken")
+    frames = list(Stream(ranks=1, steps=2, finished=False).frames())
+    died = Alert(1, "died", "error", frames[-1].t, "rank 0 killed by SIGSEGV", rank=0)
+    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, died)])
+    run.write_exit(ExitFile(245, time.time(), "failed", "exit code 245"))
+    (entry,) = RunList().entries()
+    assert entry.reason == "rank 0 killed by SIGSEGV (exit code 245)"

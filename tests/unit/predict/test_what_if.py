@@ -18,6 +18,7 @@ def given(**named: Any) -> argparse.Namespace:
         **dict.fromkeys(("config", "model", "deepspeed", "ranks", "micro_batch", "accumulation", "lora_rank")),
         "optimizer": None,
         "checkpointing": False,
+        "data": False,
         "overrides": [],
         "sequence_length": [64],
         "gpu": "H200",
@@ -50,7 +51,8 @@ def test_changes_of_a_configuration_are_assignments(config: str) -> None:
     assert "parameter offload" not in found
 
 
-def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str) -> None:
+def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # its name is not looked up
     named = Path(config).with_name("named.yaml")
     named.write_text(Path(config).read_text().replace(MODEL, "model: {name: someone/model}\n"))
     found = changes(given(config=str(named)))

@@ -10,6 +10,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from ftmon.protocol.messages.telemetry import Evaluation, Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.sweep.rows import Ended, Entry
 from ftmon.tui.cli.investigate import compare
@@ -19,7 +21,7 @@ from ftmon.tui.report.model import Chart, Curve
 from ftmon.tui.report.svg import svg
 from ftmon.tui.report.terminal import chart_lines
 from scenes import recorded
-from streams import RUN
+from streams import RUN, Stream, write
 from sweep_results import done, out_of_memory, planned, write_results
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -369,6 +371,50 @@ def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFix
     status, _, err = ftmon(capsys, "compare", str(run), str(before))
     assert status == 2
     assert "compare two runs or two sweeps" in err
+
+
+def evaluated(path: Path, steps: int, every: int) -> str:
+    """Record a run with evaluations, whose loss is 1 and a hundredth of their step."""
+    frames = list(Stream(ranks=2, steps=steps).frames())
+    ends = [(frame.t, frame.message.step) for frame in frames if isinstance(frame.message, Step)]
+    results = [(t, Evaluation(0, step, t, "chats", 1 + step / 100)) for t, step in ends if step % every == 0]
+    after = frames[-1].seq
+    frames += [Frame(after + number, frames[-1].t, each) for number, (_, each) in enumerate(results, 1)]
+    path.parent.mkdir()
+    write(path, frames)
+    return str(path)
+
+
+def test_runs_of_different_lengths_are_compared_over_their_common_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = evaluated(tmp_path / "short" / "recording.sqlite", 40, every=8)
+    long = evaluated(tmp_path / "long" / "recording.sqlite", 90, every=16)
+    status, out, _ = ftmon(capsys, "compare", short, long)
+    assert status == 0
+    words = "steps 6 to 40 of both (the first run has 40 steps, the second 90); evaluation after step 32"
+    assert out.splitlines()[1] == f"  {words}"
+    _, told, _ = ftmon(capsys, "compare", short, long, "--json")
+    (comparison,) = json.loads(told)["comparisons"]
+    figures = {one["name"]: (one["before"]["value"], one["after"]["value"]) for one in comparison["differences"]}
+    assert figures["evaluation loss"] == (1.32, 1.32)
+    for name in ("loss", "step time", "highest peak", "throughput"):
+        assert figures[name][0] == pytest.approx(figures[name][1]), name
+    assert comparison["steps"] == {"first": 6, "last": 40, "before_last": 40, "after_last": 90, "evaluation": 32}
+
+
+def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, resumed = tmp_path / "whole.sqlite", tmp_path / "resumed.sqlite"
+    frames = list(Stream(ranks=1, steps=50).frames())
+    write(whole, frames)
+    write(resumed, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step <= 30)])
+    _, out, _ = ftmon(capsys, "compare", str(whole), str(resumed))
+    assert "  steps 36 to 50 of both" in out.splitlines()
+    earlier = [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step > 30)]
+    write(tmp_path / "earlier.sqlite", earlier)
+    status, _, err = ftmon(capsys, "compare", str(tmp_path / "earlier.sqlite"), str(resumed))
+    assert status == 2
+    assert "have no measured steps in common" in err
 
 
 def test_of_many_configurations_only_those_that_differ_are_shown(

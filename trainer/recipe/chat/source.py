@@ -9,6 +9,7 @@ from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, 
 from ....protocol.run import run_store
 from ....protocol.run.rundir import RunDir
 from ..checkpoint import folder as folders
+from ..config.inputs import hub_refusal
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -44,6 +45,8 @@ def find(target: str) -> Source:
         raise
     except RunNotFoundError:
         if _HUB_NAME.fullmatch(target):
+            if refusal := hub_refusal(target):
+                raise UsageError(refusal) from None
             return Source(target, False, target)
         raise UsageError(f"{target}: no such run, folder or model; 'ftmon ls' lists runs") from None
     found = _of_run(run)

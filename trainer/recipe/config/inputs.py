@@ -1,7 +1,13 @@
-"""Checks the model and the data files that a configuration names."""
+"""Checks the model and the data that a configuration names: files, and names on the Hugging Face Hub."""
 
+import os
+import socket
+import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from ....protocol.errors import UsageError
 from ..data import formats
@@ -111,3 +117,89 @@ def is_path(name: str) -> bool:
     if not name:
         return False
     return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir() or name.count("/") > 1
+
+
+_HUB = "https://huggingface.co"
+_CONNECT_SECONDS = 8.0
+_TRUE = ("1", "TRUE", "YES", "ON")
+
+
+def check_hub(loaded: Loaded, *, data: bool = True) -> None:
+    """Refuse names on the Hugging Face Hub that cannot be resolved, within seconds.
+
+    Args:
+        loaded: the configuration.
+        data: whether the data set is read.
+
+    Raises:
+        ConfigError: the hub cannot be reached and the cache has no copy; the text names the place and the dotted path.
+    """
+    config = loaded.config
+    for path, name, kind in (
+        ("model.name", config.model.name, "models"),
+        ("tokenizer.name", config.tokenizer.name, "models"),
+        ("data.name", config.data.name if data else "", "datasets"),
+    ):
+        if name and not is_path(name) and (refusal := hub_refusal(name, kind)):
+            raise loaded.error(path, refusal)
+
+
+def hub_refusal(name: str, kind: str = "models") -> str:
+    """Return why a name on the Hugging Face Hub cannot be resolved here; empty if it can.
+
+    Without a connection the libraries repeat every request for half a minute or longer. If the cache has a copy,
+    ``HF_HUB_OFFLINE`` is set, with which they use it at once, in this process and those that it starts.
+
+    Args:
+        name: such as ``Qwen/Qwen2.5-0.5B``.
+        kind: ``models`` or ``datasets``.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
+        return ""
+    endpoint = os.environ.get("HF_ENDPOINT") or _HUB
+    problem = _connection_problem(endpoint)
+    if not problem:
+        return ""
+    if _is_cached(name, kind):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return ""
+    return (
+        f"{name}: cannot reach {urlsplit(endpoint).hostname or endpoint} ({problem}), and the cache has no copy; give "
+        "a local folder, or check the network and HTTPS_PROXY"
+    )
+
+
+@cache
+def _connection_problem(endpoint: str) -> str:
+    """Return why no connection to an endpoint, or to the proxy before it, is possible; empty if one is."""
+    url = urlsplit(endpoint)
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+    problems = ["no answer"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), _CONNECT_SECONDS).close()
+            problems[0] = ""
+        except OSError as error:
+            problems[0] = error.strerror or str(error)
+
+    # A thread: the resolution of the name has no time limit of its own.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_SECONDS)
+    return problems[0]
+
+
+def _is_cached(name: str, kind: str) -> bool:
+    """Return whether the cache of the hub's libraries has files of a model or a data set."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(os.environ.get("HF_HOME") or Path(base, "huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+    folders = [hub / f"{kind}--{name.replace('/', '--')}" / "snapshots"]
+    folders += [prepared / name.replace("/", "___")] if kind == "datasets" else []
+    return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)

@@ -27,6 +27,8 @@ _FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_SILENT_SECONDS = 2.0
+"""Time after which a terminal shows that a start is still under way."""
 _PREFIX_COLUMNS = 10
 """``launcher| `` before each line of output."""
 _MOST_LINES = 100
@@ -73,7 +75,12 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
     environment = _with_own_programs() | (_window() if line is not None else {})
     process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
     try:
-        output, errors = process.communicate(written)
+        try:
+            output, errors = process.communicate(written, timeout=_SILENT_SECONDS)
+        except subprocess.TimeoutExpired:
+            if sys.stderr.isatty():
+                print("ftmon: checking the configuration, model and data of the run ...", file=sys.stderr, flush=True)
+            output, errors = process.communicate()
     except KeyboardInterrupt:
         _give_up(process)
     if process.returncode:

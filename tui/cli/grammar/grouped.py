@@ -4,7 +4,7 @@ import argparse
 from difflib import get_close_matches
 
 GROUPS = {
-    "train": ("predict", "demo", "train", "sweep", "data", "chat"),
+    "train": ("predict", "demo", "train", "resume", "sweep", "data", "chat"),
     "watch": ("run", "attach", "replay", "ls", "status", "logs"),
     "investigate": ("memory", "events", "oom", "snapshot", "capture", "stacks", "console", "report", "compare"),
     "end": ("stop", "kill", "release", "cleanup"),

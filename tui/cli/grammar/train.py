@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .argument_types import byte_size, lengths, positive, price
-from .parts import add_ascii, add_command, add_overrides, add_start_options
+from .parts import add_ascii, add_command, add_overrides, add_run, add_start_options
 
 if TYPE_CHECKING:
     from .parts import Commands
@@ -15,6 +15,7 @@ def add(commands: "Commands") -> None:
     _predict(commands)
     _demo(commands)
     _train(commands)
+    _resume(commands)
     _sweep(commands)
     _data(commands)
     _chat(commands)
@@ -117,6 +118,20 @@ def _train(commands: "Commands") -> None:
     add_overrides(train)
     _no_predict(train)
     add_start_options(train)
+
+
+def _resume(commands: "Commands") -> None:
+    resume = add_command(
+        commands, "resume", "train.start:resume", "continue a run of 'ftmon train' from its newest complete checkpoint"
+    )
+    resume.epilog = (
+        "The new run has the configuration of RUN with the given keys changed. A change with which training would "
+        "not continue exactly is refused by name; checkpoint.allow=[NAME] accepts it (docs/training.md)."
+    )
+    add_run(resume)
+    add_overrides(resume)
+    _no_predict(resume)
+    add_start_options(resume)
 
 
 def _no_predict(parser: argparse.ArgumentParser) -> None:

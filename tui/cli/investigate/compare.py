@@ -2,11 +2,13 @@
 
 from argparse import Namespace
 
+import msgspec
+
 from ....protocol.analysis.report.compare import Comparison, compare, noisy
 from ....protocol.analysis.report.text import comparison_lines, summary_line
 from ....protocol.errors import UsageError
 from ....protocol.text import sanitize
-from ...report.sides import Loaded, load
+from ...report.sides import Loaded, load_both
 from ..output.printable import print_json
 
 _MOST = 10
@@ -19,7 +21,7 @@ def show_comparison(arguments: Namespace) -> int:
     Raises:
         UsageError: a run and a sweep are compared, or there is no common figure, or none that the gate checks.
     """
-    before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
+    before, after = load_both(arguments.before, arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)
     if not any(one.differences if arguments.gate is None else _is_gated(one) for one in found):
         raise UsageError(
@@ -61,4 +63,5 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
     if not keys:
         raise UsageError(f"{before.name} and {after.name} have no configuration in common: their axes or values differ")
     tests = sum(noisy(before.sides[key], after.sides[key]) for key in keys)
-    return [compare(before.sides[key], after.sides[key], gate, tests) for key in keys]
+    found = [compare(before.sides[key], after.sides[key], gate, tests) for key in keys]
+    return [msgspec.structs.replace(one, steps=before.steps) for one in found]

@@ -1,11 +1,14 @@
-"""``ftmon demo``, ``train`` and ``run``: start a run, then watch it."""
+"""``ftmon demo``, ``train``, ``resume`` and ``run``: start a run, then watch it."""
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+import msgspec
 
 from ....protocol.errors import FtmonError, UsageError
 from ....protocol.link.join import JOIN_NAME, join_path
@@ -14,6 +17,8 @@ from ....protocol.run.notices import make_notify
 from ....protocol.run.run_options import RunOptions
 from ....protocol.run.start_request import StartRequest
 from ....protocol.run.starter import CommandEnd
+from ....protocol.text import sanitize
+from ...model.runs import TRAINER_KINDS, RunList
 from ..access.trainer_process import SCRIPT, StartFailedError, become, print_config, require_training, start_run
 from ..foreground.outcome import attach_line
 from ..output.printable import OutputError
@@ -56,6 +61,30 @@ def train(arguments: Namespace) -> int:
     push = [f"output.push={arguments.push}"] if arguments.push else []
     request = _request("train", arguments, config=arguments.config, overrides=[*arguments.overrides, *push])
     return _start_and_watch(arguments, request)
+
+
+@_own_statuses(exits.WRONG_USAGE)
+def resume(arguments: Namespace) -> int:
+    """Continue a run of ftmon's trainer from its newest complete checkpoint, as a new run.
+
+    Raises:
+        UsageError: it is another script's run, or it is still running, or has finished and nothing is changed.
+    """
+    require_training()
+    found = run_store.find(arguments.run)
+    entry = RunList().entry(found)
+    if entry.kind not in TRAINER_KINDS or not found.config.exists():
+        again = sanitize(shlex.join(entry.command), 200)
+        raise UsageError(
+            f"{found.id}: is not a run of ftmon's trainer; start its script again with the script's own option for "
+            f"resuming: ftmon run -- {again}"
+        )
+    if entry.live:
+        raise UsageError(f"{found.id}: is still running; 'ftmon stop {found.id}' saves a checkpoint and ends it")
+    if entry.state == "finished" and not arguments.overrides:
+        raise UsageError(f"{found.id}: has finished; to train longer, give training.max_steps=N or training.epochs=N")
+    request = _request("train", arguments, resume=str(found.path), overrides=arguments.overrides)
+    return _start_and_watch(arguments, msgspec.structs.replace(request, name=request.name or entry.name))
 
 
 @_own_statuses(exits.RUN_USAGE)

@@ -1,16 +1,21 @@
 """``ftmon ls``: prints the runs of this user, as a table or as JSON."""
 
-import shlex
+import shutil
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from ....protocol.run import run_store
-from ....protocol.text import duration, gib, sanitize
+from ....protocol.text import cells_of, duration, gib, sanitize
 from ...model.runs import RunEntry, RunList, recorded_entry
 from ...source.find import recording_file
 from ..output.printable import print_json
 
-_COMMAND_WIDTH = 60
+_WIDE = 140
+"""Columns from which the table has all its columns, and a run its subject in the same line."""
+_INDENT = "    "
 
 
 def list_runs(arguments: Namespace) -> int:
@@ -27,11 +32,10 @@ def list_runs(arguments: Namespace) -> int:
     elif not entries:
         print(f"no runs in {run_store.home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
     else:
-        shown = [sanitize(found.id) for found in entries]
-        width = max(map(len, shown))
-        print(f"{'RUN':<{width}}  STATE      STARTED           LASTED         STEP  RANKS    RECORDED  COMMAND")
-        for name, found in zip(shown, entries, strict=True):
-            print(f"{name:<{width}}  {_line(found)}")
+        # Lines of a pipe are not cut.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for line in table(entries, width):
+            print(line)
     return 0
 
 
@@ -40,12 +44,43 @@ def _named(name: str) -> RunEntry:
     return RunList().entry(run_store.find(name)) if recording is None else recorded_entry(recording)
 
 
-def _line(found: RunEntry) -> str:
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.created))
+def table(entries: Sequence[RunEntry], width: int | None) -> Iterator[str]:
+    """Yield the lines of the table of runs.
+
+    Args:
+        entries: the runs.
+        width: columns of the terminal; below 140 each run has its subject in a second line. None: not limited.
+    """
+    wide = width is None or width >= _WIDE
+    heads = ("RUN", "STATE", *(("STARTED",) if wide else ()), "LASTED", "STEP", "LOSS", "EVAL LOSS")
+    heads += ("RANKS", "RECORDED") if wide else ()
+    rows = [heads, *(_cells(found, wide) for found in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = 3 if wide else 2
+    subjects = ("MODEL, DATA, OVERRIDES OR SCRIPT", *(sanitize(found.subject, 1000) for found in entries))
+    for row, subject, found in zip(rows, subjects, (None, *entries), strict=True):
+        padded = [f"{cell:{'<' if place < texts else '>'}{widths[place]}}" for place, cell in enumerate(row)]
+        line, whole = "  ".join(padded), "  ".join([*padded, subject])
+        fits = wide and (width is None or cells_of(whole) <= width)
+        yield (whole if fits else line).rstrip()
+        if found is not None:
+            details = ["" if fits else subject, found.problem, found.reason]
+            for detail in details:
+                text = sanitize(detail, 1000)
+                wrapped = [text] if width is None else wrap(text, width - len(_INDENT), break_on_hyphens=False)
+                yield from (f"{_INDENT}{part}" for part in wrapped if part)
+
+
+def _cells(found: RunEntry, wide: bool) -> tuple[str, ...]:
+    step, loss, evaluation = f"{found.step:,}", _loss(found.loss), _loss(found.evaluation_loss)
     lasted = duration(round(found.duration_s(time.time())))
+    names = (sanitize(found.id), sanitize(found.condition, 20))
+    if not wide:
+        return (*names, lasted, step, loss, evaluation)
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.created))
     size = gib(found.recording_bytes, 1) if found.recording_bytes else "-"
-    command = sanitize(shlex.join(found.command))
-    if len(command) > _COMMAND_WIDTH:
-        command = command[: _COMMAND_WIDTH - 3] + "..."
-    state = sanitize(found.condition, 20)
-    return f"{state:<9}  {started}  {lasted:<9}  {found.step:>8,}  {found.ranks:>5}  {size:>10}  {command}".rstrip()
+    return (*names, started, lasted, step, loss, evaluation, str(found.ranks), size)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

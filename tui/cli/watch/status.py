@@ -14,6 +14,7 @@ from ...model.runs import RunEntry, RunList, recorded_entry
 from ...model.status import status
 from ...source.find import recording_file
 from ...source.load import describe, load
+from ...source.overview import read_overview
 from ..access.recordings import opened
 from ..foreground.jobs_text import job_table
 from ..foreground.narrate import evaluation_words, loss_words, mfu_words
@@ -39,7 +40,9 @@ def show_status(arguments: Namespace) -> int:
     if entry is None or (entry.recording and not entry.problem):
         with opened(recording) as reader:
             info = reader.info()
-            model = load(reader, info.last_t, describe(info))
+            # The figures of an ended run are means over all its steps.
+            overview = None if info.live else read_overview(reader, info)
+            model = load(reader, info.last_t, describe(info), overview)
         entry = entry or recorded_entry(recording, info)
     if arguments.json:
         # The list's entry has the job's end even if the recording does not.
@@ -55,6 +58,10 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     """Yield the state of a run in a few lines."""
     code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
+    if entry.subject:
+        yield sanitize(entry.subject, 1000)
+    if entry.reason:
+        yield f"reason: {sanitize(entry.reason, 1000)}"
     if entry.problem or not entry.recording:
         yield f"recording: {entry.problem or 'none yet'}"
         return
@@ -73,6 +80,7 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
         f"{rates.tokens_per_second:,.0f} tok/s" if rates.tokens_per_second else "",
         mfu_words(model),
         f"{rates.seconds_per_step:.3f} s/step" if rates.seconds_per_step else "",
+        "(means over the run)" if model.ended and rates.seconds_per_step else "",
     ]
     if any(parts):
         yield "  ".join(filter(None, parts))

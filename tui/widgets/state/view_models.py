@@ -74,7 +74,7 @@ class Views:
     def _pace(rank: RankModel) -> float | None:
         if rank.last is None:
             return None
-        return float(f"{rank.last.host_us / 1e6:.2g}")
+        return float(f"{rank.last.training_us / 1e6:.2g}")
 
 
 def _steady(size: int) -> int:

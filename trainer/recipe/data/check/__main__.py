@@ -14,6 +14,7 @@ import msgspec
 from .....protocol.errors import FtmonError, UsageError
 from ... import hardware
 from ...config import resolve
+from ...config.inputs import check_hub
 from ...config.load import load
 
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             loaded = load(None, [config, *overrides])
         else:
             loaded = load(config, overrides)
+        check_hub(loaded)
         settled = resolve.settle_data(loaded)
         from .collect import collect
         from .findings import judge

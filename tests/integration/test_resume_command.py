@@ -1,0 +1,84 @@
+"""``ftmon resume RUN`` continues a run of ftmon's trainer, by the real executable."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.host.process import this_process
+from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
+from ftmon_process import Ftmon, ftmon_home, lines_with
+
+SMALL = (
+    *("--ranks", "1", "--plain", "--steps", "6", "training.rehearsal=false", "data.limit=80", "optimizer.lr=2e-3"),
+    "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 1}",
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home") as ftmon:
+        yield ftmon
+
+
+def planted(home: Ftmon, kind: str, *, config: bool = True, alive: bool = False, state: str = "") -> RunDir:
+    """Make the directory of a run that never was."""
+    run = RunDir(home.home / "runs" / "planted-20260528-202640")
+    for folder in (home.home, run.path.parent, run.path, run.logs):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    content = RunFile(run.id, "planted", time.time(), ["torchrun", "train.py"], "/", os.uname().nodename, kind)
+    run.write_run(msgspec.structs.replace(content, launcher=this_process() if alive else None))
+    if config:
+        run.config.write_text("model: {config: {model_type: llama}}\ndata: {path: /nowhere.jsonl}\n")
+    if state:
+        run.write_exit(ExitFile(0, time.time(), state))
+    return run
+
+
+def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_checkpoint(home: Ftmon) -> None:
+    failed = home.run("demo", *SMALL, "checkpoint={every: 2, background: false}", "--fault", "crash:step=5")
+    assert failed.returncode not in (0, 2), failed.stderr
+    before = home.newest()
+    resumed = home.run("resume", before.id[:4], "--plain", "output.log_every=1")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    after = home.newest()
+    assert after.id != before.id
+    assert lines_with(resumed.stdout, ["resume: from step-4, after step 4"])
+    status = home.status(after.id)
+    assert (status["step"], status["state"], status["name"]) == (6, "finished", "demo")
+    assert status["overrides"][-1] == "output.log_every=1"
+    assert "optimizer.lr=2e-3" in status["overrides"]
+    done = home.run("resume", after.id)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == f"ftmon: {after.id}: has finished; to train longer, give training.max_steps=N or training.epochs=N\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "text"),
+    [
+        (
+            "run",
+            {},
+            "is not a run of ftmon's trainer; start its script again with the script's own option for resuming",
+        ),
+        ("train", {"config": False}, "is not a run of ftmon's trainer"),
+        ("train", {"alive": True}, "is still running; 'ftmon stop planted-20260528-202640' saves a checkpoint"),
+        ("train", {}, "no complete checkpoint is in "),
+    ],
+    ids=["another script", "no configuration", "running", "no checkpoint"],
+)
+def test_what_cannot_be_resumed_is_refused_in_one_line(
+    home: Ftmon, kind: str, facts: dict[str, bool], text: str
+) -> None:
+    run = planted(home, kind, **facts)
+    done = home.run("resume", "planted", "--plain")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ftmon: {run.id}: {text}")
+    assert [each.id for each in home.runs()] == [run.id]
