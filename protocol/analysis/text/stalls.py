@@ -374,6 +374,10 @@ def _hang_evidence(facts: HangFacts) -> dict[str, Any]:
         "waiting": list(verdict.waiting[:RANKS_LISTED]),
         "where": {str(rank): where(view) for rank, view in list(verdict.views.items())[:RANKS_LISTED]},
     }
+    if (cause := cause_of(verdict)) is not None:
+        plain["cause"] = cause.kind
+    if verdict.contradicted:
+        plain["contradicted"] = True
     if verdict.differs:
         plain["differs"] = list(verdict.differs[:RANKS_LISTED])
     first = [rank for rank in (*verdict.hung, *verdict.differs, *verdict.waiting) if rank in found]
@@ -402,6 +406,10 @@ def _plain(evidence: Evidence) -> dict[str, Any]:
         found["kernel_function"] = evidence.wchan
     if evidence.asleep:
         found["asleep_s"] = round(evidence.asleep, 1)
+    if evidence.stands:
+        found["stands_s"] = round(evidence.stands, 1)
+    if evidence.wakes is not None:
+        found["wakes_in_s"] = round(evidence.wakes, 1)
     if evidence.work:
         found["process_tree"] = evidence.work
     if evidence.quiet:
