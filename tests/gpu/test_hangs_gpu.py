@@ -11,10 +11,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-HANGS = (
-    "save-one,left-loop,left-script,collective-if,gather-one,gather-unequal,unequal-sizes,asleep-data,asleep-forward,"
-    "one-behind,worker-hang,stopped"
-).split(",")
+HANGS = [
+    "save-one",
+    "left-loop",
+    "left-script",
+    "collective-if",
+    "gather-one",
+    "gather-unequal",
+    "unequal-sizes",
+    "asleep-data",
+    "asleep-forward",
+    "one-behind",
+    "worker-hang",
+    "stopped",
+]
 HONEST = [
     f"honest-{work}"
     for work in ("checkpoint", "evaluation", "compilation", "upload", "retries", "irregular", "generation", "run")
