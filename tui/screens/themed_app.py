@@ -1,12 +1,15 @@
 """Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name."""
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.driver import Driver
+from textual.events import Resize
 from textual.keys import format_key
 from textual.screen import Screen
 
@@ -14,6 +17,7 @@ from ..source.base import Source
 from ..themes import PALETTES, theme_of
 from ..widgets.drawing.glyphs import ASCII, choose
 from ..widgets.drawing.palette import DARK, LIGHT
+from ..widgets.drawing.screen_output import ScreenOutput
 from ..widgets.drawing.theme import Theme
 from ..widgets.state.app_state import AppState
 
@@ -48,7 +52,26 @@ class ThemedApp(App[None]):
             self.register_theme(theme_of(palette))
         theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
         self.app_state = AppState(source, theme, read_only)
+        self.output.ascii_only = theme.glyphs.is_ascii
         self.theme = theme.palette.name
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return Textual's driver for this platform, which sends only changed cells (not on Windows)."""
+        base = super().get_driver_class()
+        self.output = output = ScreenOutput()
+        if sys.platform == "win32":
+            return base
+
+        class ChangedCellsDriver(base):
+            def write(self, data: str) -> None:
+                super().write(output.rewrite(data))
+
+        return ChangedCellsDriver
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw everything again: what a terminal shows after a change of its size differs among terminals."""
+        del event
+        self.output.forget()
 
     def repaint(self) -> None:
         """Draw changes."""
@@ -74,6 +97,11 @@ class ThemedApp(App[None]):
     def action_detach(self) -> None:
         """Leave the app; the run continues."""
         self.exit()
+
+    def action_redraw(self) -> None:
+        """Draw everything again, as after another program has written to the terminal."""
+        self.output.forget()
+        self.refresh(layout=True)
 
     def action_theme(self) -> None:
         """Switch between light and dark."""

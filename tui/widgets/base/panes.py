@@ -157,6 +157,7 @@ _NAMES = {
     "equals_sign": "=",
     "slash": "/",
     "ctrl+p": "^p",
+    "ctrl+l": "^l",
     "comma": ",",
     "full_stop": ".",
 }
