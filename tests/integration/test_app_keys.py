@@ -14,6 +14,7 @@ from ftmon.tui.app import FtmonApp, _run
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.help import HelpScreen
 from ftmon.tui.screens.logs import LogList, LogsScreen
+from ftmon.tui.screens.oom.screen import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.rank import RankScreen
 from ftmon.tui.screens.runs import RunsScreen
@@ -21,6 +22,7 @@ from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.ranks.rank_grid import RankGrid
 from ftmon.tui.widgets.state import app_state
+from oomscenes import out_of_memory
 from scenes import hanging, recorded, settled, until
 from streams import Stream, write
 from textual.widget import Widget
@@ -374,3 +376,30 @@ async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:
             await settled(pilot)
             assert shown(app).isascii(), key
             await pilot.press("escape")
+
+
+async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path: Path) -> None:
+    path = out_of_memory(tmp_path)
+    for key, screen, words in (("o", OomScreen, "out of memory"), ("a", AlertsScreen, "moved to the first error")):
+        source = ReplaySource(path, start=1.0)
+        app = FtmonApp(source)
+        async with app.run_test(size=(100, 40)) as pilot:
+            await until(pilot, lambda source=source: source.transport.marks, "the marks")
+            assert not app.app_state.model.ooms, "the replay is before it"
+            await pilot.press(key)
+            await until(pilot, lambda app=app: len(app.app_state.model.ooms), "the moment of the error")
+            await until(pilot, lambda app=app, words=words: words in shown(app), words)
+            assert isinstance(app.screen, screen)
+        source.close()
+
+
+async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Path) -> None:
+    source = ReplaySource(write(tmp_path / "calm.sqlite", Stream(ranks=2, steps=6, spike_every=0).frames()))
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("o")
+        await until(pilot, lambda: "no out-of-memory error in this recording" in shown(app), "the answer to o")
+        await pilot.press("a")
+        await until(pilot, lambda: "no alert in this recording" in shown(app), "the answer to a")
+    source.close()

@@ -102,11 +102,18 @@ class KeyBar(Canvas):
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            if binding.show and enabled and (binding.action not in _ACTING or self._can_act):
+            applies = self._can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            if binding.show and enabled and applies:
                 found.setdefault(binding.action, binding)
         back = [binding for binding in found.values() if binding.action == "app.back"]
         rest = [binding for binding in found.values() if binding.action != "app.back"]
         return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
+
+    @property
+    def _any_oom(self) -> bool:
+        source = self.app_state.source
+        later = source is not None and source.transport.mode == "replay" and source.transport.first_alert("oom")
+        return bool(self.app_state.model.ooms or later)
 
     @property
     def _can_act(self) -> bool:
