@@ -136,6 +136,13 @@ class FtmonApp(ThemedApp):
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
+    def interrupt_words(self) -> str:
+        """Return the answer to ctrl+c, with the key that ends the run if this app can end it."""
+        source = self.app_state.source
+        if source is None or self.app_state.model.ended or source.transport.mode == "replay":
+            return super().interrupt_words()
+        return "q leaves, training continues" + ("" if refusal(self.app_state, "kill") else "; k ends it")
+
     def repaint(self) -> None:
         """Apply new messages and paint."""
         self.pump()

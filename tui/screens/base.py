@@ -29,6 +29,7 @@ def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: s
 
 HELP_KEYS: list[BindingType] = [
     key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+    key("ctrl+z", "app.suspend_process", "suspend", "back to the shell; fg returns", show=False),
     key("ctrl+l", "app.redraw", "redraw", "draw everything again, as after another program's output", show=False),
     key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
 ]

@@ -1,6 +1,8 @@
 """Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name."""
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,8 +36,13 @@ class ThemedApp(App[None]):
 
     CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
     ENABLE_COMMAND_PALETTE = True
-    # Textual's own ctrl+q and ctrl+c are kept; ctrl+c twice also leaves.
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding(
+            "ctrl+z", "suspend_process", "suspend", show=False, priority=True, tooltip="back to the shell; fg returns"
+        ),
+    ]
 
     def __init__(
         self,
@@ -64,14 +71,16 @@ class ThemedApp(App[None]):
 
         class ChangedCellsDriver(base):
             def write(self, data: str) -> None:
+                with contextlib.suppress(OSError):
+                    output.size = os.get_terminal_size(sys.__stderr__.fileno()) if sys.__stderr__ else None
                 super().write(output.rewrite(data))
 
         return ChangedCellsDriver
 
     def on_resize(self, event: Resize) -> None:
-        """Draw everything again: what a terminal shows after a change of its size differs among terminals."""
+        """Draw everything again: a terminal's own change is not known. This event also follows a suspension."""
         del event
-        self.output.forget()
+        self.action_redraw()
 
     def repaint(self) -> None:
         """Draw changes."""
@@ -103,6 +112,24 @@ class ThemedApp(App[None]):
         self.output.forget()
         self.refresh(layout=True)
 
+    def interrupt_words(self) -> str:
+        """Return the answer to ctrl+c, which does not end the app."""
+        return "q leaves"
+
+    def action_interrupt(self) -> None:
+        """Show how to leave: ctrl+c would often be meant for the training."""
+        self.app_state.show_message(self.interrupt_words(), "warning")
+        self.repaint()
+
+    def action_suspend_process(self) -> None:
+        """Stop this process group as ctrl+z does outside of the app; the shell's fg continues it."""
+        if not has_job_control():
+            self.app_state.show_message("ctrl+z: there is no shell to return to; q leaves", "warning")
+            self.repaint()
+        elif self._driver is not None and self._driver.can_suspend:
+            self._suspend_signal()
+            os.killpg(0, signal.SIGTSTP)  # the group, as a wrapper such as env or uv may be the shell's job
+
     def action_theme(self) -> None:
         """Switch between light and dark."""
         before = self.app_state.theme
@@ -110,3 +137,19 @@ class ThemedApp(App[None]):
         self.app_state.theme = Theme(palette, before.glyphs, before.color)
         self.theme = palette.name
         self.repaint()
+
+
+def has_job_control() -> bool:
+    """Return whether a shell of this session would continue this process group: it is another group's child."""
+    if sys.platform == "win32":
+        return False
+    import psutil
+
+    try:
+        group, session = os.getpgrp(), os.getsid(0)
+        process = psutil.Process()
+        while (parent := process.parent()) is not None and os.getpgid(parent.pid) == group:
+            process = parent
+        return parent is not None and os.getsid(parent.pid) == session
+    except (psutil.Error, OSError):
+        return False

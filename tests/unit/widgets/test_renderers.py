@@ -7,7 +7,7 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.logs import LogEntry
 from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, milliseconds, step_time
-from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose
+from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose, names_c_locale
 from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
 from ftmon.tui.widgets.drawing.theme import Theme
@@ -94,6 +94,21 @@ def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytes
     assert choose(False) is ASCII
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "UTF-8")
     assert choose(False) is UNICODE
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
+        ({"LANG": "POSIX"}, True),
+        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
+        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
+        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
+        ({}, False),
+    ],
+)
+def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
+    assert names_c_locale(environ) is expected
 
 
 @pytest.mark.parametrize("width", range(5, 120, 7))

@@ -1,55 +1,10 @@
 """What is rewritten for the terminal has the same effect as the original, with less output, and ASCII where asked."""
 
 import random
-import re
 
 import pytest
 from ftmon.tui.widgets.drawing.screen_output import ScreenOutput
-from rich.cells import get_character_cell_size
-
-TOKEN = re.compile(r"\x1b\[(\d+);(\d+)H|\x1b\[(\d*)C|\x1b\[([\d;]*)m|(\n)|([^\x1b\n])")
-
-
-class Terminal:
-    """Cells with their styles, as a terminal of unlimited size sets them from output."""
-
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, int], tuple[str, str]] = {}
-        self.row = self.column = 0
-        self.attributes, self.colors = "", ["", ""]
-
-    def write(self, data: str) -> None:
-        assert "".join(match[0] for match in TOKEN.finditer(data)) == data, "nothing but text, moves and styles"
-        for row, column, right, style, line, text in TOKEN.findall(data):
-            if row:
-                self.row, self.column = int(row) - 1, int(column) - 1
-            elif line:
-                self.row, self.column = self.row + 1, 0
-            elif text:
-                self.cells[self.row, self.column] = text, self.look(text)
-                if get_character_cell_size(text) == 2:
-                    self.cells[self.row, self.column + 1] = "", self.look(text)
-                self.column += get_character_cell_size(text)
-            elif style:
-                self.style(style)
-            else:
-                self.column += int(right or 1)
-
-    def style(self, parameters: str) -> None:
-        for one in re.findall(r"[34]8;2;\d+;\d+;\d+|\d+", parameters):
-            if one == "0":
-                self.attributes, self.colors = "", ["", ""]
-            elif one[0] in "34" and one not in ("3", "4"):
-                self.colors[one[0] == "4"] = "" if one in ("39", "49") else one
-            else:
-                self.attributes += one
-
-    def look(self, text: str) -> str:
-        """Return the visible part of the style: a blank has no foreground."""
-        if text == " " and "7" not in self.attributes:
-            return self.colors[1]
-        return f"{self.attributes} {self.colors}"
-
+from terminal import Screen
 
 STYLES = ["", "1", "38;2;1;2;3", "38;2;1;2;3;48;2;9;9;9", "1;38;2;4;5;6;48;2;9;9;9", "48;2;0;0;7", "7", "2;31;42"]
 
@@ -67,14 +22,14 @@ def piece(random_: random.Random, wide: bool) -> str:
 @pytest.mark.parametrize("seed", range(200))
 def test_the_screen_is_the_same_after_rewriting(seed: int) -> None:
     random_, wide = random.Random(seed), seed % 4 == 0
-    plain, thrifty, output = Terminal(), Terminal(), ScreenOutput()
+    plain, thrifty, output = Screen(), Screen(), ScreenOutput()
     for _ in range(12):
         column = random_.randint(1, 40)
         frame = "\n".join(piece(random_, wide) for _ in range(4)) + f"\x1b[2;{column}H"
         if wide:  # halves of overwritten wide characters differ among terminals: start anew
-            plain, thrifty, output = Terminal(), Terminal(), ScreenOutput()
+            plain, thrifty, output = Screen(), Screen(), ScreenOutput()
             frame = "".join(f"\x1b[{y};1H{piece(random_, wide).partition('H')[2]}" for y in range(1, 5)) + "\x1b[1;1H"
-        plain.write(frame)
+        plain.write(frame.replace("\n", "\r\n"))
         thrifty.write(output.rewrite(frame))
         assert thrifty.cells == plain.cells
         assert (thrifty.row, thrifty.column) == (plain.row, plain.column)
@@ -113,3 +68,9 @@ def test_ascii_only_replaces_every_character_by_one_of_its_width() -> None:
     sent = output.rewrite("\x1b[1;1H╭─┤é漢→…±4 °C⣿🔎\x1b]9;né\x07")
     assert sent.isascii()
     assert "+-+e??>~~4 oC.??" in sent
+
+
+def test_what_is_beyond_the_terminal_is_not_sent() -> None:
+    output = ScreenOutput()
+    output.size = (4, 2)
+    assert output.rewrite("\x1b[2;1Habcdef\x1b[3;1Hrow\x1b[1;1H") == "\x1b[2;1Habcd\x1b[1;1H"

@@ -165,6 +165,7 @@ _NAMES = {
     "slash": "/",
     "ctrl+p": "^p",
     "ctrl+l": "^l",
+    "ctrl+z": "^z",
     "comma": ",",
     "full_stop": ".",
 }

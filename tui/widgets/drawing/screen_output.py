@@ -6,6 +6,7 @@ change of position and style. Sequences that are neither text, position nor styl
 """
 
 import re
+import sys
 import unicodedata
 from functools import lru_cache
 from typing import NamedTuple
@@ -131,6 +132,8 @@ class ScreenOutput:
 
     def __init__(self, ascii_only: bool = False) -> None:
         self.ascii_only = ascii_only
+        self.size: tuple[int, int] | None = None
+        """Columns and lines of the terminal, which draws what is beyond them in its last cells; None: no limit."""
         self._shown: dict[int, dict[int, Cell]] = {}
         """Cells by row and column, from 0; unknown ones are missing."""
         self._cursor: tuple[int, int] | None = None
@@ -195,10 +198,11 @@ class ScreenOutput:
     def _send(self, drawn: dict[int, dict[int, Cell]], out: list[str]) -> None:
         """Append what changes the shown cells into the drawn ones, and empty ``drawn``."""
         style = _PLAIN
-        for row in sorted(drawn):
+        columns, lines = self.size or (sys.maxsize, sys.maxsize)
+        for row in sorted(row for row in drawn if row < lines):
             shown = self._shown.setdefault(row, {})
             cells = drawn[row]
-            for column in sorted(column for column, cell in cells.items() if shown.get(column) != cell):
+            for column in sorted(at for at, cell in cells.items() if at < columns and shown.get(at) != cell):
                 character, wanted = shown[column] = cells[column]
                 if not character:
                     continue  # drawn with the character before it
