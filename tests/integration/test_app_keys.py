@@ -38,6 +38,12 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hanging(tmp_path_factory.mktemp("keys") / "hang.sqlite")
 
 
+class Commanded(ReplaySource):
+    """A recording that the app takes for a run with a hub."""
+
+    can_command = True  # pyright: ignore[reportAssignmentType]
+
+
 @pytest.fixture
 def source(eight: Path) -> Iterator[ReplaySource]:
     source = ReplaySource(eight, at_end=True)
@@ -327,6 +333,23 @@ async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> N
         titles = " ".join(command.title for command in app.get_system_commands(app.screen))
         for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
             assert word in titles
+        assert titles.startswith("open  (enter) training  (t) alerts  (a) memory  (m) logs  (l) stacks  (s)")
+        assert titles.index("kill") < titles.index("go to") < titles.index("light/dark")
+
+
+@pytest.mark.parametrize("size", [(60, 16), (80, 24), (200, 60)])
+async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
+    source = Commanded(eight, at_end=True)
+    app = FtmonApp(source)
+    async with app.run_test(size=size) as pilot:
+        await settled(pilot)
+        for opened in ("", "t", "a", "m", "l", "s", "e", "enter"):
+            if opened:
+                await pilot.press(opened)
+            await until(pilot, lambda: "k kill  S stop  ? help  q detach" in shown(app).splitlines()[-1], opened)
+            if opened:
+                await pilot.press("escape")
+    source.close()
 
 
 async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source: ReplaySource) -> None:

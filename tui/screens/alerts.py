@@ -110,7 +110,6 @@ class AlertsScreen(MonitorScreen):
         key("j", "jump", "jump there", "go to the moment it was raised"),
         key("slash", "filter", "filter", "show only alerts that contain a text"),
         key("l", "app.logs", "logs", "the output of all ranks"),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
     ]
 
     def body(self) -> Iterable[Widget]:

@@ -39,6 +39,8 @@ FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", 
 """Keys of every screen on a file: a snapshot, the results of a sweep."""
 
 COMMON_KEYS: list[BindingType] = [
+    key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+    key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first"),
     key("space", "app.toggle_play", "pause", "pause or resume the view (the run itself continues)"),
     key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
     key("right_square_bracket", "app.step(1)", "step", "one step forward", bar="[ ]"),

@@ -29,8 +29,6 @@ class OverviewScreen(MonitorScreen):
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
         key("e", "app.events", "events", "what the allocator does, by phase", show=False),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
-        key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),
         key("v", "view", "view", "cards, rows or heat map", show=False),
         key("left", "move(-1,0)", "left", "select the rank to the left", show=False),

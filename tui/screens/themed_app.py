@@ -4,12 +4,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Provider
 from textual.driver import Driver
 from textual.events import Resize
 from textual.keys import format_key
@@ -24,6 +25,38 @@ from ..widgets.drawing.theme import Theme
 from ..widgets.state.app_state import AppState
 
 
+def ordered_commands() -> "type[Provider]":
+    """Return the palette's provider: commands in the order of ``get_system_commands``; Textual's sorts them by name."""
+    from textual.command import DiscoveryHit, Hits  # only once the palette opens
+    from textual.system_commands import SystemCommandsProvider
+
+    class OrderedCommands(SystemCommandsProvider):
+        async def discover(self) -> Hits:
+            for title, help_text, callback, _ in self.app.get_system_commands(self.screen):
+                yield DiscoveryHit(title, callback, help=help_text)
+
+    return OrderedCommands
+
+
+SCREENS = ("open", "training", "alerts", "memory", "logs", "stacks", "events", "oom", "jobs", "runs", "help")
+"""Actions that open a screen, in the palette's order."""
+
+ENDS = ("kill", "stop")
+"""Actions that end the run."""
+
+LAST = ("theme", "suspend_process", "redraw", "detach")
+"""Actions on the app itself."""
+
+
+def palette_place(action: str) -> tuple[int, int]:
+    """Return the place of an action in the palette: screens, ends of the run, what the screen does, the app itself."""
+    name = action.removeprefix("app.")
+    for group, names in ((0, SCREENS), (1, ENDS), (3, LAST)):
+        if action.startswith("app.") and name in names:
+            return group, names.index(name)
+    return 2, 0
+
+
 class ThemedApp(App[None]):
     """An app in a light and a dark theme.
 
@@ -34,6 +67,7 @@ class ThemedApp(App[None]):
         read_only: Refuse all commands to the run.
     """
 
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {ordered_commands}
     CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -87,9 +121,10 @@ class ThemedApp(App[None]):
         raise NotImplementedError
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Yield the actions of the visible screen by name."""
+        """Yield the actions of the visible screen: other screens first, then what ends the run, then the rest."""
         seen: set[str] = set()
-        for _, binding, enabled, tooltip in screen.active_bindings.values():
+        found = sorted(screen.active_bindings.values(), key=lambda active: palette_place(active.binding.action))
+        for _, binding, enabled, tooltip in found:
             if binding.action in seen or not enabled or not binding.tooltip or binding.action == "command_palette":
                 continue
             seen.add(binding.action)

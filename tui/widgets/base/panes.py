@@ -121,13 +121,13 @@ class KeyBar(Canvas):
         return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw as many keys as fit, always with help and detach."""
+        """Draw as many keys as fit, always with those that end the run, help and detach."""
         del height
         text, tone = self.app_state.message
         if text:
             return [Line(f" {text}", self.theme.style(tone, bold=True))]
         bindings = self.shown_bindings()
-        last = [binding for binding in bindings if binding.action in ("app.help", "app.detach")]
+        last = [binding for binding in bindings if binding.action in _ALWAYS]
         first = [binding for binding in bindings if binding not in last]
         right = Line()
         for binding in last:
@@ -148,6 +148,9 @@ class KeyBar(Canvas):
             label = "play"
         return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
 
+
+_ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
+"""Actions whose keys are on the bar at every width."""
 
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
 """Actions that need a hub."""
