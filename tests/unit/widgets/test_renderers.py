@@ -1,6 +1,7 @@
 """Renderers on plain values: what they say, and that they keep their width."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ftmon.protocol.messages.control import Alert
@@ -12,7 +13,7 @@ from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
 from ftmon.tui.widgets.drawing.theme import Theme
 from ftmon.tui.widgets.drawing.wrapping import wrap
-from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines, figure, words
+from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines
 from ftmon.tui.widgets.lines.log_lines import log_line
 from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.lines.summary import Summary, summary_lines
@@ -143,19 +144,47 @@ def test_the_zoomed_scale_is_a_calm_figure_above_the_peak() -> None:
     assert nice_top(int(3.98 * GIB)) == 4 * GIB
 
 
-def test_evidence_is_written_in_the_units_its_names_carry() -> None:
-    assert figure("transient_bytes", 911 * 2**20) == "0.890 GiB"
-    assert figure("host_us", 4000) == "4 ms"
-    assert figure("waiting_s", 34.2) == "34 s"
-    assert figure("fused", False) == "no"
-    assert (words("bytes_per_s"), figure("bytes_per_s", 50.0 * 2**20)) == ("bytes", "0.049 GiB/s")
-    nested = evidence_lines({"gpu_bytes": {4711: 32 * GIB}}, 60, THEME)
-    assert [line.plain.split() for line in nested] == [["gpu"], ["4711", "32.00", "GiB"]]
+def evidence_text(evidence: dict[str, Any]) -> list[str]:
+    return [" ".join(line.plain.split()) for line in evidence_lines(evidence, 78, THEME)]
+
+
+def test_evidence_is_in_words_with_units() -> None:
+    assert evidence_text({"transient_bytes": 911 * 2**20}) == ["allocated and freed 0.890 GiB"]
+    assert evidence_text({"share_of_capacity": 0.042}) == ["share of capacity 4.2 %"]
+    assert evidence_text({"read_us": 4000, "age_s": 34.2}) == ["reading the stacks 4 ms", "no progress for 34 s"]
+    assert evidence_text({"held": False, "exit_code": None}) == ["held at the error no", "exit status not known"]
+    assert evidence_text({"bytes_per_s": 50.0 * 2**20}) == ["written 0.049 GiB/s"]
+    assert evidence_text({"ratio": 1.5, "temperature_c": 81, "latest_rank": 3, "window_steps": 20}) == [
+        "relative to usual 1.5×",
+        "temperature 81 °C",
+        "latest on rank 3",
+        "measured over 20 steps",
+    ]
+    assert evidence_text({"rule": "recent", "odd_ranks": ()}) == ["ranks that differ none"]
+
+
+def test_evidence_in_evidence_is_in_words_too() -> None:
+    assert evidence_text({"gpu_bytes": {4711: 32 * GIB}}) == ["GPU memory by process", "pid 4711 32.00 GiB"]
+    assert evidence_text({"own_ms_by_phase": {"forward": 12.5}}) == ["own time by phase", "forward 12 ms"]
+    assert evidence_text({"ranks": {"3": {"asleep_s": 31.0, "at": "a.py:3"}}}) == [
+        "ranks",
+        "rank 3",
+        "asleep for 31 s",
+        "at a.py:3",
+    ]
+    remedy = {"kind": "fused", "setting": "fused=True", "frees_bytes": GIB, "bound": ""}
+    assert evidence_text({"remedies": [remedy]}) == ["what to try set fused=True, frees 1.00 GiB"]
+    assert evidence_text({"waiting": "bounded"}) == ["waiting time is bounded"]
+    assert evidence_text({"waiting": [0, 2]}) == ["ranks that wait 0, 2"]
+
+
+def test_evidence_of_another_version_has_the_unit_of_its_suffix() -> None:
+    assert evidence_text({"spare_bytes": 2 * GIB, "host_us": 4000}) == ["spare 2.00 GiB", "host 4 ms"]
 
 
 def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:
-    assert figure("since", 1_780_000_000.25) == time_of_day(1_780_000_000.25)
-    assert figure("since", 12.5) == "12.5"
+    assert evidence_text({"since": 1_780_000_000.25}) == [f"since {time_of_day(1_780_000_000.25)}"]
+    assert evidence_text({"since": 12.5}) == ["since 12.5"]
 
 
 def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
