@@ -16,6 +16,7 @@ from ftmon.protocol.analysis.text import evidence_keys as table
 from ftmon.protocol.analysis.text import health as health_text
 from ftmon.protocol.analysis.text import monitor
 from ftmon.protocol.analysis.text.evidence_keys import KEYS
+from ftmon.protocol.messages.hosts import KernelKill
 
 MAKERS = {text._EVIDENCE.get(kind, health_text.evidence) for kind in typing.get_args(FindingKind)}
 """What makes the evidence of every kind of finding."""
@@ -64,7 +65,7 @@ def structs(*modules: ModuleType) -> Iterator[type[msgspec.Struct]]:
 def emitted() -> set[str]:
     modules = [sys.modules[maker.__module__] for maker in MAKERS if maker.__module__ != table.__name__]
     keys = {key for module in modules for key in literal_keys(module)}
-    for kind in structs(health, health_text, memory_facts, monitor):
+    for kind in (*structs(health, health_text, memory_facts, monitor), KernelKill):
         keys |= set(fields(kind, set()))
     return keys
 
