@@ -426,3 +426,12 @@ async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Pa
         await pilot.press("a")
         await until(pilot, lambda: "no alert in this recording" in shown(app), "the answer to a")
     source.close()
+
+
+async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck)
+    async with app.run_test(size=(50, 12)) as pilot:
+        await settled(pilot)
+        lines = shown(app).splitlines()
+        assert lines[0].endswith("1 hung, 3 waiting")
+        assert any("ftmon needs 60x16" in line for line in lines)

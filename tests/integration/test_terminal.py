@@ -80,6 +80,14 @@ def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal)
     wait_for(terminal, "no runs in")
 
 
+def test_a_terminal_too_small_gets_lines_and_the_reason_first(home: Ftmon, tmp_path: Path) -> None:
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20).frames())
+    with open_terminal(58, 60, {**home.environ, "PYTHONUNBUFFERED": "1"}, tmp_path) as narrow:
+        command(narrow, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
+        text = wait_for(narrow, "needs 60x16", "finished")
+    assert text.index("needs 60x16") < text.index("rank"), text
+
+
 def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     home: Ftmon, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

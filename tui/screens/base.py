@@ -12,7 +12,9 @@ from textual.widget import Widget
 from ..widgets.base.canvas import Canvas
 from ..widgets.base.panes import KeyBar, ReplayBar, SummaryBar
 from ..widgets.drawing.line import Line
+from ..widgets.drawing.wrapping import wrap
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import trouble_words
 from .kill_targets import suggested
 
 SMALLEST = (60, 16)
@@ -67,11 +69,13 @@ class TooSmall(Canvas):
     """Shown in a terminal too small for the screens."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the terminal's size and the required one."""
-        size, theme = self.app.size, self.theme
+        """Draw what is wrong with the run, if anything is, then the terminal's size and the required one."""
+        size, theme, model = self.app.size, self.theme, self.app_state.model
         text = f"terminal {size.width}x{size.height} is too small:"
         remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
-        lines = [Line()] * max(0, (height - 3) // 2)
+        trouble = trouble_words(model) or (f"{model.state}: {model.state_text}" if model.state == "failed" else "")
+        lines = [Line(f"{theme.glyphs.error} {row}", theme.style("error")) for row in wrap(trouble, width - 2) if row]
+        lines += [Line()] * max(0, (height - 3) // 2 - len(lines))
         for row, tone in ((text, "warning"), (remedy, "text"), ("q: detach", "dim")):
             lines.append(Line(row.center(width), theme.style(tone)))
         return lines
