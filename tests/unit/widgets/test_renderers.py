@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.logs import LogEntry
-from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, milliseconds, step_time
+from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, loss, milliseconds, step_time
 from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose, names_c_locale
 from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
@@ -26,6 +26,7 @@ from ftmon.tui.widgets.ranks.rank_grid import plan
 from ftmon.tui.widgets.ranks.rows import label
 from ftmon.tui.widgets.state.rank_view import RankView
 from ftmon.tui.widgets.state.view_models import nice_top, throttle_of
+from ftmon.tui.widgets.training.training_strip import Course, course_lines, grouped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -322,3 +323,29 @@ def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:
     assert spark([], 5, THEME).plain == "     "
     assert spark([1.0, 1.0], 5, THEME).plain == "▄▄"
     assert spark([1.0, None, float("nan"), 2.0], 5, THEME).plain == "▁  █"
+
+
+@pytest.mark.parametrize("theme", [THEME, Theme(DARK, ASCII), Theme(DARK, color=False)])
+def test_the_course_of_a_figure_has_its_present_value_its_scale_and_its_steps(theme: Theme) -> None:
+    values = [4.0 - step / 100 for step in range(300)]
+    lines = course_lines(Course("loss", "1.010", values, loss, False), (1, 300), 60, 8, theme)
+    assert [line.width <= 60 for line in lines] == [True] * 8
+    assert lines[0].plain.split() == ["loss", "1.010"]
+    assert lines[1].plain.split()[0] == "4.250"
+    assert lines[6].plain.split()[0] == "0.750"
+    assert lines[7].plain.split() == ["1", "300"]
+    assert all(line.plain.isascii() for line in lines) or not theme.glyphs.is_ascii
+
+
+def test_a_figure_without_values_says_so() -> None:
+    assert "after the first step" in course_lines(Course("loss", "", [], loss, False), (0, 0), 40, 8, THEME)[1].plain
+    unknown = course_lines(Course("tokens/s", "", [None, None], count, True), (1, 2), 40, 8, THEME)
+    assert "not known" in unknown[1].plain
+    assert len(unknown) == 8
+
+
+def test_a_new_value_changes_only_the_last_column_of_a_course() -> None:
+    before = grouped([float(value) for value in range(130)], 50)
+    after = grouped([float(value) for value in range(131)], 50)
+    assert before[:-1] == after[: len(before) - 1]
+    assert len(after) <= 50
