@@ -56,6 +56,7 @@ def test_everything_is_sent_again_once_the_screen_is_unknown() -> None:
 def test_other_sequences_keep_their_place() -> None:
     output = ScreenOutput()
     assert output.rewrite("\x1b[?2026h") == "\x1b[?2026h"
+    assert [output.rewrite("\x07"), output.rewrite("\x07")] == ["\x07", "\x07"], "a bell is no cell"
     assert output.rewrite("a\x1b]9;note\x07b\x1b[?25l").replace("\x1b[1;1H", "") == "a\x1b]9;note\x07b\x1b[?25l"
 
 

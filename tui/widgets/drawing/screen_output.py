@@ -9,6 +9,7 @@ import re
 import sys
 import unicodedata
 from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
 from rich.cells import get_character_cell_size
@@ -16,9 +17,9 @@ from rich.cells import get_character_cell_size
 _TOKEN = re.compile(
     r"\x1b\[(?:(?P<row>\d+);(?P<column>\d+))?H"
     r"|\x1b\[(?P<style>[\d;]*)m"
-    r"|(?P<text>[^\x1b\n\r]+)"
+    r"|(?P<text>[^\x00-\x1f\x7f]+)"
     r"|(?P<line>\r?\n)"
-    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x1b\r])",
+    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x1f\x7f])",
 )
 _FORGETTING = re.compile(r"\x1b\[\?(?:1049|1047|47)[hl]|\x1b\[[0-3]?J|\x1bc")
 """Sequences after which the contents of the screen are another's, or unknown."""
@@ -127,6 +128,24 @@ def _is_certain(character: str) -> bool:
     return len(character) == 1 and any(first <= ord(character) < end for first, end in _CERTAIN)
 
 
+@lru_cache(4096)
+def cells_of(text: str, style: Style, ascii_only: bool) -> list[Cell]:
+    """Return the cells of a text, one for each column; the list is shared."""
+    blank = (" ", style if style.attributes not in _INVISIBLE_ON_BLANKS else Style("", "", style.background))
+    cells: list[Cell] = []
+    for character in text:
+        width = 1 if character.isascii() else get_character_cell_size(character)
+        if character == " ":
+            cells.append(blank)
+        elif width == 0:
+            if cells and not ascii_only:  # a combining character
+                cells[-1] = cells[-1][0] + character, cells[-1][1]
+        else:
+            cells.append((ascii_character(character) if ascii_only else character, style))
+            cells += [("?" if ascii_only else "", style)] * (width - 1)
+    return cells
+
+
 class ScreenOutput:
     """The cells that a terminal shows, and the output that changes them; ``ascii_only``: send nothing but ASCII."""
 
@@ -134,8 +153,8 @@ class ScreenOutput:
         self.ascii_only = ascii_only
         self.size: tuple[int, int] | None = None
         """Columns and lines of the terminal, which draws what is beyond them in its last cells; None: no limit."""
-        self._shown: dict[int, dict[int, Cell]] = {}
-        """Cells by row and column, from 0; unknown ones are missing."""
+        self._shown: dict[int, list[Cell | None]] = {}
+        """Cells by row, from 0; None: unknown, as are missing rows and columns."""
         self._cursor: tuple[int, int] | None = None
         """Row and column of the terminal's cursor; None: unknown."""
 
@@ -153,8 +172,10 @@ class ScreenOutput:
         for token in _TOKEN.finditer(data):
             kind = token.lastgroup
             if kind == "text":
-                column = self._draw(token["text"], style, drawn.setdefault(row, {}), column)
-                placed = False
+                cells = cells_of(token["text"], style, self.ascii_only)
+                if row in drawn or self._shown.get(row, [])[column : column + len(cells)] != cells:
+                    drawn.setdefault(row, {}).update(zip(count(column), cells))
+                column, placed = column + len(cells), False
             elif kind == "style":
                 style = _styled(style, token["style"])
             elif kind == "line":
@@ -175,34 +196,14 @@ class ScreenOutput:
             self.forget()
         return sequence.encode("ascii", "replace").decode() if self.ascii_only else sequence
 
-    def _draw(self, text: str, style: Style, cells: dict[int, Cell], column: int) -> int:
-        """Put text into a row's cells; return the column after it."""
-        blank = (" ", style if style.attributes not in _INVISIBLE_ON_BLANKS else Style("", "", style.background))
-        for character in text:
-            if character == " ":
-                cells[column] = blank
-                column += 1
-                continue
-            width = 1 if character.isascii() else get_character_cell_size(character)
-            if width == 0:
-                if not self.ascii_only and column - 1 in cells:
-                    before, its_style = cells[column - 1]
-                    cells[column - 1] = before + character, its_style
-                continue
-            cells[column] = (ascii_character(character) if self.ascii_only else character), style
-            if width == 2:
-                cells[column + 1] = ("?" if self.ascii_only else ""), style
-            column += width
-        return column
-
     def _send(self, drawn: dict[int, dict[int, Cell]], out: list[str]) -> None:
         """Append what changes the shown cells into the drawn ones, and empty ``drawn``."""
         style = _PLAIN
         columns, lines = self.size or (sys.maxsize, sys.maxsize)
         for row in sorted(row for row in drawn if row < lines):
-            shown = self._shown.setdefault(row, {})
-            cells = drawn[row]
-            for column in sorted(at for at, cell in cells.items() if at < columns and shown.get(at) != cell):
+            shown, cells = self._shown.setdefault(row, []), drawn[row]
+            shown += [None] * (min(columns, max(cells) + 1) - len(shown))
+            for column in sorted(at for at, cell in cells.items() if at < columns and shown[at] != cell):
                 character, wanted = shown[column] = cells[column]
                 if not character:
                     continue  # drawn with the character before it
@@ -216,14 +217,14 @@ class ScreenOutput:
             out.append("\x1b[0m")
         drawn.clear()
 
-    def _go(self, row: int, column: int, shown: dict[int, Cell], style: Style, out: list[str]) -> None:
+    def _go(self, row: int, column: int, shown: list[Cell | None], style: Style, out: list[str]) -> None:
         """Move the cursor to a cell: over a short gap by writing the cells again."""
         if self._cursor == (row, column):
             return
         if self._cursor is None or self._cursor[0] != row or self._cursor[1] > column:
             out.append(f"\x1b[{row + 1};{column + 1}H")
         else:
-            gap = [shown.get(each) for each in range(self._cursor[1], column)]
+            gap = shown[self._cursor[1] : column]
             same = all(cell is not None and _is_certain(cell[0]) and _fits(cell, style) for cell in gap)
             if same and len(gap) <= _SHORT_GAP:
                 out += [cell[0] for cell in gap if cell is not None]
