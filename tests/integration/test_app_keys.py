@@ -79,11 +79,11 @@ async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: Repla
     async with app.run_test(size=(200, 60)) as pilot:
         await settled(pilot)
         await pilot.press("down", "right", "enter")
-        await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 3" in shown(app), "rank 3")
-        assert app.app_state.selected == 3
+        await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 4" in shown(app), "rank 4")
+        assert app.app_state.selected == 4, "three cards side by side"
         await pilot.press("left", "escape")
         await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
-        assert app.app_state.selected == 2
+        assert app.app_state.selected == 3
 
 
 async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
@@ -435,3 +435,19 @@ async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySo
         lines = shown(app).splitlines()
         assert lines[0].endswith("1 hung, 3 waiting")
         assert any("ftmon needs 60x16" in line for line in lines)
+
+
+@pytest.mark.parametrize(("size", "there"), [((80, 24), False), ((120, 34), False), ((200, 60), True)])
+async def test_a_large_overview_has_the_course_of_loss_speed_and_step_time(
+    source: ReplaySource, size: tuple[int, int], there: bool
+) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=size) as pilot:
+        await settled(pilot)
+        await until(pilot, lambda: ("step time" in shown(app)) is there, "the strip")
+        text = shown(app)
+        assert ("tokens/s" in text) is there
+        assert all(f"rank {rank}" in text for rank in range(8)) or size == (80, 24), "cards, but rows in the small one"
+        if there:
+            await pilot.resize_terminal(80, 24)
+            await until(pilot, lambda: "step time" not in shown(app), "the end of the strip")

@@ -10,7 +10,7 @@ class Shown(NamedTuple):
     """Empty: the key is not shown, because the alert itself has it or because it is an identifier."""
     unit: str = ""
     """``bytes``, ``bytes/s``, ``us``, ``ms``, ``s``, ``share`` (0..1), ``times``, ``moment`` (seconds since the epoch),
-    ``rank`` (the figure is a rank), or the text that follows the figure."""
+    ``rank`` (the figure is a rank), ``shape`` (sizes of a tensor), or the text that follows the figure."""
     by: str = ""
     """For a mapping: the word before its keys, such as ``rank``; empty: the keys are names, or keys of this table."""
 
@@ -33,8 +33,8 @@ KEYS: dict[str, Shown] = {
     "measure": Shown("kind of memory"),
     "steps": Shown("steps"),
     "repeats": Shown("repeats in other steps"),
-    "batch_shape": Shown("batch"),
-    "largest_shape": Shown("largest batch before"),
+    "batch_shape": Shown("batch", "shape"),
+    "largest_shape": Shown("largest batch before", "shape"),
     "allocations": Shown("allocations"),
     "allocated_bytes": Shown("allocated", "bytes"),
     "largest_bytes": Shown("largest allocations", "bytes"),

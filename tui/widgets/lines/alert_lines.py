@@ -53,8 +53,10 @@ def alert_detail(
     base, dim = theme.base, theme.style("dim")
     glyph, tone = theme.severity(alert.severity)
     lines = [
-        Line(f" {glyph} ", theme.style(tone, bold=True)).add(row, theme.style(bold=True))
-        for row in wrap(alert.title, width - 4)
+        Line(" " if index else f" {glyph} ", theme.style(tone, bold=True))
+        .pad(3, theme.base)
+        .add(row, theme.style(bold=True))
+        for index, row in enumerate(wrap(alert.title, width - 4))
     ]
     where = [time_of_day(alert.time), alert.kind]
     if alert.rank is not None:
@@ -134,6 +136,8 @@ def figure(unit: str, value: Any, glyphs: Glyphs = UNICODE) -> str:
     if isinstance(value, dict):
         parts = [(shown(key, one), one) for key, one in value.items() if one not in ("", None, 0)]
         return ", ".join(f"{words.words} {figure(words.unit, one, glyphs)}" for words, one in parts if words.words)
+    if isinstance(value, list | tuple) and unit == "shape":
+        return f" {glyphs.times} ".join(map(str, value)) or "none"
     if isinstance(value, list | tuple):
         separate = any(isinstance(item, dict) or len(str(item)) > 24 for item in value)
         return ("\n" if separate else ", ").join(figure(unit, item, glyphs) for item in value) or "none"
@@ -147,7 +151,7 @@ def _number(unit: str, value: float, glyphs: Glyphs) -> str:
         size = f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,.0f} B"
         return f"{size}{unit[5:]}"
     if unit in _SECONDS:
-        return duration(value * _SECONDS[unit])
+        return duration(value * _SECONDS[unit]) if value else "0 s"
     if unit == "share":
         return f"{value * 100:.3g} %"
     words = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
