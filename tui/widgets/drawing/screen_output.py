@@ -128,7 +128,7 @@ def _is_certain(character: str) -> bool:
     return len(character) == 1 and any(first <= ord(character) < end for first, end in _CERTAIN)
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def cells_of(text: str, style: Style, ascii_only: bool) -> list[Cell]:
     """Return the cells of a text, one for each column; the list is shared."""
     blank = (" ", style if style.attributes not in _INVISIBLE_ON_BLANKS else Style("", "", style.background))
