@@ -1,17 +1,19 @@
 """What the app costs while a run goes on: its share of a core, and the bytes it writes to the terminal.
 
-    python bench/app.py [--ranks 8 64] [--seconds 20] [--size 80x24 200x60] [--replay FILE]
+    python bench/app.py [--ranks 8 64] [--seconds 20] [--size 80x24 200x60] [--demo] [--replay FILE]
 
 The hub is the real process, the ranks are simulated (steps of half a second, a heartbeat at every phase, device
 samples once a second), and the app is ``ftmon attach`` in a pseudo-terminal whose output is counted. CPU time is the
 app's alone, from /proc. First paint is from the start of the app's process to the first rank on the screen; a bare
 interpreter with Textual imported is measured beside it, since a slow machine makes both slow. With ``--replay`` only
-the first paint of a recording is measured (``bench/make_recording.py`` makes a long one).
+the first paint of a recording is measured (``bench/make_recording.py`` makes a long one). With ``--demo`` the run is
+``ftmon demo``, measured from its 30th step on; its processes share the cores with the app.
 """
 
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import select
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.run import run_store, rundir
 from streams import Stream
 
+STEPS_BEFORE = 30
 TICK = os.sysconf("SC_CLK_TCK")
 FROM_THE_HUB = (Alert, HubStats, RankState, RunState)
 
@@ -114,8 +118,9 @@ class Attached:
         os.close(self.fd)
 
 
-def measure(ranks: int, columns: int, lines: int, seconds: float) -> tuple[float, float, float]:
-    """Return the app's first paint (s), its share of a core (%), and KB a second to the terminal."""
+@contextlib.contextmanager
+def simulated(ranks: int, seconds: float) -> Iterator[str]:
+    """Yield the name of a run with a real hub and simulated ranks."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
         run = run_store.create("bench", ["bench"], "watch")
@@ -128,23 +133,46 @@ def measure(ranks: int, columns: int, lines: int, seconds: float) -> tuple[float
         sender = get_context("spawn").Process(target=simulate, args=(str(run.path), ranks, seconds + 30), daemon=True)
         sender.start()
         time.sleep(6)
-        app = None
         try:
-            app = Attached(["attach", run.id], columns, lines)
-            paint = app.read_until(time.perf_counter() + 20, b"peak")
-            app.read_until(time.perf_counter() + 5)
-            cpu, written, wall = cpu_seconds(app.pid), app.written, time.perf_counter()
-            app.read_until(time.perf_counter() + seconds)
-            wall = time.perf_counter() - wall
-            share = 100 * (cpu_seconds(app.pid) - cpu) / wall
-            rate = (app.written - written) / wall / 1000
+            yield run.id
         finally:
             sender.terminate()
             sender.join(10)
-            if app is not None:
-                app.close()
             hub.terminate()
             hub.wait(20)
+
+
+@contextlib.contextmanager
+def demo(ranks: int) -> Iterator[str]:
+    """Yield the name of a demo that has done some steps."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["FTMON_HOME"] = home
+        ftmon = [sys.executable, "-P", "-m", "ftmon.tui.cli"]
+        subprocess.run(
+            [*ftmon, "demo", "--ranks", str(ranks), "--steps", "100000", "--name", "demo", "--detach"], check=True
+        )
+        try:
+            run = run_store.find("demo")
+            while json.loads(subprocess.check_output([*ftmon, "status", run.id, "--json"]))["step"] < STEPS_BEFORE:
+                time.sleep(1)
+            yield run.id
+        finally:
+            subprocess.run([*ftmon, "kill", "demo", "--yes"], check=True)
+
+
+def measure(run: str, columns: int, lines: int, seconds: float) -> tuple[float, float, float]:
+    """Return the app's first paint (s), its share of a core (%), and KB a second to the terminal."""
+    app = Attached(["attach", run], columns, lines)
+    try:
+        paint = app.read_until(time.perf_counter() + 20, b"peak")
+        app.read_until(time.perf_counter() + 5)
+        cpu, written, wall = cpu_seconds(app.pid), app.written, time.perf_counter()
+        app.read_until(time.perf_counter() + seconds)
+        wall = time.perf_counter() - wall
+        share = 100 * (cpu_seconds(app.pid) - cpu) / wall
+        rate = (app.written - written) / wall / 1000
+    finally:
+        app.close()
     return paint if paint is not None else float("nan"), share, rate
 
 
@@ -175,6 +203,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--size", nargs="+", default=["80x24", "200x60"])
     parser.add_argument("--replay", metavar="FILE", help="measure the first paint of this recording instead")
+    parser.add_argument("--demo", action="store_true", help="measure beside ftmon demo instead of simulated ranks")
     parser.add_argument("--seconds", type=float, default=20.0)
     arguments = parser.parse_args()
     print(f"bare interpreter with Textual imported: {bare_start():.2f} s\n")
@@ -188,8 +217,8 @@ def main() -> None:
     print("| ---: | --- | ---: | ---: | ---: |")
     for ranks in arguments.ranks:
         for size in arguments.size:
-            columns, lines = map(int, size.split("x"))
-            paint, share, rate = measure(ranks, columns, lines, arguments.seconds)
+            with demo(ranks) if arguments.demo else simulated(ranks, arguments.seconds) as run:
+                paint, share, rate = measure(run, *map(int, size.split("x")), arguments.seconds)
             print(f"| {ranks} | {size} | {paint:.2f} s | {share:.1f} % | {rate:.1f} |", flush=True)
 
 

@@ -15,6 +15,7 @@ from .screens.command_status import refusal
 from .screens.overview import OverviewScreen
 from .screens.themed_app import ThemedApp
 from .source.base import Source
+from .source.transport import Transport
 from .widgets.state.app_state import AppState
 
 FIRST_POLLS = 100
@@ -72,8 +73,9 @@ class FtmonApp(ThemedApp):
         """Start the source and the timer."""
         if self.app_state.source is not None:
             self.app_state.source.start()
-            if self._play and self.app_state.source.transport.mode == "replay":
-                self.app_state.source.transport.play()
+            transport = self.app_state.source.transport
+            if self._play and transport.mode == "replay" and not transport.at_end:
+                transport.play()
         self.set_interval(1 / self.fps, self.pump)
         self._hurry_until = time.monotonic() + FIRST_SECONDS
         self._hurry = self.set_interval(1 / FIRST_POLLS, self._until_first)
@@ -130,11 +132,16 @@ class FtmonApp(ThemedApp):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return False for actions without a meaning on the visible screen, which hides their keys."""
         del parameters
-        if action == "oom" and not self.app_state.model.ooms:
-            return False
         if action == "jobs" and not self.app_state.model.has_jobs:
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
+
+    def interrupt_words(self) -> str:
+        """Return the answer to ctrl+c, with the key that ends the run if this app can end it."""
+        source = self.app_state.source
+        if source is None or self.app_state.model.ended or source.transport.mode == "replay":
+            return super().interrupt_words()
+        return "q leaves, training continues" + ("" if refusal(self.app_state, "kill") else "; k ends it")
 
     def repaint(self) -> None:
         """Apply new messages and paint."""
@@ -205,9 +212,15 @@ class FtmonApp(ThemedApp):
             self.show(RankScreen(self.app_state))
 
     def action_alerts(self) -> None:
-        """Open the alerts."""
+        """Open the alerts; in a replay that is before all of them, move to the first error."""
         from .screens.alerts import AlertsScreen
 
+        transport = self._replay_transport()
+        if transport is not None and not len(self.app_state.model.alerts):
+            first = transport.first_alert()
+            if first is not None:
+                transport.to_alert(first.alert_id)
+                self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
         self.show(AlertsScreen(self.app_state))
 
     def action_logs(self) -> None:
@@ -248,11 +261,30 @@ class FtmonApp(ThemedApp):
             self.show(JobsScreen(self.app_state))
 
     def action_oom(self, rank: int | None = None) -> None:
-        """Open the out-of-memory errors: that rank's latest, or the most relevant one."""
+        """Open the out-of-memory errors: that rank's latest, or the most relevant one.
+
+        A replay that is before the first of them moves there.
+        """
         from .screens.oom.screen import OomScreen
 
-        if self.app_state.model.ooms:
-            self.show(OomScreen(self.app_state, rank))
+        app_state = self.app_state
+        if app_state.model.ooms:
+            self.show(OomScreen(app_state, rank))
+            return
+        transport = self._replay_transport()
+        first = transport.first_alert("oom") if transport is not None else None
+        if transport is not None and first is not None:
+            transport.to_alert(first.alert_id)
+            app_state.show_message(f"moved to the first out-of-memory error: {first.title}")
+            self.show(OomScreen(app_state, rank))
+            return
+        where = "in this recording" if transport is not None else "in this run so far"
+        app_state.show_message(f"no out-of-memory error {where}", "warning")
+        self.pump()
+
+    def _replay_transport(self) -> Transport | None:
+        source = self.app_state.source
+        return source.transport if source is not None and source.transport.mode == "replay" else None
 
     def action_help(self) -> None:
         """Open the help of the visible screen."""

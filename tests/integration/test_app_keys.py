@@ -14,6 +14,7 @@ from ftmon.tui.app import FtmonApp, _run
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.help import HelpScreen
 from ftmon.tui.screens.logs import LogList, LogsScreen
+from ftmon.tui.screens.oom.screen import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.rank import RankScreen
 from ftmon.tui.screens.runs import RunsScreen
@@ -21,6 +22,7 @@ from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.base.canvas import Canvas
 from ftmon.tui.widgets.ranks.rank_grid import RankGrid
 from ftmon.tui.widgets.state import app_state
+from oomscenes import out_of_memory
 from scenes import hanging, recorded, settled, until
 from streams import Stream, write
 from textual.widget import Widget
@@ -34,6 +36,12 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hanging(tmp_path_factory.mktemp("keys") / "hang.sqlite")
+
+
+class Commanded(ReplaySource):
+    """A recording that the app takes for a run with a hub."""
+
+    can_command = True  # pyright: ignore[reportAssignmentType]
 
 
 @pytest.fixture
@@ -71,11 +79,11 @@ async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: Repla
     async with app.run_test(size=(200, 60)) as pilot:
         await settled(pilot)
         await pilot.press("down", "right", "enter")
-        await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 3" in shown(app), "rank 3")
-        assert app.app_state.selected == 3
+        await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 4" in shown(app), "rank 4")
+        assert app.app_state.selected == 4, "three cards side by side"
         await pilot.press("left", "escape")
         await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
-        assert app.app_state.selected == 2
+        assert app.app_state.selected == 3
 
 
 async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
@@ -325,6 +333,23 @@ async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> N
         titles = " ".join(command.title for command in app.get_system_commands(app.screen))
         for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
             assert word in titles
+        assert titles.startswith("open  (enter) training  (t) alerts  (a) memory  (m) logs  (l) stacks  (s)")
+        assert titles.index("kill") < titles.index("go to") < titles.index("light/dark")
+
+
+@pytest.mark.parametrize("size", [(60, 16), (80, 24), (200, 60)])
+async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
+    source = Commanded(eight, at_end=True)
+    app = FtmonApp(source)
+    async with app.run_test(size=size) as pilot:
+        await settled(pilot)
+        for opened in ("", "t", "a", "m", "l", "s", "e", "enter"):
+            if opened:
+                await pilot.press(opened)
+            await until(pilot, lambda: "k kill  S stop  ? help  q detach" in shown(app).splitlines()[-1], opened)
+            if opened:
+                await pilot.press("escape")
+    source.close()
 
 
 async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source: ReplaySource) -> None:
@@ -374,3 +399,55 @@ async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:
             await settled(pilot)
             assert shown(app).isascii(), key
             await pilot.press("escape")
+
+
+async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path: Path) -> None:
+    path = out_of_memory(tmp_path)
+    for key, screen, words in (("o", OomScreen, "out of memory"), ("a", AlertsScreen, "moved to the first error")):
+        source = ReplaySource(path, start=1.0)
+        app = FtmonApp(source)
+        async with app.run_test(size=(100, 40)) as pilot:
+            await until(pilot, lambda source=source: source.transport.marks, "the marks")
+            assert not app.app_state.model.ooms, "the replay is before it"
+            await pilot.press(key)
+            await until(pilot, lambda app=app: len(app.app_state.model.ooms), "the moment of the error")
+            await until(pilot, lambda app=app, words=words: words in shown(app), words)
+            assert isinstance(app.screen, screen)
+        source.close()
+
+
+async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Path) -> None:
+    source = ReplaySource(write(tmp_path / "calm.sqlite", Stream(ranks=2, steps=6, spike_every=0).frames()))
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("o")
+        await until(pilot, lambda: "no out-of-memory error in this recording" in shown(app), "the answer to o")
+        await pilot.press("a")
+        await until(pilot, lambda: "no alert in this recording" in shown(app), "the answer to a")
+    source.close()
+
+
+async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck)
+    async with app.run_test(size=(50, 12)) as pilot:
+        await settled(pilot)
+        lines = shown(app).splitlines()
+        assert lines[0].endswith("1 hung, 3 waiting")
+        assert any("ftmon needs 60x16" in line for line in lines)
+
+
+@pytest.mark.parametrize(("size", "there"), [((80, 24), False), ((120, 34), False), ((200, 60), True)])
+async def test_a_large_overview_has_the_course_of_loss_speed_and_step_time(
+    source: ReplaySource, size: tuple[int, int], there: bool
+) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=size) as pilot:
+        await settled(pilot)
+        await until(pilot, lambda: ("step time" in shown(app)) is there, "the strip")
+        text = shown(app)
+        assert ("tokens/s" in text) is there
+        assert all(f"rank {rank}" in text for rank in range(8)) or size == (80, 24), "cards, but rows in the small one"
+        if there:
+            await pilot.resize_terminal(80, 24)
+            await until(pilot, lambda: "step time" not in shown(app), "the end of the strip")

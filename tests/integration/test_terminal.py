@@ -9,8 +9,20 @@ from ftmon.protocol.run import run_store
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon_process import LONG_SECONDS, PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
-from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
+from terminal import PtyTerminal, Terminal, command, open_terminal, wait_for, wait_until_gone
 
+SCREENS = {
+    "Enter": "phase, GiB",
+    "t": "loss",
+    "a": "evidence",
+    "m": "peak",
+    "l": "output of all ranks",
+    "e": "allocator",
+    "g": "go to",
+    "?": "escape: close",
+    "C-p": "Search for commands",
+}
+"""Keys of the overview, and words on what they open."""
 SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 
 
@@ -35,6 +47,9 @@ def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal)
     wait_for(terminal, "overview", "escape: close")
     terminal.press("Escape")
     wait_until_gone(terminal, "escape: close")
+
+    terminal.press("C-c")
+    wait_for(terminal, "q leaves, training continues; k ends it")
 
     terminal.press("q")
     wait_for(terminal, "attach again", run.id)
@@ -63,6 +78,14 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
 def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal) -> None:
     command(terminal, "TERM=dumb", PROGRAM)
     wait_for(terminal, "no runs in")
+
+
+def test_a_terminal_too_small_gets_lines_and_the_reason_first(home: Ftmon, tmp_path: Path) -> None:
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20).frames())
+    with open_terminal(58, 60, {**home.environ, "PYTHONUNBUFFERED": "1"}, tmp_path) as narrow:
+        command(narrow, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
+        text = wait_for(narrow, "needs 60x16", "finished")
+    assert text.index("needs 60x16") < text.index("rank"), text
 
 
 def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
@@ -96,3 +119,39 @@ def test_a_recording_is_replayed(home: Ftmon, terminal: Terminal, tmp_path: Path
     wait_for(terminal, "rank 0", "rank 1", "play")
     terminal.press("q")
     wait_for(terminal, "$ ")
+
+
+def test_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(home: Ftmon, terminal: Terminal, tmp_path: Path) -> None:
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20, finished=False).frames())
+    command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
+    wait_for(terminal, "rank 0", "rank 1", "q detach")
+    terminal.press("C-z")
+    wait_for(terminal, "topped", "$ ")  # "Stopped", or "[1] + Stopped"
+    terminal.press("fg", "Enter")
+    wait_for(terminal, "rank 0", "rank 1", "highest peak", "q detach")
+    terminal.press("q")
+    wait_for(terminal, "$ ")
+
+
+@pytest.mark.parametrize("variable", ["LC_ALL", "LANG"])
+def test_in_the_c_locale_every_byte_is_ascii(tmp_path: Path, variable: str) -> None:
+    frames = Stream(ranks=2, steps=60, spike_every=10, finished=False).frames()
+    write(tmp_path / "recording.sqlite", frames)
+    with ftmon_home(tmp_path / "home") as ftmon:
+        environ = {name: value for name, value in ftmon.environ.items() if name[:3] != "LC_" and name != "LANG"}
+        terminal = PtyTerminal(80, 24, {**environ, variable: "C"}, tmp_path)
+        try:
+            wait_for(terminal, "$")
+            command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
+            for key, words in SCREENS.items():
+                wait_for(terminal, "rank 1", "q detach")
+                terminal.press(key)
+                wait_for(terminal, words, seconds=20)
+                terminal.press("Escape")
+            wait_for(terminal, "rank 1", "q detach")
+            terminal.press("q")
+            wait_for(terminal, "$ ")
+        finally:
+            terminal.close()
+    assert len(terminal.raw) > 10_000
+    assert terminal.raw.isascii(), {letter for letter in terminal.raw.decode() if not letter.isascii()}

@@ -32,7 +32,7 @@ def asks(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callab
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_kill_offers_the_hung_rank_and_says_no(asks: Callable[..., bool], size: tuple[int, int]) -> None:
+def test_a_kill_offers_the_whole_run_and_says_no(asks: Callable[..., bool], size: tuple[int, int]) -> None:
     assert asks(size, "k")
 
 

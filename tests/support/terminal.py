@@ -1,4 +1,4 @@
-"""A real terminal for tests: tmux where it is installed, else a pseudo-terminal whose output is read as text."""
+"""A real terminal for tests: tmux where it is installed, else a pseudo-terminal whose output is drawn here."""
 
 import fcntl
 import os
@@ -12,15 +12,29 @@ import subprocess
 import termios
 import threading
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from eventually import SECONDS, eventually
+from rich.cells import get_character_cell_size
 
-_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
-_KEYS = {"Enter": b"\r", "Escape": b"\x1b", "Tab": b"\t", "C-c": b"\x03", "Left": b"\x1b[D", "Right": b"\x1b[C"}
+_TOKEN = re.compile(
+    r"\x1b\[(?P<parameters>[0-?]*)(?P<sequence>[@-~])|\x1b(?:[\]P][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])"
+    r"|(?P<control>[\x00-\x1f])|(?P<text>[^\x00-\x1f])"
+)
+_KEYS = {
+    "Enter": b"\r",
+    "Escape": b"\x1b",
+    "Tab": b"\t",
+    "C-c": b"\x03",
+    "C-z": b"\x1a",
+    "C-p": b"\x10",
+    "Left": b"\x1b[D",
+    "Right": b"\x1b[C",
+}
 
 
 class Terminal(Protocol):
@@ -31,12 +45,100 @@ class Terminal(Protocol):
         ...
 
     def text(self) -> str:
-        """Return what is on the screen (of a pseudo-terminal: what was written since the last key)."""
+        """Return what is on the screen."""
         ...
 
     def close(self) -> None:
         """End the shell."""
         ...
+
+
+class Screen:
+    """The cells of a terminal with their looks, after what was written to it; without ``lines`` it never scrolls."""
+
+    def __init__(self, columns: int = 10_000, lines: int | None = None) -> None:
+        self.columns, self.lines = columns, lines
+        self.cells: dict[tuple[int, int], tuple[str, str]] = {}
+        self.row = self.column = 0
+        self._attributes, self._colors = "", ["", ""]
+        self._wraps = True
+        self._first = self.cells, 0, 0
+
+    def write(self, data: str) -> None:
+        """Draw output."""
+        for token in _TOKEN.finditer(data):
+            if token["text"]:
+                self._put(token["text"])
+            elif token["control"]:
+                self._control(token["control"])
+            elif token["sequence"]:
+                self._sequence(token["sequence"], token["parameters"])
+
+    def _put(self, text: str) -> None:
+        if self.column >= self.columns:
+            self.column = self.columns - 1
+            if self._wraps:
+                self._control("\r")
+                self._control("\n")
+        width = get_character_cell_size(text)
+        self.cells[self.row, self.column] = text, self._look(text)
+        if width == 2:
+            self.cells[self.row, self.column + 1] = "", self._look(text)
+        self.column += width
+
+    def _look(self, text: str) -> str:
+        """Return the visible part of the style: a blank has no foreground."""
+        if text == " " and "7" not in self._attributes:
+            return self._colors[1]
+        return f"{self._attributes} {self._colors}"
+
+    def _control(self, control: str) -> None:
+        if control == "\n":
+            self.row += 1
+            if self.lines is not None and self.row == self.lines:
+                self.row -= 1
+                self.cells = {(row - 1, column): cell for (row, column), cell in self.cells.items() if row}
+        elif control == "\r":
+            self.column = 0
+        elif control == "\b":
+            self.column = max(0, self.column - 1)
+
+    def _sequence(self, name: str, parameters: str) -> None:
+        if name == "m" and parameters[:1] != ">":
+            self._style(parameters or "0")
+        elif name == "H":
+            row, _, column = parameters.partition(";")
+            self.row, self.column = int(row or 1) - 1, int(column or 1) - 1
+        elif name == "C":
+            self.column += int(parameters or 1)
+        elif name == "K":
+            self.cells = {at: cell for at, cell in self.cells.items() if at[0] != self.row or at[1] < self.column}
+        elif name == "J" and parameters in ("2", "3"):
+            self.cells.clear()
+        elif name == "h" and parameters == "?1049":  # the alternate screen
+            self._first = self.cells, self.row, self.column
+            self.cells, self.row, self.column = {}, 0, 0
+        elif name == "l" and parameters == "?1049":
+            self.cells, self.row, self.column = self._first
+        elif name in "hl" and parameters == "?7":
+            self._wraps = name == "h"
+
+    def _style(self, parameters: str) -> None:
+        for one in re.findall(r"[34]8;2;\d+;\d+;\d+|[34]8;5;\d+|\d+", parameters):
+            if one == "0":
+                self._attributes, self._colors = "", ["", ""]
+            elif one[0] in "34" and len(one) > 1:
+                self._colors[one[0] == "4"] = "" if one in ("39", "49") else one
+            else:
+                self._attributes += one
+
+    def text(self) -> str:
+        """Return the cells as lines."""
+        rows: list[list[str]] = [[] for _ in range(max((row for row, _ in self.cells), default=-1) + 1)]
+        for (row, column), (text, _) in sorted(self.cells.items()):
+            rows[row] += [" "] * (column - len(rows[row]))
+            rows[row].append(text)
+        return "\n".join("".join(row).rstrip() for row in rows)
 
 
 class TmuxTerminal:
@@ -74,15 +176,15 @@ class PtyTerminal:
             os.execvpe("sh", ["sh"], environment)
         self._pid = pid
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self._written = b""
+        self.raw = b""
+        """Everything written so far."""
+        self._screen, self._decode = Screen(columns, lines), getincrementaldecoder("utf-8")("replace").decode
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def press(self, *keys: str) -> None:
-        with self._lock:
-            self._written = b""
         for key in keys:
             os.write(self._fd, _KEYS.get(key, key.encode()))
             if key == "Escape":
@@ -90,7 +192,7 @@ class PtyTerminal:
 
     def text(self) -> str:
         with self._lock:
-            return _ESCAPES.sub(b" ", self._written).decode(errors="replace")
+            return self._screen.text()
 
     def close(self) -> None:
         self._closing.set()
@@ -107,7 +209,8 @@ class PtyTerminal:
             except (OSError, ValueError):
                 return
             with self._lock:
-                self._written += piece
+                self.raw += piece
+                self._screen.write(self._decode(piece))
 
 
 def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:

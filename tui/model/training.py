@@ -47,6 +47,8 @@ class HistoryPoint:
     mfu: float | None = None
     data_share: float | None = None
     """Share of the step in which a rank waits for data."""
+    step_seconds: float | None = None
+    """Mean time of a step, without evaluations and checkpoints."""
 
     @property
     def steps(self) -> int:
@@ -196,6 +198,7 @@ class TrainingHistory:
                     speed,
                     mfu(bucket.flops, seconds, peak),
                     min(1.0, bucket.data_us / bucket.whole_us) if bucket.whole_us else None,
+                    seconds / bucket.count if seconds else None,
                 )
             )
         return found

@@ -9,7 +9,7 @@ from ...protocol.messages.memory import PARTS, Composition, MemoryMeasure, Phase
 from ...protocol.messages.telemetry import PHASES, DeviceSample, Step
 from .rank import RankModel
 
-LABELS = PART_LABELS | {"other": "other, held by torch"}
+LABELS = PART_LABELS | {"other": "other, held by torch", "untraced": "not attributed"}
 """Labels of the parts on screen."""
 
 REASONS = {
@@ -23,6 +23,14 @@ REASONS = {
 """Reasons of a step's capture, in words."""
 
 CPU_LABELS = {"other": "other, in the process"}
+
+UNTRACED = "untraced"
+"""The part ``unattributed`` on a CPU, where it is the usual case instead of a gap in a trace."""
+
+UNTRACED_WORDS = (
+    "Not attributed: on the CPU the allocator is glibc's malloc, whose allocations are not traced. This is code and "
+    "libraries, the heap of Python and others, and freed memory that malloc keeps."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +128,9 @@ def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Wate
     peak = dict(standing)[chosen]
     record = step.phase(chosen)
     assert record is not None
-    parts = (Part("unattributed", "not analysed", peak, 0),)
-    if rank.on_cpu or record.resident is not None:
+    on_cpu = rank.on_cpu or record.resident is not None
+    parts = (Part(UNTRACED if on_cpu else "unattributed", "not analysed", peak, 0),)
+    if on_cpu:
         return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
     return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)
 
@@ -147,7 +156,7 @@ def _parts(parts: dict[str, int], shown: set[str], on_cpu: bool) -> Iterable[Par
         if name in shown:
             size = parts.get(name, 0)
             label = (CPU_LABELS.get(name) if on_cpu else None) or LABELS.get(name, name)
-            yield Part(name, label, size, begin)
+            yield Part(UNTRACED if on_cpu and name == "unattributed" else name, label, size, begin)
             begin += size
 
 

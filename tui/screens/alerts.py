@@ -23,8 +23,13 @@ from .memory import MemoryScreen
 class AlertList(Listing):
     """Unresolved alerts first, then resolved ones, each newest first."""
 
-    empty = "no alerts: nothing to report"
     text = ""
+
+    @property
+    def empty(self) -> str:
+        """The text in place of alerts."""
+        replay = self.app_state.source is not None and self.app_state.source.transport.mode == "replay"
+        return "no alert in this recording" if replay else "no alerts: nothing to report"
 
     def alerts(self) -> list[Alert]:
         """Return the alerts that pass the filter."""
@@ -105,7 +110,6 @@ class AlertsScreen(MonitorScreen):
         key("j", "jump", "jump there", "go to the moment it was raised"),
         key("slash", "filter", "filter", "show only alerts that contain a text"),
         key("l", "app.logs", "logs", "the output of all ranks"),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
     ]
 
     def body(self) -> Iterable[Widget]:
@@ -171,7 +175,7 @@ class AlertsScreen(MonitorScreen):
         """Go to the alert's time."""
         alert, source = self.query_one(AlertList).chosen, self.app_state.source
         if alert is not None and source is not None:
-            source.transport.seek(alert.time)
+            source.transport.to_alert(alert.id)
             self.app_state.show_message(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:

@@ -12,7 +12,9 @@ from textual.widget import Widget
 from ..widgets.base.canvas import Canvas
 from ..widgets.base.panes import KeyBar, ReplayBar, SummaryBar
 from ..widgets.drawing.line import Line
+from ..widgets.drawing.wrapping import wrap
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import trouble_words
 from .kill_targets import suggested
 
 SMALLEST = (60, 16)
@@ -29,6 +31,8 @@ def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: s
 
 HELP_KEYS: list[BindingType] = [
     key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+    key("ctrl+z", "app.suspend_process", "suspend", "back to the shell; fg returns", show=False),
+    key("ctrl+l", "app.redraw", "redraw", "draw everything again, as after another program's output", show=False),
     key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
 ]
 """Keys of every screen."""
@@ -37,6 +41,8 @@ FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", 
 """Keys of every screen on a file: a snapshot, the results of a sweep."""
 
 COMMON_KEYS: list[BindingType] = [
+    key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+    key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first"),
     key("space", "app.toggle_play", "pause", "pause or resume the view (the run itself continues)"),
     key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
     key("right_square_bracket", "app.step(1)", "step", "one step forward", bar="[ ]"),
@@ -63,11 +69,13 @@ class TooSmall(Canvas):
     """Shown in a terminal too small for the screens."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the terminal's size and the required one."""
-        size, theme = self.app.size, self.theme
+        """Draw what is wrong with the run, if anything is, then the terminal's size and the required one."""
+        size, theme, model = self.app.size, self.theme, self.app_state.model
         text = f"terminal {size.width}x{size.height} is too small:"
         remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
-        lines = [Line()] * max(0, (height - 3) // 2)
+        trouble = trouble_words(model) or (f"{model.state}: {model.state_text}" if model.state == "failed" else "")
+        lines = [Line(f"{theme.glyphs.error} {row}", theme.style("error")) for row in wrap(trouble, width - 2) if row]
+        lines += [Line()] * max(0, (height - 3) // 2 - len(lines))
         for row, tone in ((text, "warning"), (remedy, "text"), ("q: detach", "dim")):
             lines.append(Line(row.center(width), theme.style(tone)))
         return lines

@@ -30,10 +30,13 @@ class Targets:
 
     @classmethod
     def of(cls, model: RunModel, marked: set[int]) -> "Targets":
-        """Return a run's living ranks, some marked; if all are marked, or there is only one, the whole run."""
+        """Return a run's living ranks, some marked.
+
+        The whole run instead, if all are marked, there is only one, or one rank's end is that of the run.
+        """
         ranks = [rank.rank for rank in model.ranks.values() if rank.alive]
         marked = marked & set(ranks)
-        if len(ranks) <= 1 or len(marked) == len(ranks):
+        if len(ranks) <= 1 or len(marked) == len(ranks) or launcher_that_ends_all(model):
             return cls(ranks, set(), True)
         return cls(ranks, marked)
 
@@ -109,6 +112,28 @@ class Targets:
             left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
             lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", theme.style("dim")))
         return lines
+
+
+def launcher_that_ends_all(model: RunModel) -> str:
+    """Return the launcher that ends every rank once one of them has ended; empty: not known, or one rank."""
+    info = model.info
+    if model.world_size < 2:
+        return ""
+    if info.kind in ("demo", "train"):
+        return "DeepSpeed's launcher"
+    words = {word.replace("\\", "/").rpartition("/")[2] for word in info.command}
+    for names, launcher in _LAUNCHERS.items():
+        if words & set(names):
+            return launcher
+    return "DeepSpeed's launcher" if info.framework == "deepspeed" else ""
+
+
+_LAUNCHERS = {
+    ("torchrun", "torch.distributed.run", "torch.distributed.launch"): "torchrun",
+    ("accelerate", "accelerate.commands.launch"): "accelerate",
+    ("deepspeed", "deepspeed.launcher.runner"): "DeepSpeed's launcher",
+}
+"""Launchers by the words of a command line; each ends all ranks of a node with the first that fails."""
 
 
 def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
@@ -187,13 +212,15 @@ def _consequence(targets: Targets, model: RunModel) -> str:
     if not targets.any:
         return "Nothing is marked: no process would be ended."
     if targets.whole:
-        return "The run ends immediately; progress since its last checkpoint is lost."
+        launcher = launcher_that_ends_all(model)
+        reason = f" {launcher} would end it with any one rank." if launcher else ""
+        return f"The run ends immediately; progress since its last checkpoint is lost.{reason}"
     hosts = {rank.hello.host for rank in _ranks(model, targets.marked) if rank.hello}
     same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
-    if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
+    if launcher := launcher_that_ends_all(model):
         where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
         return (
-            f"When a rank ends, DeepSpeed's launcher ends every rank of its node: all {len(same)}{where}. The others "
+            f"When a rank ends, {launcher} ends every rank of its node: all {len(same)}{where}. The others "
             "cannot continue without them, so the run ends."
         )
     return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."

@@ -86,7 +86,6 @@ class LogsScreen(MonitorScreen):
         key("home", "end(0)", "first", "the first line", show=False),
         key("end", "end(-1)", "last", "the last line", show=False),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first", show=False),
     ]
 
     def body(self) -> Iterable[Widget]:

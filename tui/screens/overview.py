@@ -7,7 +7,8 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ..widgets.base.panes import AlertStrip
-from ..widgets.ranks.rank_grid import RankGrid
+from ..widgets.ranks.rank_grid import RankGrid, plan
+from ..widgets.training.training_strip import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
 from .base import MonitorScreen, key
 
 
@@ -18,7 +19,8 @@ class OverviewScreen(MonitorScreen):
     WHAT = (
         "Every rank of the run: as cards while they fit, else as lines, else as cells of a heat map. The top lines "
         "show the run's state and progress, and the highest memory peak relative to the device's capacity. A rank in "
-        "trouble shows its state instead of its power draw. The bottom lines show the latest alerts."
+        "trouble shows its state instead of its power draw. A large terminal also shows the course of loss, tokens/s "
+        "and step time. The bottom lines show the latest alerts."
     )
     LEGEND = ("graph", "phases", "states", "alerts", "heat")
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -29,8 +31,6 @@ class OverviewScreen(MonitorScreen):
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
         key("e", "app.events", "events", "what the allocator does, by phase", show=False),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
-        key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),
         key("v", "view", "view", "cards, rows or heat map", show=False),
         key("left", "move(-1,0)", "left", "select the rank to the left", show=False),
@@ -42,12 +42,26 @@ class OverviewScreen(MonitorScreen):
     def body(self) -> Iterable[Widget]:
         """Return the ranks and the alert strip."""
         yield RankGrid(self.app_state)
+        yield TrainingStrip(self.app_state, name="training-strip")
         yield AlertStrip(self.app_state, name="alerts")
 
     def tick(self) -> None:
         """Draw changes."""
+        grid = self.query_one(RankGrid)
+        self.set_class(self._has_room(grid), "roomy")
         super().tick()
-        self.query_one(RankGrid).tick()
+        grid.tick()
+
+    def _has_room(self, grid: RankGrid) -> bool:
+        """Return whether the training strip fits without a smaller kind of picture of the ranks."""
+        width, height = grid.size
+        if self.has_class("roomy"):
+            height += STRIP_LINES
+        ranks, view = len(self.app_state.model.ranks), self.app_state.view
+        if not ranks or width < FEWEST_COLUMNS or height < 4 * STRIP_LINES:
+            return False
+        before, after = plan(ranks, width, height, view), plan(ranks, width, height - STRIP_LINES, view)
+        return before.mode == after.mode and before.rows * before.columns <= after.rows * after.columns
 
     def action_move(self, dx: int, dy: int) -> None:
         """Move the selection."""

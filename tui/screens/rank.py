@@ -134,8 +134,6 @@ class RankScreen(SelectedRankScreen):
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
         key("e", "app.events", "events", "what the allocator does, by phase", show=False),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
-        key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
     ]
 
     def __init__(self, app_state: AppState) -> None:

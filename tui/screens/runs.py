@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 
 NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
-) - {"help", "detach", "theme", "command_palette"}
+) - {"help", "detach", "theme", "command_palette", "redraw", "suspend_process"}
 
 
 _NO_RUNS = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"

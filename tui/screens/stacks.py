@@ -106,7 +106,6 @@ class StacksScreen(MonitorScreen):
         key("down", "move(1)", "down", "one line down", show=False),
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
     ]
 
     def __init__(self, app_state: AppState) -> None:

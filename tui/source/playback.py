@@ -253,7 +253,7 @@ class Playback:
         message: str | None = None
         if self._live_end is not None:
             self._last = max(self._last, self._live_end())
-            if any(request.kind == "alert" for request in requests):
+            if any(request.kind in ("alert", "mark") for request in requests):
                 self._marks = marks(history)
         for request in requests:
             message = message if request.kind == "overview" else ""
@@ -301,7 +301,10 @@ class Playback:
         self._playing = False
         if request.kind == "step":
             return self._step_time(history, max(self._step + int(request.number), 1))
-        mark = _neighbour(self._marks, position, int(request.number), alert)
+        if request.kind == "mark":
+            mark = next((mark for mark in self._marks if mark.alert_id == request.number), None)
+        else:
+            mark = _neighbour(self._marks, position, int(request.number), alert)
         if mark is None:
             self._at_alert = alert
             raise FtmonError("no alert after this" if request.number > 0 else "no alert before this")

@@ -16,6 +16,9 @@ from .load import describe
 from .playback import Playback
 from .transport import Request, Transport
 
+AT_ITS_END = "this run failed: its end is shown; N: alert before, space: play from the start"
+"""Shown when a replay begins at a run's end."""
+
 _LOOKED_AT = 64
 """Messages per read when searching for the first ranks' messages."""
 
@@ -38,13 +41,23 @@ def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
     return found or info.first_t
 
 
+def begin_of(reader: Reader, info: RecordingInfo) -> float:
+    """Return the time at which a replay begins: the end of a run that failed, else when its first ranks reported."""
+    return info.last_t if ended_badly(info) else first_ranks_time(reader, info)
+
+
+def ended_badly(info: RecordingInfo) -> bool:
+    """Return whether a recorded run failed, or ended with unresolved errors."""
+    return info.state == "failed" or bool(info.open_errors and not info.live)
+
+
 class ReplaySource:
     """Plays a recording.
 
     Args:
         path: the recording file.
-        start: start position, seconds since the epoch; None for the first ranks' first messages (nothing is shown
-            before them; seeking to the beginning remains possible).
+        start: start position, seconds since the epoch; None for the end of a run that failed, else for the first ranks'
+            first messages (nothing is shown before them; seeking to the beginning remains possible).
         at_end: start at its end instead.
         play: start playing at once.
 
@@ -59,12 +72,14 @@ class ReplaySource:
         reader = Reader(self._path)
         try:
             info = reader.info()
-            begin = first_ranks_time(reader, info) if start is None and not at_end else info.last_t
+            begin = begin_of(reader, info) if start is None and not at_end else info.last_t
         finally:
             reader.close()
         self._transport = Transport("replay", self._request)
         self._transport.first, self._transport.last = info.first_t, info.last_t
         self._transport.position = begin if start is None else start
+        if start is None and not at_end and ended_badly(info):
+            self._transport.message = AT_ITS_END
         self._readers: list[Reader] = []
         self._playback = Playback(self._open, describe(info), self._transport, self._transport.position)
         self._play = play

@@ -14,8 +14,10 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Mode = Literal["live", "rewound", "replay"]
 
-RequestKind = Literal["play", "pause", "speed", "faster", "time", "step", "skip", "goto", "alert", "live", "overview"]
-"""``overview`` is sent by the playback itself: older history was read."""
+RequestKind = Literal[
+    "play", "pause", "speed", "faster", "time", "step", "skip", "goto", "alert", "mark", "live", "overview"
+]
+"""``mark``: to the alert with that id. ``overview`` is sent by the playback itself: older history was read."""
 
 
 def next_speed(speed: float, *, up: bool) -> float:
@@ -117,6 +119,17 @@ class Transport:
     def previous_alert(self) -> None:
         """Move to the previous alert, and pause there."""
         self._ask(Request("alert", -1))
+
+    def first_alert(self, kind: AlertKind | None = None) -> AlertMark | None:
+        """Return the first alert of a kind, None: the first error, or without errors the first alert."""
+        if kind is not None:
+            return next((mark for mark in self.marks if mark.kind == kind), None)
+        errors = (mark for mark in self.marks if mark.severity == "error")
+        return next(errors, self.marks[0] if self.marks else None)
+
+    def to_alert(self, alert_id: int) -> None:
+        """Move to the moment when an alert was raised, and pause there."""
+        self._ask(Request("mark", alert_id))
 
     def seek(self, time: float) -> None:
         """Move to a time, seconds since the epoch."""

@@ -105,6 +105,7 @@ PART_WORDS = {
     "temporaries": "allocated and freed within the phase",
     "other": "held by PyTorch, of no known use",
     "unattributed": "allocated, of unknown purpose",
+    "untraced": "on the CPU: code, libraries, and what glibc's malloc keeps after free",
     "unused": "reserved by the allocator, not allocated",
 }
 """Descriptions of the parts of a memory peak."""

@@ -8,7 +8,7 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.messages import verbs
-from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.control import Alert, RunState
 from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
@@ -321,3 +321,23 @@ def test_an_empty_recording_opens_and_shows_nothing(tmp_path: Path) -> None:
     settle(source)
     assert source.model.ranks == {}
     source.close()
+
+
+def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=2, steps=20, finished=False).frames())
+    end = RunState("failed", frames[-1].t + 2, "rank 1 was killed by SIGKILL", 137)
+    path = write(tmp_path / "failed.sqlite", [*frames, Frame(frames[-1].seq + 1, end.time, end)])
+    replay = ReplaySource(path, play=False)
+    assert replay.transport.at_end
+    assert "failed" in replay.transport.message
+    assert not ReplaySource(path, start=frames[0].t).transport.message
+
+
+def test_a_replay_moves_to_the_moment_of_an_alert(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    mark = source.transport.first_alert("spike")
+    assert mark is not None
+    source.transport.to_alert(mark.alert_id)
+    settle(source)
+    assert source.transport.position == RAISED[mark.alert_id]
+    assert source.transport.first_alert("oom") is None

@@ -5,7 +5,7 @@ from ftmon.protocol.messages.control import Alert, RankState, RankStateName
 from ftmon.protocol.messages.jobs import Job
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.screens.kill_targets import Targets, suggested, target_line
+from ftmon.tui.screens.kill_targets import Targets, launcher_that_ends_all, suggested, target_line
 from ftmon.tui.widgets.drawing.theme import Theme
 from ftmon.tui.widgets.state.view_models import stalled_seconds
 from streams import Stream
@@ -62,6 +62,27 @@ def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
     targets = Targets.of(model, suggested(model, 0))
     assert targets.whole
     assert targets.chosen == []
+
+
+@pytest.mark.parametrize(
+    ("command", "framework", "launcher"),
+    [
+        (["/usr/bin/torchrun", "--nproc-per-node", "4", "train.py"], "ddp", "torchrun"),
+        (["python", "-m", "torch.distributed.run", "train.py"], "", "torchrun"),
+        (["accelerate", "launch", "train.py"], "ddp", "accelerate"),
+        (["deepspeed", "train.py"], "deepspeed", "DeepSpeed's launcher"),
+        (["python", "spawns.py"], "ddp", ""),
+    ],
+)
+def test_the_whole_run_is_offered_where_one_death_ends_it(command: list[str], framework: str, launcher: str) -> None:
+    model = of({3: "hung"})
+    model.info.command, model.info.framework = command, framework
+    assert launcher_that_ends_all(model) == launcher
+    targets = Targets.of(model, {3})
+    assert targets.whole is bool(launcher)
+    targets.marked, targets.whole = set(), True
+    targets.toggle(targets.ranks.index(3) + 1)
+    assert targets.chosen == [3], "a single rank can still be chosen"
 
 
 def test_a_run_that_stands_says_for_how_long() -> None:

@@ -176,3 +176,23 @@ def test_on_a_cpu_the_screen_says_why_there_is_nothing_to_compare() -> None:
 def test_the_first_step_is_not_compared() -> None:
     lines = " ".join(shown(model_of(ranks=1, steps=1, predicted={}), "backward", 160))
     assert "nothing to compare yet" in lines
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_not_attributed_is_grey_and_explained_on_a_cpu_only(cuda: bool) -> None:
+    model = model_of(ranks=1, steps=4, cuda=cuda)
+    phase = PhaseComposition("backward", 20 * MIB, {"parameters": 15 * MIB, "unattributed": 5 * MIB}, 0, 0)
+    measure = "cuda" if cuda else "glibc"
+    message = Composition(0, 99, model.last_t, measure, [phase], reason="asked")  # pyright: ignore[reportArgumentType]
+    model.apply(Frame(model.last_seq + 1, model.last_t, message))
+    rank, choice = model.ranks[0], MemoryChoice("backward")
+    fall = fall_of(rank, choice, None)
+    assert fall is not None
+    lines = body_lines(rank, fall, choice, None, "", 100, Theme())
+    row = next(line for line in lines if line.plain.startswith(" not attributed"))
+    colors = {one for _, style in row.parts for one in (style.color, style.bgcolor) if one is not None}
+    grey = {color.name for color in colors} <= {DARK.background, DARK.text, DARK.parts["untraced"]}
+    assert grey is not cuda
+    assert any("glibc's malloc, whose allocations are not traced" in line.plain for line in lines) is not cuda
+    [bar_of] = rank_bars([rank], "backward")
+    assert dict(bar_of.parts)["unattributed" if cuda else "untraced"] == 5 * MIB

@@ -1,18 +1,19 @@
 """Renderers on plain values: what they say, and that they keep their width."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.logs import LogEntry
-from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, milliseconds, step_time
-from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose
+from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, loss, milliseconds, step_time
+from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose, names_c_locale
 from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
 from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
 from ftmon.tui.widgets.drawing.theme import Theme
 from ftmon.tui.widgets.drawing.wrapping import wrap
-from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines, figure, words
+from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines
 from ftmon.tui.widgets.lines.log_lines import log_line
 from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.lines.summary import Summary, summary_lines
@@ -25,6 +26,7 @@ from ftmon.tui.widgets.ranks.rank_grid import plan
 from ftmon.tui.widgets.ranks.rows import label
 from ftmon.tui.widgets.state.rank_view import RankView
 from ftmon.tui.widgets.state.view_models import nice_top, throttle_of
+from ftmon.tui.widgets.training.training_strip import Course, course_lines, grouped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +98,21 @@ def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytes
     assert choose(False) is UNICODE
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
+        ({"LANG": "POSIX"}, True),
+        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
+        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
+        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
+        ({}, False),
+    ],
+)
+def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
+    assert names_c_locale(environ) is expected
+
+
 @pytest.mark.parametrize("width", range(5, 120, 7))
 def test_the_phase_bar_divides_its_width_by_the_shares(width: int) -> None:
     cells = cells_of([share for _, share in SHARES], width)
@@ -128,19 +145,48 @@ def test_the_zoomed_scale_is_a_calm_figure_above_the_peak() -> None:
     assert nice_top(int(3.98 * GIB)) == 4 * GIB
 
 
-def test_evidence_is_written_in_the_units_its_names_carry() -> None:
-    assert figure("transient_bytes", 911 * 2**20) == "0.890 GiB"
-    assert figure("host_us", 4000) == "4 ms"
-    assert figure("waiting_s", 34.2) == "34 s"
-    assert figure("fused", False) == "no"
-    assert (words("bytes_per_s"), figure("bytes_per_s", 50.0 * 2**20)) == ("bytes", "0.049 GiB/s")
-    nested = evidence_lines({"gpu_bytes": {4711: 32 * GIB}}, 60, THEME)
-    assert [line.plain.split() for line in nested] == [["gpu"], ["4711", "32.00", "GiB"]]
+def evidence_text(evidence: dict[str, Any]) -> list[str]:
+    return [" ".join(line.plain.split()) for line in evidence_lines(evidence, 78, THEME)]
+
+
+def test_evidence_is_in_words_with_units() -> None:
+    assert evidence_text({"transient_bytes": 911 * 2**20}) == ["allocated and freed 0.890 GiB"]
+    assert evidence_text({"share_of_capacity": 0.042}) == ["share of capacity 4.2 %"]
+    assert evidence_text({"read_us": 4000, "age_s": 34.2}) == ["reading the stacks 4 ms", "no progress for 34 s"]
+    assert evidence_text({"held": False, "exit_code": None}) == ["held at the error no", "exit status not known"]
+    assert evidence_text({"bytes_per_s": 50.0 * 2**20}) == ["written 0.049 GiB/s"]
+    assert evidence_text({"ratio": 1.5, "temperature_c": 81, "latest_rank": 3, "window_steps": 20}) == [
+        "relative to usual 1.5×",
+        "temperature 81 °C",
+        "latest on rank 3",
+        "measured over 20 steps",
+    ]
+    assert evidence_text({"rule": "recent", "odd_ranks": ()}) == ["ranks that differ none"]
+    assert evidence_text({"batch_shape": [4, 2048], "wait_ms": 0}) == ["batch 4 × 2048", "waited for data 0 s"]
+
+
+def test_evidence_in_evidence_is_in_words_too() -> None:
+    assert evidence_text({"gpu_bytes": {4711: 32 * GIB}}) == ["GPU memory by process", "pid 4711 32.00 GiB"]
+    assert evidence_text({"own_ms_by_phase": {"forward": 12.5}}) == ["own time by phase", "forward 12 ms"]
+    assert evidence_text({"ranks": {"3": {"asleep_s": 31.0, "at": "a.py:3"}}}) == [
+        "ranks",
+        "rank 3",
+        "asleep for 31 s",
+        "at a.py:3",
+    ]
+    remedy = {"kind": "fused", "setting": "fused=True", "frees_bytes": GIB, "bound": ""}
+    assert evidence_text({"remedies": [remedy]}) == ["what to try set fused=True, frees 1.00 GiB"]
+    assert evidence_text({"waiting": "bounded"}) == ["waiting time is bounded"]
+    assert evidence_text({"waiting": [0, 2]}) == ["ranks that wait 0, 2"]
+
+
+def test_evidence_of_another_version_has_the_unit_of_its_suffix() -> None:
+    assert evidence_text({"spare_bytes": 2 * GIB, "host_us": 4000}) == ["spare 2.00 GiB", "host 4 ms"]
 
 
 def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:
-    assert figure("since", 1_780_000_000.25) == time_of_day(1_780_000_000.25)
-    assert figure("since", 12.5) == "12.5"
+    assert evidence_text({"since": 1_780_000_000.25}) == [f"since {time_of_day(1_780_000_000.25)}"]
+    assert evidence_text({"since": 12.5}) == ["since 12.5"]
 
 
 def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
@@ -278,3 +324,29 @@ def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:
     assert spark([], 5, THEME).plain == "     "
     assert spark([1.0, 1.0], 5, THEME).plain == "▄▄"
     assert spark([1.0, None, float("nan"), 2.0], 5, THEME).plain == "▁  █"
+
+
+@pytest.mark.parametrize("theme", [THEME, Theme(DARK, ASCII), Theme(DARK, color=False)])
+def test_the_course_of_a_figure_has_its_present_value_its_scale_and_its_steps(theme: Theme) -> None:
+    values = [4.0 - step / 100 for step in range(300)]
+    lines = course_lines(Course("loss", "1.010", values, loss, False), (1, 300), 60, 8, theme)
+    assert [line.width <= 60 for line in lines] == [True] * 8
+    assert lines[0].plain.split() == ["loss", "1.010"]
+    assert lines[1].plain.split()[0] == "4.250"
+    assert lines[6].plain.split()[0] == "0.750"
+    assert lines[7].plain.split() == ["1", "300"]
+    assert all(line.plain.isascii() for line in lines) or not theme.glyphs.is_ascii
+
+
+def test_a_figure_without_values_says_so() -> None:
+    assert "after the first step" in course_lines(Course("loss", "", [], loss, False), (0, 0), 40, 8, THEME)[1].plain
+    unknown = course_lines(Course("tokens/s", "", [None, None], count, True), (1, 2), 40, 8, THEME)
+    assert "not known" in unknown[1].plain
+    assert len(unknown) == 8
+
+
+def test_a_new_value_changes_only_the_last_column_of_a_course() -> None:
+    before = grouped([float(value) for value in range(130)], 50)
+    after = grouped([float(value) for value in range(131)], 50)
+    assert before[:-1] == after[: len(before) - 1]
+    assert len(after) <= 50

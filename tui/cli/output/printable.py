@@ -91,4 +91,5 @@ def _guarded(stream: TextIO) -> TextIO:
     stream.flush()
     raw = io.FileIO(stream.fileno(), "wb", closefd=False)
     errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-    return Printable(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=stream.line_buffering)
+    by_line = stream.line_buffering or stream.write_through  # the latter with PYTHONUNBUFFERED
+    return Printable(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=by_line)

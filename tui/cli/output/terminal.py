@@ -5,6 +5,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 
+from ...widgets.drawing.glyphs import names_c_locale
+
 MIN_COLUMNS = 60
 MIN_LINES = 16
 """Minimum lines of the narrow layout, which is made for 80x24."""
@@ -32,7 +34,7 @@ def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
 def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the locale or TERM=linux (the text console) lacks the app's block characters."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return not encoding.startswith("utf") or environ.get("TERM") == "linux"
+    return not encoding.startswith("utf") or environ.get("TERM") == "linux" or names_c_locale(environ)
 
 
 def draws_ascii(arguments: Namespace) -> bool:

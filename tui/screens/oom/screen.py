@@ -45,7 +45,6 @@ class OomScreen(MonitorScreen):
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
         key("c,5", "console", "console", "run code in the failing frame of a held rank", bar="c"),
         key("r", "release", "release", "release a held rank; asks first"),
-        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key(
             "w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; press again to cancel"
         ),

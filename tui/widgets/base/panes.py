@@ -102,11 +102,18 @@ class KeyBar(Canvas):
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            if binding.show and enabled and (binding.action not in _ACTING or self._can_act):
+            applies = self._can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            if binding.show and enabled and applies:
                 found.setdefault(binding.action, binding)
         back = [binding for binding in found.values() if binding.action == "app.back"]
         rest = [binding for binding in found.values() if binding.action != "app.back"]
         return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
+
+    @property
+    def _any_oom(self) -> bool:
+        source = self.app_state.source
+        later = source is not None and source.transport.mode == "replay" and source.transport.first_alert("oom")
+        return bool(self.app_state.model.ooms or later)
 
     @property
     def _can_act(self) -> bool:
@@ -114,13 +121,13 @@ class KeyBar(Canvas):
         return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw as many keys as fit, always with help and detach."""
+        """Draw as many keys as fit, always with those that end the run, help and detach."""
         del height
         text, tone = self.app_state.message
         if text:
             return [Line(f" {text}", self.theme.style(tone, bold=True))]
         bindings = self.shown_bindings()
-        last = [binding for binding in bindings if binding.action in ("app.help", "app.detach")]
+        last = [binding for binding in bindings if binding.action in _ALWAYS]
         first = [binding for binding in bindings if binding not in last]
         right = Line()
         for binding in last:
@@ -142,6 +149,9 @@ class KeyBar(Canvas):
         return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
 
 
+_ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
+"""Actions whose keys are on the bar at every width."""
+
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
 """Actions that need a hub."""
 
@@ -157,6 +167,8 @@ _NAMES = {
     "equals_sign": "=",
     "slash": "/",
     "ctrl+p": "^p",
+    "ctrl+l": "^l",
+    "ctrl+z": "^z",
     "comma": ",",
     "full_stop": ".",
 }

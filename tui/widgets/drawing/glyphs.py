@@ -1,6 +1,9 @@
 """The characters of the app, each with an ASCII replacement. All are one cell wide."""
 
 import locale
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -142,9 +145,18 @@ ASCII = Glyphs(
 )
 
 
+def names_c_locale(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment asks for the C locale, in which Python itself would write UTF-8 (PEP 538, 540)."""
+    coerced = bool(sys.flags.utf8_mode) and environ.get("LC_CTYPE") == "C.UTF-8"
+    names = (environ.get("LC_ALL"), "" if coerced else environ.get("LC_CTYPE"), environ.get("LANG"))
+    return next((name for name in names if name), "") in ("C", "POSIX")
+
+
 def choose(ascii_only: bool) -> Glyphs:
     """Return the glyphs for this terminal: ASCII on request, or if the locale cannot print block characters."""
     if ascii_only:
+        return ASCII
+    if names_c_locale():
         return ASCII
     encoding = locale.getpreferredencoding(False)
     try:

@@ -3,22 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ....protocol.analysis.text.evidence_keys import Shown, shown
 from ....protocol.messages.control import Alert
 from ....protocol.messages.memory import Cause
 from ....protocol.text import duration, sanitize
 from ...model.cause import evidence_groups, other_evidence, verdict_of, verdict_words
 from ..drawing.figures import gib
+from ..drawing.glyphs import UNICODE, Glyphs
 from ..drawing.line import Line, cut, spread
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap as wrap
 from .cause_lines import cause_lines, stack_lines
 from .scrubber import time_of_day
 
-_MOMENTS = ("last_recorded", "since", "time", "started")
-"""Evidence that is a time, if it is large enough (``_EPOCH``: seconds since 1970, in 2001)."""
 _EPOCH = 1e9
-_RANKS = ("hung", "waiting")
-"""Evidence that is a list of ranks."""
+"""Smallest figure that is a time of day: seconds since 1970, in 2001."""
 
 
 def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
@@ -54,8 +53,10 @@ def alert_detail(
     base, dim = theme.base, theme.style("dim")
     glyph, tone = theme.severity(alert.severity)
     lines = [
-        Line(f" {glyph} ", theme.style(tone, bold=True)).add(row, theme.style(bold=True))
-        for row in wrap(alert.title, width - 4)
+        Line(" " if index else f" {glyph} ", theme.style(tone, bold=True))
+        .pad(3, theme.base)
+        .add(row, theme.style(bold=True))
+        for index, row in enumerate(wrap(alert.title, width - 4))
     ]
     where = [time_of_day(alert.time), alert.kind]
     if alert.rank is not None:
@@ -95,57 +96,71 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
 
 
 def evidence_lines(
-    evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3, unit: str = ""
+    evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3, of: Shown | None = None
 ) -> list[Line]:
-    """Draw evidence as names and figures in the units of the names' suffixes; ``unit``: for names without one."""
+    """Draw evidence as words and figures with units; ``of``: the key whose value this mapping is."""
     base, dim = theme.base, theme.style("dim")
-    names = {
-        key: f"ranks {key}" if key in _RANKS and isinstance(value, list) else words(key)
-        for key, value in evidence.items()
-    }
-    label = min(max(map(len, names.values()), default=0), width // 2)
+    rows_of = [(_shown(key, value, of), value) for key, value in evidence.items()]
+    rows_of = [(words, value) for words, value in rows_of if words.words]
+    label = min(max((len(words.words) for words, _ in rows_of), default=0), width // 2)
     lines: list[Line] = []
-    for key, value in evidence.items():
-        head = Line(" " * indent + names[key].ljust(label) + "  ", dim)
+    for words, value in rows_of:
+        head = Line(" " * indent + words.words.ljust(label) + "  ", dim)
         if isinstance(value, dict) and value:
             lines.append(head)
             inner = {str(name): one for name, one in value.items()}  # pids are numbers
-            lines += evidence_lines(inner, width, theme, indent + 2, "_bytes" if key.endswith("_bytes") else "")
+            lines += evidence_lines(inner, width, theme, indent + 2, words)
             continue
-        text = figure(key + unit, value)
+        text = figure(words.unit, value, theme.glyphs)
         rows = [piece for part in text.splitlines() or [""] for piece in wrap(part, max(10, width - head.width - 1))]
         lines.append(head.add(rows[0], base))
         lines.extend(Line(" " * (indent + label + 2) + row, base) for row in rows[1:])
     return lines
 
 
-def words(key: str) -> str:
-    """Return a field name as words, without its unit, which the figure has."""
-    key = key.removesuffix("_per_s")
-    for suffix in ("_bytes", "_us", "_ms", "_s", "_seconds"):
-        key = key.removesuffix(suffix)
-    return key.replace("_", " ")
+def _shown(key: str, value: Any, of: Shown | None) -> Shown:
+    """Return the words and unit of a key; in a mapping by rank, pid or name those of the mapping's figures."""
+    if of is None:
+        return shown(key, value)
+    if of.by:
+        return Shown(f"{of.by} {key}", of.unit)
+    return Shown(key, of.unit) if of.unit else shown(key, value)
 
 
-def figure(key: str, value: Any) -> str:
-    """Format one piece of evidence by its name's unit."""
+def figure(unit: str, value: Any, glyphs: Glyphs = UNICODE) -> str:
+    """Format one piece of evidence in its unit (``Shown.unit``)."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not known"}[value]
     if isinstance(value, int | float):
-        if key in _MOMENTS and value > _EPOCH:
-            return time_of_day(value)
-        if key.endswith("_per_s"):
-            return f"{figure(key.removesuffix('_per_s'), value)}/s"
-        if key == "bytes" or key.endswith("_bytes"):
-            return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,.0f} B"
-        for suffix, unit in (("_us", 1e-6), ("_ms", 1e-3), ("_seconds", 1.0), ("_s", 1.0)):
-            if key.endswith(suffix):
-                return duration(value * unit)
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        return _number(unit, value, glyphs)
+    if isinstance(value, dict):
+        parts = [(shown(key, one), one) for key, one in value.items() if one not in ("", None, 0)]
+        return ", ".join(f"{words.words} {figure(words.unit, one, glyphs)}" for words, one in parts if words.words)
+    if isinstance(value, list | tuple) and unit == "shape":
+        return f" {glyphs.times} ".join(map(str, value)) or "none"
     if isinstance(value, list | tuple):
-        return (
-            "\n".join(figure("", item) for item in value)
-            if any(len(str(i)) > 24 for i in value)
-            else ", ".join(figure(key, item) for item in value)
-        )
+        separate = any(isinstance(item, dict) or len(str(item)) > 24 for item in value)
+        return ("\n" if separate else ", ").join(figure(unit, item, glyphs) for item in value) or "none"
     return "\n".join(sanitize(row) for row in str(value).splitlines())
+
+
+def _number(unit: str, value: float, glyphs: Glyphs) -> str:
+    if unit == "moment" and value > _EPOCH:
+        return time_of_day(value)
+    if unit in ("bytes", "bytes/s"):
+        size = f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,.0f} B"
+        return f"{size}{unit[5:]}"
+    if unit in _SECONDS:
+        return duration(value * _SECONDS[unit]) if value else "0 s"
+    if unit == "share":
+        return f"{value * 100:.3g} %"
+    words = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if unit == "rank":
+        return f"rank {words}"
+    if unit == "times":
+        return f"{words}{glyphs.times}"
+    unit = glyphs.degree if unit == "°C" else unit
+    return f"{words} {unit}" if unit and unit != "moment" else words
+
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -11,7 +11,7 @@ from ...model.cause import SpikeVerdict, innermost
 from ...model.peak_phase import phase_words, ranking_sentences
 from ...model.prediction import compared_phases, predicted_phase
 from ...model.rank import RankModel
-from ...model.waterfall import REASONS, Waterfall, unanalysed, waterfall
+from ...model.waterfall import REASONS, UNTRACED, UNTRACED_WORDS, Waterfall, unanalysed, waterfall
 from ..drawing.line import Line, cut, spread
 from ..drawing.theme import Theme
 from ..lines.alert_lines import wrap
@@ -125,6 +125,8 @@ def body_lines(
     if not fall.taken_apart:
         lines += [Line(" " + row, theme.style("accent")) for row in wrap(why, width - 2)]
     composition = composition_of(rank, choice)
+    if fall.taken_apart and any(part.name == UNTRACED and part.bytes for part in fall.parts):
+        lines += [Line(" " + row, theme.style("dim")) for row in wrap(UNTRACED_WORDS, width - 2)]
     if composition is not None and composition.note:
         lines += [Line(" " + row, theme.style("dim")) for row in wrap(f"note: {composition.note}", width - 2)]
     elif fall.measure == "glibc":

@@ -20,6 +20,7 @@ PART_FILLS = {
     "temporaries": "T",
     "other": "o",
     "unattributed": "?",
+    "untraced": "?",
     "unused": "-",
 }
 """Characters of the parts without colour."""
