@@ -25,7 +25,7 @@ from ...protocol.run.rundir import RunDir
 from ...protocol.run.spawn import spawn_module
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..host.listen import check_free, parse_listen
-from .environment import joined_environment
+from .environment import executable_command, joined_environment
 from .join import free_listen, prepare
 from .multihost import find_hosts
 
@@ -89,7 +89,8 @@ def join_run(path: Path, command: Sequence[str]) -> NoReturn:
     print(
         f"ftmon: joining {join.id} on {join.host}; watch it there: ftmon attach {join.id}", file=sys.stderr, flush=True
     )
-    os.execvpe(command[0], list(command), joined_environment(path.absolute(), join, os.environ))
+    words = executable_command(command, os.environ)
+    os.execvpe(words[0], words, joined_environment(path.absolute(), join, os.environ))
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """``ftmon demo``, ``train`` and ``run``: start a run, then watch it."""
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
         _let_go_of_stdin()
     hosts = started.read_run().options.multihost
     if hosts is not None and hosts.by_hand:
-        print(f"on each other host: ftmon run --join {join_path(started)} -- COMMAND", flush=True)
+        print(f"on each other host: ftmon run --join {shlex.quote(str(join_path(started)))} -- COMMAND", flush=True)
     if arguments.listen:
         from ..watch.remote import listen_line
 
