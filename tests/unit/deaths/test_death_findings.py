@@ -43,6 +43,46 @@ def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from
     assert deaths.tick(20.0) == []
 
 
+GLOO = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?",
+)
+REASON = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?"
+
+
+def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_although_its_peer_ended_before():
+    deaths = DeathDetector(OomDetector())
+    for line in (*GLOO, *["frame"] * 20):
+        deaths.log(LogLine(0, 0.0, "err", line))
+    deaths.failure(10.0, Failure(1, 7, "generate", 10.0, LOST), set())
+    assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
+    found, follows = deaths.process_gone(10.8, gone(0, signal=6), set())
+    assert (found.matter, found.facts.reason, found.facts.generating) == (Matter("died", 0), REASON, True)
+    assert list(follows.facts.followers) == [1]
+
+
+def test_a_reason_that_is_read_after_the_death_is_added_to_it_with_what_followed():
+    deaths = DeathDetector(OomDetector())
+    (found,) = deaths.process_gone(10.0, gone(0, code=-6), set())
+    assert found.facts.reason == ""
+    deaths.log(LogLine(0, 0.0, "err", GLOO[0]))
+    deaths.log(LogLine(0, 0.0, "err", GLOO[1]))
+    deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
+    explained, last, followed = deaths.tick(11.0, over=True)
+    assert (explained.matter, explained.state, explained.facts.reason) == (found.matter, "explained", REASON)
+    assert explained.facts.generating
+    assert (last.facts, list(followed.facts.followers)) == (LastLog(list(GLOO)), [1])
+
+
+def test_what_a_library_wrote_is_not_the_reason_of_another_ending():
+    deaths = DeathDetector(OomDetector())
+    for line in GLOO:
+        deaths.log(LogLine(0, 0.0, "err", line))
+    (found,) = deaths.process_gone(10.0, gone(0, signal=9), set())
+    assert found.facts.reason == ""
+    assert [one.state for one in deaths.tick(20.0)] == ["added"]
+
+
 @pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
 def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_alert(peer_gone_at: Any, signal: int):
     deaths = DeathDetector(OomDetector())
