@@ -307,7 +307,9 @@ class Launcher:
         if by_slurm:
             state, text = "stopped", f"{by_slurm} ({text})"
         elif end_request is not None:
-            state, text, cause = end_request.state, f"{end_request.text()} ({text})", cause or end_request.exit_cause
+            # ftmon's own signals ended a job that hung: its exit code says nothing, and is not the command's status.
+            how = "" if end_request.cause else f" ({text})"
+            state, text, cause = end_request.state, end_request.text() + how, cause or end_request.exit_cause
         else:
             state = "finished" if code == 0 else "failed"
         if left:

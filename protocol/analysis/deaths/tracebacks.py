@@ -12,8 +12,14 @@ _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
 """A message may start with a newline, in which case the space before it may be stripped."""
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
-_LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
-"""Exceptions that a launcher raises because one of its processes failed; never the cause."""
+_LAUNCHER_TYPES = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "SignalException",
+)
+"""Exceptions that a launcher raises because one of its processes failed, or because it was ended; never the cause."""
 _BY_PYTHON = "can't open file|can't find '__main__'|No module named|Error while finding module specification"
 _REFUSALS = (
     re.compile(rf"^(\S+): ((?:{_BY_PYTHON}) .+)$"),

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
 from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
+from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution
+from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.messages.jobs import Job
@@ -207,6 +209,42 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     (second,) = new.alerts("died")
     assert second.id > first.id
     assert (second.time > first.time, second.count) == (True, 1)
+
+
+NO_STEP = {"ranks": 1, "end": "exit code 1", "exit_code": 1}
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "told"),
+    [
+        ([Failure(0, 0, "init", 1.0, "KeyError: 'ids'")], "KeyError: 'ids'", 0),
+        ([Failure(0, 0, "init", 1.0, LOST)], "KeyError: 'ids'", 1),
+        ([Failure(0, 0, "init", 1.0, LOST)], LOST, 0),
+        ([], "KeyError: 'ids'", 1),
+    ],
+    ids=["the same error", "a nearer cause", "the same lost peer", "nothing else"],
+)
+def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure(
+    make_sim: Any, ends: list[Any], error: str, told: int
+):
+    sim = make_sim(1)
+    sim.begin()
+    sim.feed(*ends)
+    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
+    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
+
+
+@pytest.mark.parametrize(("error", "told"), [("", 0), (LOST, 0), ("KeyError: 'ids'", 1)])
+def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_death(
+    make_sim: Any, error: str, told: int
+):
+    sim = make_sim(2)
+    sim.begin()
+    sim.fact(0, alive=False, signal=11)
+    sim.wait(1)
+    assert sim.alerts("died")
+    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
+    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
 
 
 @pytest.mark.parametrize("world", [1, 2])
