@@ -38,14 +38,9 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
 """
 
 _PDSH = """\
-# Stands in for pdsh: runs the command on every host of -w, %n being the host's number. It quotes paths, which neither
-# pdsh nor DeepSpeed does: DeepSpeed could not run on several hosts from a folder whose name has a space.
-import os, re, shlex, subprocess, sys
-def quoted(word):
-    if word.startswith("export "):
-        return "".join(f"export {{name}}={{shlex.quote(value)}}; " for name, value in re.findall(EXPORT, word))
-    return shlex.quote(word) if os.path.exists(word) else word
-EXPORT = "export ([^=]+)=(.*?); "
+# Stands in for pdsh: runs the command on every host of -w, %n being the host's number. It quotes interpreter and
+# script, which neither pdsh nor DeepSpeed does: both could not run from a folder whose name has a space.
+import os, shlex, subprocess, sys
 words = sys.argv[1:]
 hosts, command = [], []
 while words:
@@ -58,7 +53,7 @@ while words:
     else:
         command = [word, *words]
         break
-line = " ".join(map(quoted, command))
+line = " ".join(shlex.quote(word) if os.path.exists(word) else word for word in command)
 if line.startswith("pkill"):
     sys.exit(0)
 started = [subprocess.Popen(["ssh", host, line.replace("%n", str(place))]) for place, host in enumerate(hosts)]
