@@ -7,6 +7,7 @@ another host's run.
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,8 @@ def check_command(command: Sequence[str]) -> None:
     program = command[0]
     if shutil.which(program) is None:
         if os.path.isfile(program):
-            raise StartError(f"{program}: is not executable; run it with 'python {program}', or: chmod +x {program}")
+            quoted = shlex.quote(program)
+            raise StartError(f"{program}: is not executable; run it with 'python {quoted}', or: chmod +x {quoted}")
         raise StartError(f"{program}: command not found; check its spelling, or activate the environment that has it")
 
 
