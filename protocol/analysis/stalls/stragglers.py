@@ -13,7 +13,8 @@ It is a straggler in each of these cases:
 - ``FAST_BLOCKS`` consecutive blocks count against it, with similar excesses and own work ``FAST_RATIO`` times the
   others', and it was rarely that much faster than them before;
 - the same for ``GROSS_BLOCKS`` blocks or more that together last as long as ``FAST_BLOCKS`` of the shortest, if the
-  excess is ``GROSS_SHARE`` of each step, its own work ``GROSS_RATIO`` times the others', and both steady;
+  excess is ``GROSS_SHARE`` of each step, its own work ``GROSS_RATIO`` times the others', both are steady, and hardly
+  any block counted before, or counts now against another rank: random lengths of a few values are steady for 4 steps;
 - all but one of ``LONG_BLOCKS`` count.
 
 Ranks with batches of random length rarely reach any of these, because the sign of their excess is random. The finding
@@ -26,7 +27,7 @@ counts, because more micro-steps are not slowness.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Literal
 
@@ -222,12 +223,13 @@ class Stragglers:
             if not block.fine():
                 add_parts(block, number, [works for _, works in steps])
             rank.add(block, RATIO_DEVICE if self.device else RATIO)
-            findings += self._judge(t, steps[-1][0], number, rank, steps[-1][1][number].measured)
+        for number in blocks:
+            findings += self._judge(t, steps[-1][0], number, self._ranks[number], steps[-1][1][number].measured)
         return findings
 
     def _judge(self, t: float, step: int, number: int, rank: _Rank, measured: bool) -> list[StragglerFinding]:
         if rank.facts is None:
-            window = _plain_blocks(rank) if self._ended < 2 else []
+            window = _plain_blocks(rank, self._ranks.values()) if self._ended < 2 else []
             if not window and _is_lasting(rank, LONG_BLOCKS << self._ended):
                 window = list(rank.blocks)[-FAST_BLOCKS:]
             if window:
@@ -274,11 +276,13 @@ class Stragglers:
         )
 
 
-def _plain_blocks(rank: _Rank) -> list[Block]:
+def _plain_blocks(rank: _Rank, ranks: Iterable[_Rank]) -> list[Block]:
     """Return the last blocks if they are sufficiently many and similar, or gross (the fast condition); else empty."""
     window = list(rank.blocks)[-FAST_BLOCKS:]
     if len(window) < FAST_BLOCKS or not all(block.counts(FAST_RATIO) for block in window):
         window = _gross_blocks(window)
+        if window and not _is_first_to_count(rank, ranks):
+            return []
     if not window:
         return []
     excesses = [block.excess for block in window]
@@ -299,6 +303,18 @@ def _gross_blocks(window: Sequence[Block]) -> list[Block]:
     gross = all(block.counts(GROSS_RATIO) and block.excess >= GROSS_SHARE * block.wall for block in last)
     steady = all(_are_alike([getattr(block, name) for block in last], GROSS_ALIKE) for name in ("own", "others"))
     return last if gross and steady else []
+
+
+def _is_first_to_count(rank: _Rank, ranks: Iterable[_Rank]) -> bool:
+    """Return whether blocks rarely counted against any rank before those that now count against this one in a row."""
+    count = total = 0
+    for one in ranks:
+        counted = list(one.counted)[-HISTORY:]
+        while one is rank and counted and counted[-1]:
+            counted.pop()
+        count += sum(counted)
+        total += len(counted)
+    return count <= LIGHTER_SHARE * total
 
 
 def _are_alike(values: Sequence[float], factor: float) -> bool:

@@ -85,6 +85,19 @@ def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps() 
     assert [finding.facts.rank for finding in found] == [1], "from the start, after the steps of warm-up"
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_longer_one_four_times(
+    ranks: int,
+) -> None:
+    alarms = 0
+    for seed in range(40):
+        noise = random.Random(seed)
+        draws = [500.0, 500.0, 500.0, 2_000.0]
+        _, found = play(lambda rank, step: {"forward": noise.choice(draws)}, ranks=ranks, steps=100)  # noqa: B023
+        alarms += bool(found)
+    assert alarms <= 1
+
+
 def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
     _, found = play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)
     assert found == []
