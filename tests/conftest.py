@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ftmon.protocol.run.rundir import RunDir
     from probe_collector import Collector
 
+# The environment of these tests may not be activated, and its programs (``deepspeed``) are started by name.
+os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+
 # Before torch is imported: a pool of threads in every process of a suite that runs several costs twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")

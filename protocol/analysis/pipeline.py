@@ -40,13 +40,15 @@ from ..messages.telemetry import (
     Step,
 )
 from ..messages.wire import Frame, Message
-from .deaths.detector import DeathDetector
+from ..run.failure import FATAL, standing
+from .deaths.detector import DeathDetector, is_lost_peer, is_nearer_cause
 from .finding_alerts import FindingAlerts
 from .findings import Finding
 from .findings.alert_store import AlertStore
 from .findings.requests import Action, DiagnosticRequests
 from .health.hub import HealthDetector
 from .health.monitor import HealthMonitor
+from .hub_facts import NoStepFacts
 from .memory.growth import GrowthDetector
 from .memory.known_causes import KnownCauses
 from .memory.leak import LeakDetector
@@ -197,8 +199,27 @@ class Detectors:
         return alerts
 
     def put(self, now: float, finding: Finding) -> list[Message]:
-        """Process a finding of the hub itself (``hub_facts``); return the alerts to send."""
-        return list(self._put(now, [finding]))
+        """Process a finding of the hub itself (``hub_facts``); return the alerts to send.
+
+        That a run ended without a step is no alert of its own if the alert of a failure or death gives the reason.
+        """
+        alerts: list[Message] = []
+        if finding.kind == "no_step":
+            alerts += self._put(now, self._death.tick(now, over=True, succeeded=finding.severity != "error"))
+            if self._is_explained(finding.facts):
+                return alerts
+        return [*alerts, *self._put(now, [finding])]
+
+    def _is_explained(self, facts: NoStepFacts) -> bool:
+        """Return whether an active alert of a failure or death gives the reason for a run's end without a step."""
+        for end in standing((alert for kind in FATAL for alert in self._store.standing(kind)), *FATAL):
+            if end.kind == "died":
+                explained = not facts.error or is_lost_peer(facts.error)
+            else:
+                explained = not is_nearer_cause(facts.error, str(end.evidence.get("error", "")))
+            if explained:
+                return True
+        return False
 
     def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
         """Record that the job's command ended before its ranks; return the alerts to send."""

@@ -1,6 +1,7 @@
 """Files and directories that only their owner may read."""
 
 import os
+import shlex
 import stat
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ def read_private(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)
         if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
-            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {path}")
+            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {shlex.quote(str(path))}")
         return file.read()
 
 

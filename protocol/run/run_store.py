@@ -6,6 +6,7 @@ Each run is in ``runs/RUN-ID/`` in ``$FTMON_HOME`` (default: the user's state di
 import os
 import re
 import secrets
+import shlex
 import socket
 import stat
 import time
@@ -53,7 +54,7 @@ def checked_home() -> Path:
     if not stat.S_ISDIR(info.st_mode):
         raise RunDirError(f"{where}: is not a directory; set FTMON_HOME to a directory of yours")
     if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _is_private_group(info.st_gid)):
-        raise RunDirError(f"{where}: others may write there; run: chmod go-w {path}")
+        raise RunDirError(f"{where}: others may write there; run: chmod go-w {shlex.quote(str(path))}")
     return path
 
 
@@ -127,7 +128,7 @@ def _check_ours(runs: Path) -> None:
     if hasattr(os, "getuid") and info.st_uid != os.getuid():
         raise RunDirError(f"{runs}: belongs to another user; set FTMON_HOME to a directory of yours")
     if os.name == "posix" and info.st_mode & 0o022:
-        raise RunDirError(f"{runs}: others may write there; run: chmod 700 {runs}")
+        raise RunDirError(f"{runs}: others may write there; run: chmod 700 {shlex.quote(str(runs))}")
 
 
 def all_runs() -> list[RunDir]:

@@ -26,6 +26,7 @@ import errno
 import hashlib
 import os
 import re
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -180,7 +181,7 @@ class RunDir:
         if hasattr(os, "getuid") and info.st_uid != os.getuid():
             raise RunDirError(f"{self.path}: belongs to another user; set FTMON_HOME to a directory of yours")
         if info.st_mode & 0o077:
-            raise RunDirError(f"{self.path}: is open to other users; run: chmod 700 {self.path}")
+            raise RunDirError(f"{self.path}: is open to other users; run: chmod 700 {shlex.quote(str(self.path))}")
 
     def read_run(self) -> RunFile:
         """Read ``run.json``.

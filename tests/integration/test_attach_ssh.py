@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenS
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServer]:
     """An SSH server on a port of this host."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("FTMON_REMOTE", f"{sys.executable} -m ftmon.tui.cli")
+    monkeypatch.setenv("FTMON_REMOTE", f"{shlex.quote(sys.executable)} -m ftmon.tui.cli")
     with SshServer(tmp_path) as server:
         monkeypatch.setenv("FTMON_SSH", server.client)
         yield server
@@ -174,7 +175,7 @@ def ssh_with(folder: str) -> list[psutil.Process]:
             "of another version: install the same",
         ),
         ("URL", "echo usage: invalid choice: >&2; exit 2 #", "has no command 'relay'"),
-        ("URL", f"{sys.executable} -m ftmon.tui.cli not-a-", "has no command 'relay'"),
+        ("URL", f"{shlex.quote(sys.executable)} -m ftmon.tui.cli not-a-", "has no command 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),
     ],

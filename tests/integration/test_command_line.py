@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tm
 
 @pytest.mark.parametrize("words", [["ls"], ["completion", "bash"], ["train", "--print-config"], ["keys"]])
 def test_closed_standard_streams_are_no_error(words: list[str]) -> None:
-    closed = f"{sys.executable} -m ftmon.tui.cli {' '.join(words)} <&- >&-"
+    closed = f"{shlex.quote(sys.executable)} -m ftmon.tui.cli {' '.join(words)} <&- >&-"
     done = subprocess.run(["bash", "-c", closed], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

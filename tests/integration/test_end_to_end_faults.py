@@ -62,6 +62,7 @@ def test_an_allocation_that_fails_is_an_oom_and_the_run_fails(home: Ftmon) -> No
     status, text = demo(home, "oom", FAULT_STEP + 4)
     assert status == 1, text
     assert "rank 1" in alerts(home.newest())["oom"], text
+    assert f"details:    ftmon oom {home.newest().id}\n" in text
     wait_until_nothing_is_left(home.newest())
 
 

@@ -60,6 +60,49 @@ def test_a_hugging_face_trainer_is_watched_unchanged(home: Ftmon, tmp_path: Path
     assert Reader(home.newest().recording).info().steps == 8
 
 
+GENERATES = """
+import os, sys, time
+import torch, torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+
+class Aborts(LogitsProcessor):
+    def __call__(self, ids, scores):
+        if dist.get_rank() == 1 and ids.shape[1] == 12:
+            time.sleep(1.5)  # its phase is reported ten times a second
+            print("terminate called after throwing an instance of 'c10::DistBackendError'", file=sys.stderr)
+            print("  what():  collective mismatch: 2048 vs 1024 bytes", file=sys.stderr, flush=True)
+            os.abort()
+        return scores
+
+dist.init_process_group("gloo")
+shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, pad_token_id=0, eos_token_id=None))
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.ones(1, 8, dtype=torch.long)
+for step in range(8):
+    model(input_ids=ids, labels=ids).loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    if step == 3:
+        model.generate(ids, max_new_tokens=16, do_sample=False, logits_processor=[Aborts()])
+"""
+"""A rank that aborts in its generation, with the words of a C++ library."""
+
+
+def test_an_abort_in_generate_is_told_with_the_library_s_own_words(home: Ftmon, tmp_path: Path) -> None:
+    script = tmp_path / "generates.py"
+    script.write_text(GENERATES)
+    done = home.run("run", "--plain", "--", *start_ranks.command(2, script))
+    assert done.returncode == 1, done.stdout + done.stderr
+    (why,) = lines_with(done.stdout, ["why:"])
+    assert "rank 1 aborted in generate: c10::DistBackendError: collective mismatch: 2048 vs 1024 bytes" in why
+    wait_until_nothing_is_left(home.newest())
+    (alert,) = (alert for alert in Reader(home.newest().recording).alerts() if alert.kind == "died")
+    assert "synced_gpus=True" in alert.text
+    assert alert.evidence["reason"] in why
+
+
 def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
     script = tmp_path / "early.py"
     script.write_text("raise SystemExit('no data at /nowhere')\n")

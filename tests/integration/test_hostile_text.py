@@ -119,7 +119,7 @@ def traces(written: bytes) -> dict[bytes, bytes]:
 
 def test_no_command_lets_anything_through(home: Ftmon, tmp_path: Path) -> None:
     name = f"evil{OSC}{C1}"
-    lines = [f"{PROGRAM} {line.replace('EVIL', shlex.quote(name))}; echo" for line in LINES]
+    lines = [f"{shlex.quote(PROGRAM)} {line.replace('EVIL', shlex.quote(name))}; echo" for line in LINES]
     screen = Screen(["sh", "-c", "\n".join(lines)], home, tmp_path)
     assert screen.read(500), screen.bytes[-2000:]
     os.waitpid(screen.pid, 0)

@@ -45,6 +45,7 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves(home: Ftmo
     assert end is not None
     assert (end.state, end.cause) == ("failed", "hang")
     assert "--on-hang stop" in end.text
+    assert "(exit code" not in done.stdout, "the status is ftmon's own"
     with Reader(run.recording) as reader:
         states = [frame.message for frame in reader.frames(0, 100_000) if isinstance(frame.message, RankState)]
     assert not [state for state in states if state.signal == signal.SIGKILL], "nobody had to be killed a minute later"

@@ -32,12 +32,14 @@ from ftmon.protocol.messages.telemetry import (
 from ftmon.protocol.messages.wire import LossCounter
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import run_store
+from ftmon.trainer.launch.environment import executable_command
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
 
 
 def deepspeed(ranks):
-    return BIN / "deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())
+    words = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return executable_command(words, os.environ)
 
 
 def torchrun(ranks):

@@ -55,6 +55,24 @@ def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_fo
     assert (refused.returncode, absent.returncode) == (exits.RUN_USAGE, exits.NOT_STARTED)
 
 
+def test_a_script_of_an_environment_whose_path_has_a_space_is_started_by_its_interpreter(
+    home: Ftmon, tmp_path: Path
+) -> None:
+    folder = tmp_path / "my venv"
+    folder.mkdir()
+    (folder / "python3").symlink_to(sys.executable)
+    script = folder / "deepspeed"
+    script.write_text(f"#!{folder}/python3\nimport sys\nprint(sys.argv[1:])\n")
+    script.chmod(0o755)
+    home.environ["PATH"] = f"{folder}:{home.environ['PATH']}"
+    begun = [launch(home, "--", *words, "a b") for words in (["deepspeed"], [str(script)])]
+    begun.append(launch(home, "--", "./my venv/deepspeed", "a b", cwd=tmp_path))
+    for process in begun:
+        status, output, errors = follow_to_end(process)
+        assert status == 0, output + errors
+        assert "['a b']" in output
+
+
 def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_processes_are_ended(home: Ftmon) -> None:
     status, output, errors = follow_to_end(launch(home, "--", "sh", "-c", "sleep 300 & exit 3"))
     assert status == 3, errors

@@ -8,6 +8,7 @@ caller that is killed leaves its command running.
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,14 @@ import tempfile
 import threading
 from pathlib import Path
 
+# The kernel ends an interpreter's path at the first space.
+_SHEBANG = """\
+#!/bin/sh
+'''exec' {python} -S "$0" "$@"
+' '''
+"""
+
 _SSH = """\
-#!{python} -S
 # Stands in for ssh: options, a host, a command line for its shell.
 import json, socket, sys
 words = sys.argv[1:]
@@ -31,9 +38,9 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
 """
 
 _PDSH = """\
-#!{python}
-# Stands in for pdsh: runs the command on every host of -w, %n being the host's number.
-import subprocess, sys
+# Stands in for pdsh: runs the command on every host of -w, %n being the host's number. It quotes interpreter and
+# script, which neither pdsh nor DeepSpeed does: both could not run from a folder whose name has a space.
+import os, shlex, subprocess, sys
 words = sys.argv[1:]
 hosts, command = [], []
 while words:
@@ -46,7 +53,7 @@ while words:
     else:
         command = [word, *words]
         break
-line = " ".join(command)
+line = " ".join(shlex.quote(word) if os.path.exists(word) else word for word in command)
 if line.startswith("pkill"):
     sys.exit(0)
 started = [subprocess.Popen(["ssh", host, line.replace("%n", str(place))]) for place, host in enumerate(hosts)]
@@ -72,7 +79,8 @@ class RemoteShell:
         self._socket.bind(str(address))
         self._socket.listen()
         for name, text in (("ssh", _SSH), ("pdsh", _PDSH)):
-            (tools / name).write_text(text.format(python=sys.executable, address=str(address)))
+            words = {"python": shlex.quote(sys.executable), "address": str(address)}
+            (tools / name).write_text((_SHEBANG + text).format(**words))
             (tools / name).chmod(0o755)
         threading.Thread(target=self._serve, name="remote-shell", daemon=True).start()
 

@@ -1,9 +1,10 @@
-"""The environment of a job: the variable that names its run, the ranks' import hook, and PyTorch's flight recorder."""
+"""What a job is started with: its command, and its environment (its run, the import hook, the flight recorder)."""
 
 import contextlib
 import os
+import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,6 +35,23 @@ def job_environment(run: RunDir, base: Mapping[str, str]) -> dict[str, str]:
 def joined_environment(path: Path, join: JoinFile, base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a run's job on a further host; ``path`` is the file of ``join``."""
     return {**_watched(join.run, base), JOIN_ENV: str(path)}
+
+
+def executable_command(command: Sequence[str], environment: Mapping[str, str], cwd: str = ".") -> list[str]:
+    """Return a command with the interpreter in front of its script if the script's ``#!`` line does not work.
+
+    The kernel ends the interpreter's path at the first space. pip avoids that for the scripts it makes (``torchrun``),
+    not for those it copies, such as ``deepspeed``: in an environment whose path has a space they cannot be executed.
+    """
+    name = command[0]
+    program = os.path.join(cwd, name) if os.sep in name else shutil.which(name, path=environment.get("PATH")) or ""
+    with contextlib.suppress(OSError):
+        with open(program, "rb") as file:
+            mark, line = file.read(2), file.readline(1024)
+        interpreter = os.fsdecode(line.strip())
+        if mark == b"#!" and " " in interpreter and os.path.isfile(interpreter):
+            return [interpreter, program, *command[1:]]
+    return list(command)
 
 
 def _watched(run: str, base: Mapping[str, str]) -> dict[str, str]:

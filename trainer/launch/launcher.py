@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
 from ...protocol.run.starter import LauncherEnd, LauncherMessage
 from ..host import processes
 from ..host.end.terminate import sweep
-from .environment import job_environment
+from .environment import executable_command, job_environment
 from .hub_keeper import HubKeeper
 from .join import push
 from .slurm_notice import cancelled_in
@@ -110,7 +111,7 @@ class Launcher:
         if hosts is None:
             return
         if hosts.by_hand:
-            print_own(f"on each other host: ftmon run --join {join_path(self._run)} -- COMMAND")
+            print_own(f"on each other host: ftmon run --join {shlex.quote(str(join_path(self._run)))} -- COMMAND")
         try:
             problems = push(self._run, hosts, os.environ)
         except (FtmonError, OSError) as error:
@@ -122,7 +123,7 @@ class Launcher:
         """Start the job; return the error text, or an empty string."""
         try:
             self._job = subprocess.Popen(
-                command,
+                executable_command(command, environment, cwd),
                 cwd=cwd,
                 env=environment,
                 stdin=None if self._stdin else subprocess.DEVNULL,
@@ -306,7 +307,9 @@ class Launcher:
         if by_slurm:
             state, text = "stopped", f"{by_slurm} ({text})"
         elif end_request is not None:
-            state, text, cause = end_request.state, f"{end_request.text()} ({text})", cause or end_request.exit_cause
+            # ftmon's own signals ended a job that hung: its exit code says nothing, and is not the command's status.
+            how = "" if end_request.cause else f" ({text})"
+            state, text, cause = end_request.state, end_request.text() + how, cause or end_request.exit_cause
         else:
             state = "finished" if code == 0 else "failed"
         if left:

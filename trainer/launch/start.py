@@ -7,6 +7,7 @@ another host's run.
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.spawn import spawn_module
 from ...protocol.run.start_request import StartRequest, print_started, read_request
 from ..host.listen import check_free, parse_listen
-from .environment import joined_environment
+from .environment import executable_command, joined_environment
 from .join import free_listen, prepare
 from .multihost import find_hosts
 
@@ -96,7 +97,8 @@ def join_run(path: Path, command: Sequence[str]) -> NoReturn:
     print(
         f"ftmon: joining {join.id} on {join.host}; watch it there: ftmon attach {join.id}", file=sys.stderr, flush=True
     )
-    os.execvpe(command[0], list(command), joined_environment(path.absolute(), join, os.environ))
+    words = executable_command(command, os.environ)
+    os.execvpe(words[0], words, joined_environment(path.absolute(), join, os.environ))
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -111,7 +113,8 @@ def check_command(command: Sequence[str]) -> None:
     program = command[0]
     if shutil.which(program) is None:
         if os.path.isfile(program):
-            raise StartError(f"{program}: is not executable; run it with 'python {program}', or: chmod +x {program}")
+            quoted = shlex.quote(program)
+            raise StartError(f"{program}: is not executable; run it with 'python {quoted}', or: chmod +x {quoted}")
         raise StartError(f"{program}: command not found; check its spelling, or activate the environment that has it")
 
 

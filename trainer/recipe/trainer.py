@@ -1,5 +1,6 @@
 """The training of one rank: the loop over steps, evaluations, checkpoints and the final model."""
 
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,7 +207,7 @@ class Trainer(Stepper):
     def _finish(self, stopped: bool) -> None:
         state, log = self.state, self.world.log
         if stopped:
-            again = "resume with checkpoint.resume=" + str(self.output)
+            again = "resume with checkpoint.resume=" + shlex.quote(str(self.output))
             log(f"stopped on request after step {state.step} of {self.total_steps}; {again}")
             return
         if self.config.output.save_model:

@@ -7,7 +7,8 @@
   rank's process ended in an earlier poll than another rank that died of a signal sent by launchers, the lost peer is
   the alert, and that death its consequence.
 - A process that ended without sending ``Goodbye`` raises ``died``, with its exit code or signal and the last lines of
-  its log (including those of the next 3 s). After a failure of the same rank, only its exit status is added.
+  its log (including those of the next 3 s). If a library aborted it (SIGABRT), the reason is the line that it wrote,
+  and the death is no consequence of a lost peer. After a failure of the same rank, only its exit status is added.
 - Within 60 s of the first alert, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or by a lost peer, count as
   its consequences: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits with an error.
 - A launcher that ended before its ranks raises an alert, and later deaths of its ranks are consequences: ftmon ends
@@ -42,6 +43,7 @@ from .facts import (
     ProcessDeath,
     ScriptFailure,
 )
+from .tracebacks import AbortReader
 
 LOG_LINES = 12
 HELD_S = 3.0
@@ -59,6 +61,7 @@ _LOST_PEER = (
     "socket closed",
     "connectionreseterror",
 )
+_ABORTED = {signal.SIGABRT, -signal.SIGABRT, 128 + signal.SIGABRT}
 _FOLLOWING_SIGNALS = {2, 6, 9, 15}
 _FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
 
@@ -96,7 +99,10 @@ class DeathDetector:
         self._first: tuple[float, Matter] | None = None
         """Time and matter of the first failure or death."""
         self._followers: dict[int, Follower] = {}
-        self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
+        self._aborts: dict[int, AbortReader] = {}
+        self._generating = False
+        """Whether a rank lost its connection while it generated."""
+        self._awaiting_logs: dict[int, tuple[float, Finding]] = {}
         self._maybe_intended: list[tuple[float, Matter]] = []
         """Time and matter of deaths that the program which started the rank may have caused."""
 
@@ -105,7 +111,9 @@ class DeathDetector:
         lines = self._logs.get(line.rank)
         if lines is None:
             lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
+            self._aborts[line.rank] = AbortReader()
         lines.append(line.text)
+        self._aborts[line.rank].read(line.text)
 
     def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
         """Record that the job's command ended before its ranks; their later deaths are consequences.
@@ -138,6 +146,7 @@ class DeathDetector:
         ):
             return []
         if is_lost_peer(failure.error):
+            self._generating |= failure.phase == "generate" or ", in generate\n" in failure.traceback
             if self._recent(t):
                 return self._followed(t, failure.rank, failure.error)
             self._held.append((t, failure, bool(kill_asked - {failure.rank})))
@@ -176,7 +185,9 @@ class DeathDetector:
             self._held_gone[rank] = t
             return []
         asked = rank in kill_asked
-        by_launcher = not asked and not _by_kernel(kill) and self._follows(state)
+        reason = "" if asked else self._abort_reason(rank, state)
+        explained = _by_kernel(kill) or (bool(reason) and not is_lost_peer(reason))
+        by_launcher = not asked and not explained and self._follows(state)
         earlier = self._raise_earlier(t, rank) if by_launcher else []
         if earlier:
             raised = self._failed.get(rank)
@@ -184,14 +195,16 @@ class DeathDetector:
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
             return self._followed(t, rank, ended)
         facts = ProcessDeath(
-            state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure, alone
+            *(state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure, alone),
+            reason=reason,
+            generating=self._generating or phase == "generate",
         )
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
         self.trouble(t, finding.matter)
         self._died.add(rank)
         if not asked and (facts.by_signal == signal.SIGTERM or (phase == "idle" and facts.by_signal is None)):
             self._maybe_intended.append((t, finding.matter))
-        self._awaiting_logs[rank] = (t, finding.matter)
+        self._awaiting_logs[rank] = (t, finding)
         return [finding, *self._release(t)]
 
     def tick(self, now: float, over: bool = False, succeeded: bool = False) -> list[Finding]:
@@ -209,11 +222,29 @@ class DeathDetector:
             self._maybe_intended = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             findings += self._raise_held(now, 0)
-        for rank, (since, matter) in list(self._awaiting_logs.items()):
+        for rank, (since, found) in list(self._awaiting_logs.items()):
             if over or now - since > HELD_S:
                 del self._awaiting_logs[rank]
-                findings.append(added(matter, LastLog(self._log_of(rank))))
+                findings += self._log_read(rank, found)
         return findings
+
+    def _log_read(self, rank: int, found: Finding) -> list[Finding]:
+        """Add a dead rank's last lines, and the reason if it was among them; ``found`` is the finding of its death."""
+        facts: ProcessDeath = found.facts
+        log = self._log_of(rank)
+        reason = "" if facts.asked else self._abort_reason(rank, facts)
+        now = msgspec.structs.replace(facts, log=log, reason=reason, generating=facts.generating or self._generating)
+        findings = [added(found.matter, LastLog(log))]
+        if (now.reason, now.reason and now.generating) != (facts.reason, facts.reason and facts.generating):
+            findings.insert(0, msgspec.structs.replace(found, facts=now, state="explained"))
+            if self._first is not None and self._first[1] == found.matter and self._followers:
+                findings.append(added(found.matter, Followed(dict(self._followers))))
+        return findings
+
+    def _abort_reason(self, rank: int, end: RankState | ProcessDeath) -> str:
+        """Return the reason in a rank's output for which native code aborted it; empty: none, or another ending."""
+        found = self._aborts.get(rank)
+        return found.reason if found is not None and {end.signal, end.exit_code} & _ABORTED else ""
 
     def _raise_earlier(self, t: float, rank: int) -> list[Finding]:
         """Raise one failure held back that is earlier than a rank's death at ``t``; return an empty list if none is.

@@ -54,6 +54,10 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     pressure: HostPressure | None = None
     alone: bool = False
     """Whether the run has no other rank."""
+    reason: str = ""
+    """The reason in its output for which native code aborted it; empty: none, or another ending."""
+    generating: bool = False
+    """Whether it, or a rank that lost its connection to it, was generating."""
 
     @property
     def by_signal(self) -> int | None:

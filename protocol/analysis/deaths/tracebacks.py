@@ -1,4 +1,4 @@
-"""Finds the error that ended a program in its output, with or without a traceback; and the port named by an error."""
+"""Finds the error that ended a program in its output: an exception, a refusal, an abort; and a port in its words."""
 
 import re
 from collections.abc import Iterable
@@ -12,8 +12,14 @@ _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
 """A message may start with a newline, in which case the space before it may be stripped."""
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
-_LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
-"""Exceptions that a launcher raises because one of its processes failed; never the cause."""
+_LAUNCHER_TYPES = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "SignalException",
+)
+"""Exceptions that a launcher raises because one of its processes failed, or because it was ended; never the cause."""
 _BY_PYTHON = "can't open file|can't find '__main__'|No module named|Error while finding module specification"
 _REFUSALS = (
     re.compile(rf"^(\S+): ((?:{_BY_PYTHON}) .+)$"),
@@ -28,6 +34,26 @@ _REFUSALS = (
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
+_ABORTS = (
+    # PyTorch's watchdog of NCCL
+    (
+        "Watchdog caught",
+        re.compile(r"(?:\[Rank \d+\] )?Watchdog caught collective operation timeout: .*?(?:timing out|$)"),
+    ),
+    # assert of C, and of CUDA's kernels
+    ("Assertion ", re.compile(r"\S+:\d+: .*Assertion .* failed")),
+    # glog
+    ("Check failed: ", re.compile(r"Check failed: .+")),
+    # glibc's checks of the heap and the stack
+    ("(): ", re.compile(r"^(?:free|malloc|realloc|munmap_chunk|malloc_consolidate|_int_malloc)\(\): .+")),
+    ("corrupt", re.compile(r"^(?:double free or corruption|corrupted (?:size|double-linked)).*")),
+    ("detected ***", re.compile(r"^\*\*\* .+ detected \*\*\*.*")),
+)
+"""Lines that a library writes before it aborts the process, each with a part of it that is quickly searched."""
+_THROWN = re.compile(r"terminate called after throwing an instance of '(.+)'")
+_WHAT = re.compile(r"^\s*what\(\): +(.+)$")
+_ENFORCE = re.compile(r"^\[enforce fail at [^\]]+\] ")
+_ABORT_CHARACTERS = 1000
 
 
 class RaisedException(msgspec.Struct, frozen=True):
@@ -67,6 +93,29 @@ class RaisedException(msgspec.Struct, frozen=True):
         """Type and first line of the message: ``ValueError: no such dataset``."""
         first = next((line.strip() for line in self.message.splitlines() if any(map(str.isalnum, line))), "")
         return f"{self.kind}: {first}" if first else self.kind
+
+
+class AbortReader:
+    """Finds the reason for which native code aborts a process, in its output."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """The latest reason; empty: none."""
+        self._thrown = ""
+        """Type of the C++ exception that nothing caught."""
+
+    def read(self, line: str) -> None:
+        """Process one line of the output."""
+        line = line[:_ABORT_CHARACTERS]
+        for part, pattern in _ABORTS:
+            if part in line and (found := pattern.search(line)) is not None:
+                self.reason = found[0].rstrip(".")
+                return
+        if (found := _THROWN.search(line)) is not None:
+            self._thrown = found[1]
+            self.reason = self.reason or f"an uncaught C++ exception: {self._thrown}"
+        elif self._thrown and (found := _WHAT.match(line)) is not None:
+            self.reason = f"{self._thrown}: {_ENFORCE.sub('', found[1])}".rstrip(".")
 
 
 def last_exception(lines: Iterable[str]) -> RaisedException | None:

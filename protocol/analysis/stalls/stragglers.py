@@ -8,19 +8,26 @@ is the median over its steps of its own work minus the median of the other ranks
   whose waiting is not measurable, or that are not in step with each other, are not compared;
 - no rank waited less than it by half of the excess: with two slow ranks, the others wait for the slower one.
 
-It is a straggler if ``FAST_BLOCKS`` consecutive blocks count against it, with similar excesses and own work
-``FAST_RATIO`` times the others', and it was rarely that much faster than them before; or if all but one of
-``LONG_BLOCKS`` count. Ranks with batches of random length rarely reach either condition, because the sign of their
-excess is random. The finding is resolved if all but one of ``FAST_BLOCKS`` blocks do not count, or less than half of
-``LONG_BLOCKS`` do. After each end the long window doubles, up to ``LONGEST_BLOCKS``, and after the second end the short
-condition no longer applies, so that ranks that are slow by turns raise only a few alerts in a long run.
+It is a straggler in each of these cases:
+
+- ``FAST_BLOCKS`` consecutive blocks count against it, with similar excesses and own work ``FAST_RATIO`` times the
+  others', and it was rarely that much faster than them before;
+- the same for ``GROSS_BLOCKS`` blocks or more that together last as long as ``FAST_BLOCKS`` of the shortest, if the
+  excess is ``GROSS_SHARE`` of each step, its own work ``GROSS_RATIO`` times the others', both are steady, and hardly
+  any block counted before, or counts now against another rank: random lengths of a few values are steady for 4 steps;
+- all but one of ``LONG_BLOCKS`` count.
+
+Ranks with batches of random length rarely reach any of these, because the sign of their excess is random. The finding
+is resolved if all but one of ``FAST_BLOCKS`` blocks do not count, or less than half of ``LONG_BLOCKS`` do. After each
+end the long window doubles, up to ``LONGEST_BLOCKS``, and after the second end only the long condition applies, so that
+ranks that are slow by turns raise only a few alerts in a long run.
 
 Ranks with different numbers of micro-steps are also compared by the work of one micro-step, and the smaller excess
 counts, because more micro-steps are not slowness.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Literal
 
@@ -38,6 +45,11 @@ RATIO_DEVICE = 1.25
 """``RATIO`` for device times, which are less noisy: ranks do not share a device as they share cores."""
 FAST_BLOCKS = 8
 FAST_RATIO = 1.7
+GROSS_BLOCKS = 4
+GROSS_RATIO = 2.0
+GROSS_SHARE = 0.4
+GROSS_ALIKE = 1.5
+"""``ALIKE`` for the own work of the rank and of the others: fewer blocks must differ less."""
 LONG_BLOCKS = 24
 LONGEST_BLOCKS = 384
 HISTORY = 128
@@ -211,13 +223,16 @@ class Stragglers:
             if not block.fine():
                 add_parts(block, number, [works for _, works in steps])
             rank.add(block, RATIO_DEVICE if self.device else RATIO)
-            findings += self._judge(t, steps[-1][0], number, rank, steps[-1][1][number].measured)
+        for number in blocks:
+            findings += self._judge(t, steps[-1][0], number, self._ranks[number], steps[-1][1][number].measured)
         return findings
 
     def _judge(self, t: float, step: int, number: int, rank: _Rank, measured: bool) -> list[StragglerFinding]:
         if rank.facts is None:
-            if (self._ended < 2 and _is_plain(rank)) or _is_lasting(rank, LONG_BLOCKS << self._ended):
+            window = _plain_blocks(rank, self._ranks.values()) if self._ended < 2 else []
+            if not window and _is_lasting(rank, LONG_BLOCKS << self._ended):
                 window = list(rank.blocks)[-FAST_BLOCKS:]
+            if window:
                 rank.facts, rank.reported_at = self._facts(number, step, window, measured), t
                 rank.counted.clear()  # its end is judged by what follows
                 return [StragglerFinding(rank.facts)]
@@ -261,15 +276,50 @@ class Stragglers:
         )
 
 
-def _is_plain(rank: _Rank) -> bool:
-    """Return whether the last blocks are sufficiently many and similar (the fast condition)."""
+def _plain_blocks(rank: _Rank, ranks: Iterable[_Rank]) -> list[Block]:
+    """Return the last blocks if they are sufficiently many and similar, or gross (the fast condition); else empty."""
     window = list(rank.blocks)[-FAST_BLOCKS:]
     if len(window) < FAST_BLOCKS or not all(block.counts(FAST_RATIO) for block in window):
-        return False
-    middle = median_high([block.excess for block in window])
-    if not all(middle / ALIKE <= block.excess <= middle * ALIKE for block in window):
-        return False
-    return sum(excess < -middle / 2 for excess in rank.excesses) <= LIGHTER_SHARE * len(rank.excesses)
+        window = _gross_blocks(window)
+        if window and not _is_first_to_count(rank, ranks):
+            return []
+    if not window:
+        return []
+    excesses = [block.excess for block in window]
+    middle = median_high(excesses)
+    rarely_faster = sum(excess < -middle / 2 for excess in rank.excesses) <= LIGHTER_SHARE * len(rank.excesses)
+    return window if rarely_faster and _are_alike(excesses, ALIKE) else []
+
+
+def _gross_blocks(window: Sequence[Block]) -> list[Block]:
+    """Return the last ``GROSS_BLOCKS`` blocks or more if the rank is grossly and steadily slow in them; else empty."""
+    least_us = FAST_BLOCKS * BLOCK_US
+    for count in range(GROSS_BLOCKS, len(window) + 1):
+        last = list(window[-count:])
+        if sum(block.wall * block.steps for block in last) >= least_us:
+            break
+    else:
+        return []
+    gross = all(block.counts(GROSS_RATIO) and block.excess >= GROSS_SHARE * block.wall for block in last)
+    steady = all(_are_alike([getattr(block, name) for block in last], GROSS_ALIKE) for name in ("own", "others"))
+    return last if gross and steady else []
+
+
+def _is_first_to_count(rank: _Rank, ranks: Iterable[_Rank]) -> bool:
+    """Return whether blocks rarely counted against any rank before those that now count against this one in a row."""
+    count = total = 0
+    for one in ranks:
+        counted = list(one.counted)[-HISTORY:]
+        while one is rank and counted and counted[-1]:
+            counted.pop()
+        count += sum(counted)
+        total += len(counted)
+    return count <= LIGHTER_SHARE * total
+
+
+def _are_alike(values: Sequence[float], factor: float) -> bool:
+    middle = median_high(values)
+    return all(middle / factor <= value <= middle * factor for value in values)
 
 
 def _is_lasting(rank: _Rank, length: int) -> bool:

@@ -25,6 +25,10 @@ from .endings import library_hint, signal_hint
 from .words import Added, Words, sentence, stop
 
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
+_SYNCED = (
+    "Under ZeRO-3 and FSDP each forward of a generation is a collective, and a rank whose texts end early leaves the "
+    "others alone in it: pass synced_gpus=True to generate."
+)
 _MOST_ERROR = 500
 """Characters. Errors of ftmon's own trainer end with the remedy and must not be cut off."""
 
@@ -63,11 +67,17 @@ def died(finding: Finding) -> Words:
     hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
     if signal == signals.SIGKILL and not facts.asked:
         how, hint = _killer(how, hint, facts)
+    synced = ""
+    if facts.reason:
+        how = f"aborted{' in generate' if facts.generating else ''}: {first_line(facts.reason, _MOST_ERROR)}"
+        hint = sentence(library_hint(facts.reason))
+        synced = _SYNCED if facts.generating else ""
     others = "" if facts.alone else " The other ranks cannot continue without it; launchers end them too."
     return Words(
         f"rank {finding.rank} {how}{', as asked' if facts.asked else ''}",
         f"The process of rank {finding.rank} (pid {facts.pid}) is gone: {facts.state or ending}."
         f"{f' {hint}' if hint and not facts.asked else ''}{others}",
+        synced,
     )
 
 
@@ -91,6 +101,8 @@ def evidence(finding: Finding) -> dict[str, Any]:
     if isinstance(facts, ProcessDeath):
         found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal}
         found["log"] = facts.log
+        if facts.reason:
+            found |= {"reason": facts.reason, "generating": facts.generating}
         if (kill := facts.kernel_kill) is not None:
             found["kernel_kill"] = {
                 **msgspec.to_builtins(kill),
@@ -115,7 +127,7 @@ def ended(facts: Ended) -> Added:
 
 def log_read(facts: LastLog) -> Added:
     """Return the addition with the last lines of a dead rank."""
-    return Added("log", {"log": facts.log}, sentence(library_hint("\n".join(facts.log))))
+    return Added("log", {"log": facts.log})
 
 
 def followed(facts: Followed) -> Added:

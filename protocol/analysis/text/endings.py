@@ -23,4 +23,6 @@ def library_hint(text: str) -> str:
     """Return the meaning of a communication library's last message; empty if unknown."""
     if "op.preamble.length" in text:  # gloo: a peer sent more than was expected
         return "gloo aborted because ranks entered one collective with tensors of different sizes (shapes)"
+    if "Watchdog caught collective operation timeout" in text:
+        return "NCCL's watchdog aborted it: a rank did not enter this collective in time, or entered another one"
     return ""

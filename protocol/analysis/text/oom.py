@@ -230,11 +230,12 @@ def _numbers(oom: Oom) -> str:
 
 
 def _remedy_sentences(remedies: list[Remedy]) -> str:
-    shown = [f"{number}. {_remedy(remedy)}" for number, remedy in enumerate(remedies[:_REMEDIES_TOLD], 1)]
+    shown = [f"{number}. {remedy_words(remedy)}" for number, remedy in enumerate(remedies[:_REMEDIES_TOLD], 1)]
     return f"To try, in this order: {' '.join(shown)}" if shown else ""
 
 
-def _remedy(remedy: Remedy) -> str:
+def remedy_words(remedy: Remedy) -> str:
+    """Return a remedy with the bytes that it frees and its setting."""
     frees = f" (frees {remedy.bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
     setting = f" {remedy.setting}." if remedy.setting else ""
     return f"{remedy.text}{frees}{setting}".replace("  ", " ")

@@ -49,6 +49,25 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             f"The process of rank 1 (pid 101) is gone: killed by SIGSEGV. Possibly: a crash in native code. {GONE}",
         ),
         (
+            death(-6),
+            "rank 1 killed by SIGABRT",
+            "The process of rank 1 (pid 101) is gone: killed by SIGABRT. Possibly: native code aborted: an assertion, "
+            f"or NCCL's watchdog after a timeout. {GONE}",
+        ),
+        (
+            death(-6, reason="ring.cc:12: reduce: Assertion `size > 0' failed"),
+            "rank 1 aborted: ring.cc:12: reduce: Assertion `size > 0' failed",
+            f"The process of rank 1 (pid 101) is gone: killed by SIGABRT. {GONE}",
+        ),
+        (
+            death(-6, reason="gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4", generating=True),
+            "rank 1 aborted in generate: gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4",
+            "The process of rank 1 (pid 101) is gone: killed by SIGABRT. Gloo aborted because ranks entered one "
+            f"collective with tensors of different sizes (shapes). {GONE} Under ZeRO-3 and FSDP each forward of a "
+            "generation is a collective, and a rank whose texts end early leaves the others alone in it: pass "
+            "synced_gpus=True to generate.",
+        ),
+        (
             death(signal=9, asked=True),
             "rank 1 killed by SIGKILL, as asked",
             f"The process of rank 1 (pid 101) is gone: killed by SIGKILL. {GONE}",
@@ -124,11 +143,6 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str)
         (Ended(1, None), {"ended": "exit code 1"}, "It ended: exit code 1."),
         (Ended(None, None), {"ended": "exit status unknown"}, ""),
         (LastLog(["a"]), {"log": ["a"]}, ""),
-        (
-            LastLog([GLOO]),
-            {"log": [GLOO]},
-            "Gloo aborted because ranks entered one collective with tensors of different sizes (shapes).",
-        ),
         (
             Followed(
                 {3: Follower(0.5, ["closed by peer\nmore", Ended(None, 15)]), 2: Follower(1, [Ended(None, None)])}

@@ -76,6 +76,33 @@ def test_the_smaller_the_excess_the_longer_it_must_last(excess: float, steps: in
     assert len(findings) == found
 
 
+def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps() -> None:
+    judge, found = play(slow(-1), steps=40)
+    _, found = play(slow(1, data=900.0), steps=5, judge=judge, first=41)
+    assert [(one.facts.rank, one.facts.slow_at, one.facts.steps) for one in found] == [(1, "data", 4)]
+    assert found[0].facts.own_us == pytest.approx(1_000_000, rel=0.05), "the steps before do not count"
+    _, found = play(lambda rank, step: {"data": 500.0 + 8_000.0 * rank}, steps=6)
+    assert [finding.facts.rank for finding in found] == [1], "from the start, after the steps of warm-up"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_longer_one_four_times(
+    ranks: int,
+) -> None:
+    alarms = 0
+    for seed in range(40):
+        noise = random.Random(seed)
+        draws = [500.0, 500.0, 500.0, 2_000.0]
+        _, found = play(lambda rank, step: {"forward": noise.choice(draws)}, ranks=ranks, steps=100)  # noqa: B023
+        alarms += bool(found)
+    assert alarms <= 1
+
+
+def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
+    _, found = play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)
+    assert found == []
+
+
 def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
     _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
     assert found[0].facts.slow_at == EVERYWHERE

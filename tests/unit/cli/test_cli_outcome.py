@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages import control, telemetry, wire
+from ftmon.protocol.messages.oom import OomReport, OomVerdict, Remedy
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.cli.foreground import outcome
@@ -106,6 +107,27 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     assert not any("rank 0|" in line for line in lines)
     told = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model, output_printed=True))
     assert told[0] == f"{run.id} failed: exit code 2"
+
+
+def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_that_explains_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo-1")
+    run.logs.mkdir(parents=True)
+    error = telemetry.Oom(1, 7, "forward", 11.0, 2**30, 0, 2**33, 2**32, 2**32)
+    remedies = [
+        Remedy("micro_batch", "halve the micro-batch", "micro_batch=1", 2**30, "about"),
+        Remedy("zero", "shard"),
+    ]
+    report = OomReport(1, 7, "forward", 11.0, error, OomVerdict("activations", "activations", "text"), remedies)
+    alert = control.Alert(1, "oom", "error", 11.0, "rank 1 out of memory", rank=1)
+    end = ExitFile(1, 12.0, "failed", "exit code 1")
+    lines = list(outcome.closing_lines(run, end, model_with(report, alert)))
+    assert lines[1:4] == [
+        "why:        rank 1 out of memory",
+        "try first:  halve the micro-batch (frees about 1.00 GiB) micro_batch=1.",
+        "details:    ftmon oom demo-1",
+    ]
+    without = list(outcome.closing_lines(run, end, model_with(alert)))
+    assert without[1:] == ["why:        rank 1 out of memory", f"logs:       {run.logs}"], "ftmon oom knows no more"
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])

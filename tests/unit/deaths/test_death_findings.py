@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
 from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
+from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution
+from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.messages.jobs import Job
@@ -41,6 +43,46 @@ def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from
     assert list(follows.facts.followers) == [0]
     assert follows.facts.followers[0].events == [Ended(None, 15)]
     assert deaths.tick(20.0) == []
+
+
+GLOO = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?",
+)
+REASON = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?"
+
+
+def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_although_its_peer_ended_before():
+    deaths = DeathDetector(OomDetector())
+    for line in (*GLOO, *["frame"] * 20):
+        deaths.log(LogLine(0, 0.0, "err", line))
+    deaths.failure(10.0, Failure(1, 7, "generate", 10.0, LOST), set())
+    assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
+    found, follows = deaths.process_gone(10.8, gone(0, signal=6), set())
+    assert (found.matter, found.facts.reason, found.facts.generating) == (Matter("died", 0), REASON, True)
+    assert list(follows.facts.followers) == [1]
+
+
+def test_a_reason_that_is_read_after_the_death_is_added_to_it_with_what_followed():
+    deaths = DeathDetector(OomDetector())
+    (found,) = deaths.process_gone(10.0, gone(0, code=-6), set())
+    assert found.facts.reason == ""
+    deaths.log(LogLine(0, 0.0, "err", GLOO[0]))
+    deaths.log(LogLine(0, 0.0, "err", GLOO[1]))
+    deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
+    explained, last, followed = deaths.tick(11.0, over=True)
+    assert (explained.matter, explained.state, explained.facts.reason) == (found.matter, "explained", REASON)
+    assert explained.facts.generating
+    assert (last.facts, list(followed.facts.followers)) == (LastLog(list(GLOO)), [1])
+
+
+def test_what_a_library_wrote_is_not_the_reason_of_another_ending():
+    deaths = DeathDetector(OomDetector())
+    for line in GLOO:
+        deaths.log(LogLine(0, 0.0, "err", line))
+    (found,) = deaths.process_gone(10.0, gone(0, signal=9), set())
+    assert found.facts.reason == ""
+    assert [one.state for one in deaths.tick(20.0)] == ["added"]
 
 
 @pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
@@ -167,6 +209,42 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     (second,) = new.alerts("died")
     assert second.id > first.id
     assert (second.time > first.time, second.count) == (True, 1)
+
+
+NO_STEP = {"ranks": 1, "end": "exit code 1", "exit_code": 1}
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "told"),
+    [
+        ([Failure(0, 0, "init", 1.0, "KeyError: 'ids'")], "KeyError: 'ids'", 0),
+        ([Failure(0, 0, "init", 1.0, LOST)], "KeyError: 'ids'", 1),
+        ([Failure(0, 0, "init", 1.0, LOST)], LOST, 0),
+        ([], "KeyError: 'ids'", 1),
+    ],
+    ids=["the same error", "a nearer cause", "the same lost peer", "nothing else"],
+)
+def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure(
+    make_sim: Any, ends: list[Any], error: str, told: int
+):
+    sim = make_sim(1)
+    sim.begin()
+    sim.feed(*ends)
+    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
+    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
+
+
+@pytest.mark.parametrize(("error", "told"), [("", 0), (LOST, 0), ("KeyError: 'ids'", 1)])
+def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_death(
+    make_sim: Any, error: str, told: int
+):
+    sim = make_sim(2)
+    sim.begin()
+    sim.fact(0, alive=False, signal=11)
+    sim.wait(1)
+    assert sim.alerts("died")
+    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
+    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -5,7 +5,7 @@ import socket
 import sysconfig
 
 import pytest
-from ftmon.protocol.analysis.deaths.tracebacks import address_in_use, last_exception
+from ftmon.protocol.analysis.deaths.tracebacks import AbortReader, address_in_use, last_exception
 from ftmon.trainer.host.port_holders import holder_of
 
 IN_USE = (
@@ -158,6 +158,57 @@ def test_a_launcher_s_own_exception_is_told_where_nothing_else_is() -> None:
 
 def test_output_without_a_whole_traceback_names_none() -> None:
     assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
+
+
+WATCHDOG = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=1, "
+    "NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            [
+                "terminate called after throwing an instance of 'std::system_error'",
+                "  what():  Operation not permitted",
+            ],
+            "std::system_error: Operation not permitted",
+        ),
+        (["terminate called after throwing an instance of 'int'", "more"], "an uncaught C++ exception: int"),
+        (
+            ["python3: ring.cc:12: reduce: Assertion `size > 0' failed."],
+            "ring.cc:12: reduce: Assertion `size > 0' failed",
+        ),
+        (
+            ["/aten/Indexing.cu:1553: select: block: [0,0,0], thread: [1,0,0] Assertion `i < size` failed."],
+            "/aten/Indexing.cu:1553: select: block: [0,0,0], thread: [1,0,0] Assertion `i < size` failed",
+        ),
+        (
+            ["F1128 10:00:00.1 7 transport.cc:12] Check failed: peer >= 0 (-1 vs. 0)"],
+            "Check failed: peer >= 0 (-1 vs. 0)",
+        ),
+        (["free(): invalid pointer"], "free(): invalid pointer"),
+        (["double free or corruption (out)"], "double free or corruption (out)"),
+        (["*** stack smashing detected ***: terminated"], "*** stack smashing detected ***: terminated"),
+        (
+            [
+                f"[rank1]:[E1128 10:00:00.123 ProcessGroupNCCL.cpp:682] {WATCHDOG}.",
+                "terminate called after throwing an instance of 'c10::DistBackendError'",
+                f"  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {WATCHDOG}.",
+                "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in /x/libc10.so)",
+            ],
+            WATCHDOG,
+        ),
+        (["AssertionError: Assertion failed", "  what():  nothing was thrown", "malloc() is fine: yes"], ""),
+    ],
+)
+def test_the_reason_of_an_abort_is_what_the_library_wrote(lines: list[str], reason: str) -> None:
+    reader = AbortReader()
+    for line in lines:
+        reader.read(line)
+    assert reader.reason == reason
 
 
 @pytest.mark.parametrize(

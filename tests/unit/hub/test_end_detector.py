@@ -38,6 +38,17 @@ def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path, state: str, sev
     assert (found and found.severity) == severity
 
 
+def test_a_hung_run_that_ftmon_ended_has_no_other_cause(tmp_path: Path) -> None:
+    ended = detector(tmp_path, 1)
+    (tmp_path / "run" / "logs" / "launcher.log").write_text(
+        'Traceback (most recent call last):\n  File "/lib/torchrun", line 8, in <module>\n'
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
+    )
+    assert ended.no_step(ExitFile(1, 3.0, "failed", "ended by --on-hang kill: rank 0 waits", "hang")) is None
+    found = ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
+    assert facts(found, "error").error == "", "a signal that a launcher received is no error of the job"
+
+
 def test_a_run_whose_ranks_reported_no_step_may_have_trained_in_processes_that_they_started(tmp_path: Path) -> None:
     ended = detector(tmp_path, 1)
     ended.note(Hello(0, 0, 1, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))

@@ -1,7 +1,12 @@
-"""How a fault is asked for."""
+"""How a fault is asked for, and how much a slow rank is slowed."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ftmon.protocol.errors import UsageError
+from ftmon.trainer.recipe.faults.make import FaultMaker
 from ftmon.trainer.recipe.faults.spec import DEFAULT_STEP, KINDS, Fault, parse
 
 
@@ -31,3 +36,18 @@ def test_anything_else_is_refused_with_one_clear_line(text: str, words: str) -> 
     with pytest.raises(UsageError) as raised:
         parse(text, 2)
     assert words in str(raised.value)
+
+
+def test_a_slow_rank_s_steps_do_not_grow_with_their_number_or_the_micro_steps() -> None:
+    world: Any = SimpleNamespace(rank=0, size=1, on_gpu=False)
+    faults = FaultMaker(Fault("slow", 0, 8), world, engine=None)
+    durations: list[float] = []
+    for step in range(1, 21):
+        began = time.perf_counter()
+        faults.begin(step)
+        for _ in range(4):
+            faults.in_data()
+            time.sleep(0.005)
+        durations.append(time.perf_counter() - began)
+    usual, slow = sorted(durations[2:7])[2], sorted(durations[-5:])[2]
+    assert 2 * usual < slow < 4 * usual

@@ -138,10 +138,10 @@ class EndDetector:
     def no_step(self, end: ExitFile, unhooked: UnhookedFacts | None = None) -> Finding | None:
         """Return the finding that a run ended without a step.
 
-        None if there were steps, if an earlier run had completed them all, or if the run was stopped. ``unhooked``: a
-        process that was not monitored.
+        None if there were steps, if an earlier run had completed them all, or if the run was ended: on request, or
+        because it hung. ``unhooked``: a process that was not monitored.
         """
-        if end.state == "stopped" or self.stepped or (self._resumed and end.state == "finished"):
+        if end.state == "stopped" or end.cause == "hang" or self.stepped or (self._resumed and end.state == "finished"):
             return None
         last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
         facts = NoStepFacts(end.text, end.exit_code, len(self._hellos), last_lines=last)

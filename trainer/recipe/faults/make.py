@@ -56,8 +56,10 @@ class FaultMaker:
         if fault is None or self._step < fault.step:
             return
         if fault.kind == "slow":
-            self._worked_s = statistics.median(self._durations_s or [0.0]) * _SLOW_SHARE or 0.2
-            _work(self._worked_s)
+            if not self._worked_s:  # once in a step, not in each micro-step
+                began = time.perf_counter()
+                _work(statistics.median(self._durations_s or [0.0]) * _SLOW_SHARE or 0.2)
+                self._worked_s = time.perf_counter() - began
         elif fault.kind == "stop" and self._now("stop"):
             _announce("stops itself (SIGSTOP)")
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ....protocol.analysis.text.oom import remedy_words
 from ....protocol.errors import RunDirError
 from ....protocol.run import exits
 from ....protocol.run.failure import FATAL, first_failure, standing
@@ -43,6 +44,10 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
     if end.state == "failed" and (first := first_failure(model.alerts)) is not None:
         yield f"why:        {sanitize(first.title)}"
+        case = model.ooms.of_rank(first.rank) if first.kind == "oom" and first.rank is not None else None
+        if case is not None:
+            yield from (f"try first:  {sanitize(remedy_words(remedy), _LINE_LENGTH)}" for remedy in case.remedies[:1])
+            yield f"details:    ftmon oom {shlex.quote(run.id)}"
     if model.has_jobs:
         bad = failed(model.jobs)
         yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")

@@ -1,6 +1,7 @@
 """The terminal side's checks of ``ftmon doctor``: terminal, run directory, NVML."""
 
 import os
+import shlex
 import stat
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def _exposure(runs: Path) -> tuple[State, str, str] | None:
     if hasattr(os, "getuid") and info.st_uid != os.getuid():
         return "error", f"{runs}: belongs to another user", _ELSEWHERE
     if stat.S_IMODE(info.st_mode) & 0o077:
-        return "warning", f"{runs}: is open to other users", f"chmod 700 {runs}"
+        return "warning", f"{runs}: is open to other users", f"chmod 700 {shlex.quote(str(runs))}"
     return None
 
 

@@ -153,7 +153,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
         _let_go_of_stdin()
     hosts = started.read_run().options.multihost
     if hosts is not None and hosts.by_hand:
-        print(f"on each other host: ftmon run --join {join_path(started)} -- COMMAND", flush=True)
+        print(f"on each other host: ftmon run --join {shlex.quote(str(join_path(started)))} -- COMMAND", flush=True)
     if arguments.listen:
         from ..watch.remote import listen_line
 
