@@ -126,6 +126,7 @@ KEYS: dict[str, Shown] = {
     "hung": Shown("ranks that hang"),
     "waiting": Shown("ranks that wait"),
     "differs": Shown("ranks that differ"),
+    "generating": Shown("in generation"),
     "contradicted": Shown("NCCL's own counters differ"),
     "where": Shown("where", by="rank"),
     "ranks": Shown("ranks", by="rank"),
