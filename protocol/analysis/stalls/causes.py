@@ -19,7 +19,8 @@ class Spot:
     line: str
     """``train.py:41``; empty: unknown."""
     call: str
-    """What the script called there, or the collective that it waits for; empty: unknown."""
+    """What the script called there, ``save_checkpoint`` or ``step()``, or the collective that it waits for; empty:
+    unknown."""
     step: int
     """The step that it is in, or its last finished one."""
     in_step: bool
@@ -59,11 +60,12 @@ def cause_of(verdict: Verdict) -> Cause | None:
     left = {view.rank for view in views if any(_has_left(view, other) for other in views)}
     gathers = [spot.gathers for spot in spots.values()]
     single = _apart(views)
+    # A loop around the gather itself is not the training's.
+    if len(set(gathers)) > 1 and any(spot.call == GATHERED for rank, spot in spots.items() if rank not in left):
+        return _cause("unequal_gathers", spots, [rank for rank, one in spots.items() if one.gathers == max(gathers)])
     if left:
         spots |= {rank: replace(spots[rank], step=verdict.views[rank].step - 1, in_step=False) for rank in left}
         return _cause("left_loop", spots, left)
-    if any(spot.call == GATHERED for spot in spots.values()) and len(set(gathers)) > 1:
-        return _cause("unequal_gathers", spots, [rank for rank, one in spots.items() if one.gathers == max(gathers)])
     if single:
         return _cause("not_on_all_ranks", spots, single)
     if sizes:
@@ -90,9 +92,10 @@ def _spot(view: RankView, verdict: Verdict | None = None) -> Spot:
     found, step = view.evidence, view.place_in_step
     place = found.place if found is not None else None
     call = place.call if place is not None else ""
-    if place is not None and not place.for_all and not step[1]:
+    if place is not None and not place.for_all:
         unfinished = [each.name for each in found.calls.recent if each.done is False] if found is not None else []
-        call = view.inside or next(iter(unfinished), call)
+        waits_in = "" if step[1] else view.inside or next(iter(unfinished), "")
+        call = waits_in or (f"{call}()" if call else "")
     facts = verdict.facts if verdict is not None else None
     calls = facts.calls if isinstance(facts, DifferentCalls) else {}
     return Spot(

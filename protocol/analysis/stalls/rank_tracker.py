@@ -33,7 +33,7 @@ from ...messages.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, O
 from ...messages.wire import Frame, Message
 from ...text import kernel_sleep
 from ..deaths.slurm import SlurmWords
-from .evidence import Evidence
+from .evidence import NOWHERE, Evidence
 from .judge import EXIT_LIMIT_S, MOVING_S, Verdict, judge
 from .positions import STOPPED, TRACED, collective, where
 from .progress import SILENT_S
@@ -53,6 +53,13 @@ STOPPED_S = 2.0
 UNKILLABLE_S = 3.0
 """Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
 UNKILLABLE = f"{kernel_sleep()}: the kill could not end it, it ends when the kernel returns"
+_WHY = {
+    "mismatch": "mismatch",
+    "deadlock": "each rank waits for another",
+    "left": "the script of another rank has ended",
+    "lock": "no compiler runs",
+}
+"""Why a rank waits, by the kind of a verdict that names no rank."""
 PAUSE_S = 5.0
 """If ticks are farther apart than this, the hub itself did not run in between."""
 
@@ -435,9 +442,10 @@ class RankTracker:
             )
         if verdict is not None and tracked.rank in verdict.views:
             hung = f" for rank {verdict.hung[0]}" if len(verdict.hung) == 1 else ""
+            place = view.evidence.place if view.evidence is not None else NOWHERE
             within = f"in {collective(view.call)}" if view.inside else where(view)
-            why = {"mismatch": "mismatch", "lock": "no compiler runs"}.get(verdict.kind, "cannot tell why")
-            cannot = "" if verdict.hung else f": {why}"
+            within = f"in {place.call}, {place.line}" if place.for_all else within
+            cannot = "" if verdict.hung else f": {_WHY.get(verdict.kind, 'cannot tell why')}"
             return self._set(tracked, "waiting", f"{within}{hung}{cannot}")
         usual = tracked.progress.usual_max.get(tracked.progress.phase, 0.0)
         if view.inside and view.age > max(WAIT_SHOWN_S, WAIT_FACTOR * usual):

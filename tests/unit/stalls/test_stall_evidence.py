@@ -359,7 +359,7 @@ def test_a_rank_in_save_checkpoint_alone_is_found_before_any_limit_of_its_phase(
     assert (verdict.kind, verdict.waiting) == ("deadlock", (0, 1))
     assert of_verdict(verdict).title == (
         "rank 0 is in save_checkpoint, train.py:41, which all ranks must call; "
-        "rank 1 waits in step 61, in step, train.py:38"
+        "rank 1 waits in step 61, in step(), train.py:38"
     )
 
 
@@ -367,7 +367,7 @@ def test_a_rank_behind_the_loop_of_the_others_has_left_it():
     verdict = must(judge(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")))
     assert of_verdict(verdict).title == (
         "rank 0 left the loop after step 60 and waits in barrier, train.py:60; "
-        "rank 1 waits in step 61, in step, train.py:38: unequal data"
+        "rank 1 waits in step 61, in step(), train.py:38: unequal data"
     )
 
 
@@ -387,7 +387,17 @@ def test_gathered_parameters_entered_unequally_are_counted():
     assert verdict.kind == "mismatch"
     assert of_verdict(verdict).title.startswith(
         "GatheredParameters entered 2 times on rank 0, once on rank 1: rank 0 waits after step 11, "
-        "in GatheredParameters, train.py:41; rank 1 waits in step 12, in step, train.py:38"
+        "in GatheredParameters, train.py:41; rank 1 waits in step 12, in step(), train.py:38"
+    )
+
+
+def test_a_loop_around_the_gather_itself_is_not_the_trainings():
+    gather = (Frame(f"{SITE}/deepspeed/runtime/zero/partition_parameters.py", 2128, "__enter__"), SAVES[-1])
+    again = spins(("0", 9, "all_gather_base", 4096), frames=gather, gathers=2)
+    behind = spins(("0", 9, "all_gather_base", 64), frames=AFTER_LOOP, gathers=1)
+    views = [view(rank, found, phase="forward", age=4.0, limit=300.0) for rank, found in ((0, behind), (1, again))]
+    assert of_verdict(must(judge(views))).title.startswith(
+        "GatheredParameters entered 2 times on rank 1, once on rank 0"
     )
 
 
@@ -418,7 +428,7 @@ def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
     assert (verdict.kind, verdict.waiting, verdict.sure) == ("left", (1,), True)
     assert of_verdict(verdict).title == (
         "rank 0 left the loop after step 60: its script has ended; "
-        "rank 1 waits in step 61, in step, train.py:38: unequal data"
+        "rank 1 waits in step 61, in step(), train.py:38: unequal data"
     )
     assert judge([ended, view(1, waits_for, step=61, phase="optimizer", age=3.0)]) is None
     computes = replace(waits_for, stands=0.0)
