@@ -215,7 +215,8 @@ def _will_not_enter(finished: RankView, view: RankView, members: Mapping[str, tu
     groups = {call.group for call in open_calls(view)}
     if not any(finished.rank in members.get(group, ()) for group in groups):
         return False
-    return finished.place_in_step < view.place_in_step or behind(finished, view)
+    # An interrupted run's ranks end one after the other.
+    return finished.age > MOVING_S and (finished.place_in_step < view.place_in_step or behind(finished, view))
 
 
 def _build_lock(present: list[RankView]) -> Verdict | None:

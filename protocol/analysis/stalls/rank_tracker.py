@@ -182,7 +182,7 @@ class RankTracker:
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
         self.verdict = judge(views) if still and not self._job_ended else None
         self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
-        if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
+        if self.verdict is not None and self.verdict.kind in ("exit", "left") and now - self._asked_at < EXIT_LIMIT_S:
             self.verdict = None  # their end was requested; they may still be ending
         by_rank = {view.rank: view for view in views}
         for tracked in still:

@@ -152,7 +152,7 @@ class TrackedRank:
             rank=self.rank,
             step=progress.step,
             phase="exit" if lingers else progress.phase,
-            age=now - self.goodbye_at if lingers else progress.age(now),
+            age=now - self.goodbye_at if lingers or (self.goodbye is not None and self.ended) else progress.age(now),
             limit=EXIT_LIMIT_S if lingers else progress.limit(),
             inside="" if lingers else progress.collective,
             last_collective=progress.last_collective,

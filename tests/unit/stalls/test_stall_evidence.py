@@ -431,6 +431,8 @@ def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
         "rank 1 waits in step 61, in step(), train.py:38: unequal data"
     )
     assert judge([ended, view(1, waits_for, step=61, phase="optimizer", age=3.0)]) is None
+    just_ended = replace(ended, age=2.0)
+    assert judge([just_ended, view(1, waits_for, step=61, phase="optimizer", age=5.0)]) is None, "others may follow"
     computes = replace(waits_for, stands=0.0)
     assert judge([ended, view(1, computes, step=61, phase="optimizer", age=5.0)]) is None
 
