@@ -1,15 +1,19 @@
 """Finds the loops of the script that a thread is in, from its source: which rank has left the training loop."""
 
 import ast
-import linecache
 import sys
-from functools import lru_cache
-from itertools import islice
+import threading
+from pathlib import Path
 
 from ....protocol.code_owner import library_of
 
 _DEEPEST = 200
 """Frames that are read of a stack."""
+READ_SECONDS = 0.2
+"""A source is waited for so long: its disk may be what the rank hangs on, and the stacks must arrive."""
+_Loops = tuple[tuple[int, int], ...]
+_read: dict[str, "_Loops | None"] = {}
+"""First and last line of every loop of a file; None: it is being read, or cannot be read."""
 
 
 def around(thread: int) -> dict[str, list[tuple[int, int]]]:
@@ -31,12 +35,20 @@ def around(thread: int) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@lru_cache(maxsize=64)
-def _loops(file: str) -> tuple[tuple[int, int], ...] | None:
-    """Return first and last line of every loop of a file; None if it cannot be read."""
+def _loops(file: str) -> _Loops | None:
+    """Return first and last line of every loop of a file; None if it cannot be read in time."""
+    if file not in _read:
+        _read[file] = None
+        reader = threading.Thread(target=_parse, args=(file,), name="ftmon-source", daemon=True)
+        reader.start()
+        reader.join(READ_SECONDS)
+    return _read[file]
+
+
+def _parse(file: str) -> None:
     try:
-        tree = ast.parse("".join(islice(linecache.getlines(file), 100_000)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return
     loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.AsyncFor))
-    return tuple((node.lineno, node.body[-1].end_lineno or node.lineno) for node in loops)
+    _read[file] = tuple((node.lineno, node.body[-1].end_lineno or node.lineno) for node in loops)
