@@ -83,7 +83,7 @@ def _add_hang_options(parser: argparse.ArgumentParser) -> None:
         "kill end with status 193",
     )
     parser.add_argument(
-        "--hang-grace", type=seconds, metavar="SECONDS", help="how long a hang must have lasted (default: 30)"
+        "--hang-grace", type=seconds, metavar="SECONDS", help="how long a hang must stand after its alert (default: 30)"
     )
     parser.add_argument(
         "--exit-timeout",
