@@ -117,16 +117,25 @@ def _apart(views: list[RankView]) -> list[int]:
 
 
 def _has_left(view: RankView, other: RankView) -> bool:
-    """Return whether ``view`` is behind the loop of the script that ``other`` is in, in the same function."""
+    """Return whether ``view`` is behind the training loop that ``other`` is in.
+
+    Both stacks are followed from the outermost line of the script to the first line in which they differ. There
+    ``other`` is in a loop and ``view`` behind it; or ``other`` is in a step, in a call with a loop inside, such as
+    ``train_epoch()`` or the Trainer's ``train()``, and ``view`` at a later line.
+    """
     mine, theirs = view.evidence, other.evidence
     if mine is None or theirs is None:
         return False
-    for frame in theirs.frames:
-        loops = theirs.loops.get(frame.key)
-        for own in mine.frames if loops is not None else ():
-            if (own.file, own.function) != (frame.file, frame.function):
-                continue
-            # Without a loop, as around `trainer.train()`, a later line of the same function is behind that call.
-            if own.line > max((last for _, last in loops or ()), default=frame.line) and not mine.loops.get(own.key):
-                return True
+    own = [frame for frame in reversed(mine.frames) if frame.key in mine.loops]
+    their = [frame for frame in reversed(theirs.frames) if frame.key in theirs.loops]
+    for depth, (a, b) in enumerate(zip(own, their, strict=False)):
+        if (a.file, a.function) != (b.file, b.function):
+            return False
+        if a.line == b.line:
+            continue
+        around, within = mine.loops[a.key], theirs.loops[b.key]
+        if any(a.line > loop[1] and loop not in around for loop in within):
+            return True
+        inside = any(theirs.loops[frame.key] for frame in their[depth + 1 :]) or theirs.place.call == "train"
+        return a.line > b.line and inside and other.place_in_step[1]
     return False

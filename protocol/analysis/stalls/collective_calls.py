@@ -27,6 +27,10 @@ SAME_SIZE = frozenset(
 """Collectives that require a tensor of the same size from every rank."""
 
 
+TOGETHER_S = 2.0
+"""Evidence of two ranks taken within this many seconds is of one inspection."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Ranks that entered the same collective (group and sequence number) differently."""
@@ -130,7 +134,10 @@ def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[
             if other is None or latest is None or then is None or latest.calls.source != mine.calls.source:
                 continue
             number = call.number if not waiting.inside else _number(waiting)
-            if latest.steps - then >= steps and latest.calls.last(call.group) < number and other.step > waiting.step:
+            # Local SGD, and a trainer that broadcasts to evaluators, make steps without a collective of the group.
+            each_step = waiting.step > 1 and number >= waiting.step - 1
+            entered = latest.calls.last(call.group) >= number
+            if each_step and not entered and latest.steps - then >= steps and other.step > waiting.step:
                 found.append(rank)
         if found:
             return call, tuple(found)
@@ -180,6 +187,9 @@ def _blockers(
 def _behind(other: RankView, view: RankView, call: Call) -> bool:
     """Return whether ``other`` has not entered ``call`` of ``view``."""
     mine, theirs = view.evidence, other.evidence
+    if mine is not None and theirs is None and other.latest is not None:
+        # It makes progress: what was read of it in the same inspection is evidence of its count, not of a stall.
+        theirs = other.latest if abs(other.latest.taken - mine.taken) < TOGETHER_S else None
     same = mine is not None and theirs is not None and mine.calls.source == theirs.calls.source
     if mine is not None and theirs is not None and same and (theirs.by == "probe" or theirs.calls.source == "nccl"):
         return theirs.calls.last(call.group) < call.number

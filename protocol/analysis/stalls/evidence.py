@@ -108,6 +108,8 @@ class Evidence:
     innermost first."""
     gathers: int = 0
     """Number of times that it has entered DeepSpeed's ``GatheredParameters``."""
+    threads: bool = False
+    """Whether the script runs other Python threads in it, which may enter collectives too."""
     lock: "LockWait | None" = None
     """The file lock it waits for."""
     process: str = ""

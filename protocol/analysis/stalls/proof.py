@@ -39,7 +39,7 @@ def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int],
         ranks: facts of the living ranks.
     """
     if kind in _STRUCTURAL:
-        return "" if sure else "NCCL's own counters disagree"
+        return "" if sure else "other threads of the script, or NCCL's own counters, may say otherwise"
     if kind == "unreachable":
         return "the host is cut off"
     if kind == "missing" and not sure:

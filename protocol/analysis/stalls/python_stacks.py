@@ -58,6 +58,11 @@ _FOR_ALL: Mapping[str, Mapping[str, str]] = {
     "/accelerate/accelerator.py": {
         name: name for name in ("save_state", "load_state", "save_model", "get_state_dict", "wait_for_everyone")
     },
+    "/torch/distributed/checkpoint/state_dict.py": {
+        f"{verb}_{part}state_dict": f"{verb}_{part}state_dict"
+        for verb in ("get", "set")
+        for part in ("", "model_", "optimizer_")
+    },
     "/torch/distributed/checkpoint/": {"save": "save", "async_save": "async_save", "load": "load"},
 }
 """Calls of libraries that contain collectives, so that every rank has to make them: by file, function and name."""
@@ -158,6 +163,11 @@ def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
         if name and _number(thread.name) == _number(name):
             return thread
     return threads[-1] if threads else None
+
+
+def is_of_script(thread: Thread) -> bool:
+    """Return whether a thread runs code of the script: neither a library's own thread nor the monitor's."""
+    return any(not library_of(frame.file) for frame in visible(thread.frames))
 
 
 def visible(frames: Iterable[Frame]) -> tuple[Frame, ...]:

@@ -123,7 +123,7 @@ def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
         kind="mismatch",
         waiting=tuple(sorted(found.calls)),
         hung=(),
-        sure=True,
+        sure=not _have_threads(present),
         age=age,
         collective=of_group("", found.number, found.group, present),
         views=by_rank(present),
@@ -159,7 +159,7 @@ def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
         kind="deadlock",
         waiting=ranks_of(waiting),
         hung=(),
-        sure=True,
+        sure=not _have_threads(waiting),
         age=age,
         collective=next(iter(calls.values())),
         views=by_rank(waiting),
@@ -266,6 +266,11 @@ def unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
     """Return the verdict that no rank makes progress and the evidence does not identify one."""
     waiting = tuple(view.rank for view in present if view.inside)
     return Verdict(kind="unclear", waiting=waiting, hung=(), sure=False, age=age, views=by_rank(present), facts=facts)
+
+
+def _have_threads(views: Iterable[RankView]) -> bool:
+    """Return whether a script's other threads may still enter the collectives that its training thread does not."""
+    return any(view.evidence is not None and view.evidence.threads for view in views)
 
 
 def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:

@@ -111,7 +111,7 @@ def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
             waits = f" and {_wait(apart)} in {_at(first)}"
             over = ": its script has ended" if len(apart) == 1 else ": their scripts have ended"
             title = f"{_ranks(apart)} left the loop after step {first.step}{over if first.ended else waits}"
-            title += f"; {where_others}: unequal data"
+            title += f"; {where_others}: unequal data, or an early stop"
             remedy = "Give every rank the same number of batches (drop_last=True), or stop all ranks together."
         case "not_on_all_ranks":
             title = f"{_ranks(apart)} {_is(apart)} in {_at(first)}, which all ranks must call; {where_others}"

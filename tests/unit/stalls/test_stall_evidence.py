@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.stalls.causes import Cause, cause_of
 from ftmon.protocol.analysis.stalls.collective_calls import difference, waits
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait, read_calls
 from ftmon.protocol.analysis.stalls.judge import (
@@ -367,7 +368,7 @@ def test_a_rank_behind_the_loop_of_the_others_has_left_it():
     verdict = must(judge(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")))
     assert of_verdict(verdict).title == (
         "rank 0 left the loop after step 60 and waits in barrier, train.py:60; "
-        "rank 1 waits in step 61, in step(), train.py:38: unequal data"
+        "rank 1 waits in step 61, in step(), train.py:38: unequal data, or an early stop"
     )
 
 
@@ -376,6 +377,57 @@ def test_a_barrier_within_the_loop_is_a_branch_that_the_others_do_not_take():
     title = of_verdict(must(judge(crossed(spins(("0", 1, "barrier"), frames=inside), phase="idle")))).title
     assert title.startswith("rank 0 waits after step 60, in barrier, train.py:41; rank 1 waits in step 61")
     assert title.endswith("the ranks take different branches")
+
+
+def branch(mine: str, theirs: str, loops: dict[str, Any]) -> str:
+    """Return the cause of rank 0 at ``mine`` and rank 1 in a step at ``theirs``: function:line, innermost first."""
+
+    def stack(spec: str) -> tuple[Frame, ...]:
+        lines = [part.split(":") for part in spec.split()]
+        return tuple(Frame("/home/me/train.py", int(line), name) for name, line in lines)
+
+    known = {f"/home/me/train.py:{line}": found for line, found in loops.items()}
+    out = spins(("0", 1, "barrier"), frames=(AFTER_LOOP[0], *stack(mine)), loops=known)
+    step = spins(("1", 7, "all_reduce"), frames=(STEPS[1], *stack(theirs)), loops=known)
+    given = {"step": 31, "age": 4.0, "limit": 600.0, "asleep_limit": 600.0}
+    verdict = must(judge([view(0, out, phase="idle", **given), view(1, step, phase="backward", **given)]))
+    return must_cause(cause_of(verdict)).kind
+
+
+def must_cause(cause: Cause | None) -> Cause:
+    assert cause is not None
+    return cause
+
+
+def test_a_later_line_is_behind_the_loop_only_if_the_loop_is_between_them():
+    epochs, batches = (10, 14), (6, 8)
+    assert branch("main:13", "train_epoch:7 main:11", {"7": [batches], "11": [epochs], "13": [epochs]}) == "left_loop"
+    assert branch("log:9 main:16", "log:11 main:16", {"9": [], "11": [], "16": [(15, 16)]}) == "branch"
+    assert branch("step:16 fit:22", "step:10 fit:22", {"16": [], "10": [], "22": [(20, 22)]}) == "branch"
+    assert branch("main:19", "export:12 main:18", {"19": [], "12": [], "18": []}) == "branch"
+
+
+def test_other_threads_of_the_script_may_enter_the_collective_so_nothing_is_sure():
+    views = crossed(spins(("0", 1, "barrier"), frames=SAVES, threads=True))
+    assert must(judge(views)).sure is False
+
+
+def test_a_rank_that_still_trains_holds_the_others_up_and_is_not_hung():
+    waiting = view(1, spins(("1", 7, "all_reduce"), frames=STEPS), phase="backward", age=20.0)
+    counted = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS)
+    assert judge([view(0, None, phase="forward", age=0.1, latest=counted), waiting]) is None
+
+
+def test_steps_without_a_collective_of_the_group_are_not_ahead_of_it():
+    waiting = view(
+        0, found(("0", 30, "all_reduce")), inside="all_reduce", group="0", step=30, steps_then={1: 29}, age=5.0
+    )
+    late = found(("0", 29, "all_reduce", 0, True), steps=34)
+    ahead = view(1, late, latest=late, step=34, age=0.2)
+    assert must(judge([waiting, ahead])).kind == "ahead"
+    rare = replace(waiting, evidence=found(("0", 3, "all_reduce")))
+    seldom = found(("0", 2, "all_reduce", 0, True), steps=34)
+    assert judge([rare, replace(ahead, evidence=seldom, latest=seldom)]) is None
 
 
 def test_gathered_parameters_entered_unequally_are_counted():
@@ -428,7 +480,7 @@ def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
     assert (verdict.kind, verdict.waiting, verdict.sure) == ("left", (1,), True)
     assert of_verdict(verdict).title == (
         "rank 0 left the loop after step 60: its script has ended; "
-        "rank 1 waits in step 61, in step(), train.py:38: unequal data"
+        "rank 1 waits in step 61, in step(), train.py:38: unequal data, or an early stop"
     )
     assert judge([ended, view(1, waits_for, step=61, phase="optimizer", age=3.0)]) is None
     just_ended = replace(ended, age=2.0)

@@ -209,7 +209,8 @@ class StallProbe:
                 continue
             else:
                 self._stacks.pop(rank, None)  # it has run since they were taken
-            found = python_stacks.training_thread(python_stacks.parse(text), thread)
+            threads = python_stacks.parse(text)
+            found = python_stacks.training_thread(threads, thread)
             frames = python_stacks.visible(found.frames) if found is not None else ()
             calls = read_calls(answer.data.get("calls") if answer is not None else None)
             before = tracked.evidence
@@ -233,6 +234,7 @@ class StallProbe:
                 timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
                 wakes=_number_of(answer, "worker_wakes" if python_stacks.waits_for_loader_worker(frames) else "wakes"),
                 loops=_loops_of(answer),
+                threads=any(python_stacks.is_of_script(one) for one in threads if one is not found),
                 gathers=int(_number_of(answer, "gathers") or 0),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",

@@ -10,6 +10,7 @@ from ....protocol.errors import UsageError
 from ....protocol.text import sanitize
 from ...report.sides import Loaded, load_both
 from ..output.printable import print_json
+from ..output.terminal import draws_ascii
 
 _MOST = 10
 """Maximum number of configurations that are all shown; of more, only those that differ."""
@@ -34,7 +35,7 @@ def show_comparison(arguments: Namespace) -> int:
         shown = found if len(found) <= _MOST else [one for one in found if _is_changed(one)]
         for one in shown:
             for line in comparison_lines(one, arguments.gate):
-                print(sanitize(line, 400))
+                print(sanitize(line.replace("±", "+-") if draws_ascii(arguments) else line, 400))
         if len(shown) < len(found):
             print(f"not shown, equal within their noise: {len(found) - len(shown)} of {len(found)}; --json has them")
         if len(found) > 1:
