@@ -75,7 +75,7 @@ def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Pa
     run.config.touch()
     run.write_run(RunFile("tuned-1", "tuned", 0.0, ["deepspeed"], "/", "here", "train"))
     lines = list(outcome.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1"), RunModel()))
-    resume = f"resume it:  ftmon train --name tuned {run.config} checkpoint.resume={latest.parent}/step-8"
+    resume = f"resume it:  ftmon resume {run.id}"
     assert resume in lines
     lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
     assert f"checkpoint: {latest.parent}/step-8" in lines

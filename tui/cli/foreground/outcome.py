@@ -2,11 +2,9 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ....protocol.analysis.text.oom import remedy_words
-from ....protocol.errors import RunDirError
 from ....protocol.run import exits
 from ....protocol.run.failure import FATAL, first_failure, standing
 from ....protocol.run.job_log import last_lines
@@ -88,12 +86,9 @@ def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
     yield f"checkpoint: {newest}"
     if is_over:
         return
-    # The run's own configuration includes the overrides of the command line.
-    words = ["CONFIG.yaml"]
-    if run.config.exists():
-        with suppress(RunDirError):
-            words = ["--name", run.read_run().name, str(run.config)]
-    yield f"resume it:  ftmon train {shlex.join([*words, f'checkpoint.resume={newest}'])}"
+    own = run.config.exists()
+    words = ["resume", run.id] if own else ["train", "CONFIG.yaml", f"checkpoint.resume={newest}"]
+    yield f"resume it:  ftmon {shlex.join(words)}"
 
 
 def first_to_fail(model: RunModel) -> int | None:
