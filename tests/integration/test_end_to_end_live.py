@@ -139,7 +139,7 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     status, output, errors = follow_to_end(follower)
     assert status == exits.STOPPED, output + errors  # in order, but before it was done
     assert lines_with(output, ["stopped"])
-    assert lines_with(output, ["resume it:", "ftmon resume "])
+    assert lines_with(output, [f"resume it:  ftmon resume {run.id}"])
 
 
 def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:

@@ -104,7 +104,8 @@ def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run
     assert (bench.hands.killed, bench.saved) == (0, [])
     bench.wait(2.0)
     assert bench.hands.killed == 1
-    assert "has not entered" in bench.saved[0]
+    assert bench.saved[0].startswith("rank 1 ")
+    assert ", and has not entered " in bench.saved[0].splitlines()[0]
     assert "rank 1: train.py:5 in main" in bench.saved[0]
     end_request = read_end_request(run)
     assert end_request is not None
