@@ -28,8 +28,15 @@ class Bench:
         self.inspected = Inspection({}, {}, {})
         self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
         parts, self.emitted = self.parts, list[Any]()
-        emit = self.emitted.append
-        self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, emit, lambda call: call())
+        access: Any = SimpleNamespace(
+            run=run,
+            tracker=self.tracker,
+            rank_hosts=parts,
+            link=parts,
+            emit=self.emitted.append,
+            post=lambda call: call(),
+        )
+        self.stall_probe = StallProbe(access, parts)
 
     def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()

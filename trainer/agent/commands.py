@@ -17,7 +17,7 @@ from ...protocol.messages.control import Accepted, Command, Result
 from ...protocol.text import all_ranks
 from ..host import flow
 from ..host.end.interrupt import interrupt_job, interrupt_ranks
-from ..host.end.kill import Outcome, Target, kill
+from ..host.end.kill import KillScope, Outcome, Target, kill
 from ..host.flow import Flow, Post
 from ..host.inspection.rank_inspection import answer_look
 
@@ -120,7 +120,8 @@ class Commands:
         others, spared = set(known) - set(targets), [os.getpid()]
         self.kills_under_way += 1
         try:
-            return await kill(self._run, targets, not ranks, [], spared, verb.number, verb.on_gpu, self._post, others)
+            scope = KillScope(self._run, targets, spared, not ranks, others=others)
+            return await kill(scope, verb.number, verb.on_gpu, self._post)
         finally:
             self.kills_under_way -= 1
 

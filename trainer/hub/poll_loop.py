@@ -33,7 +33,7 @@ class PollLoop:
         self._after_read = after_read
         self._handlers: dict[Any, Callable[[], object]] = {}
         self._failures = Failures()
-        self._over = False
+        self._stopped = False
 
     def add(self, source: Any, handler: Callable[[], object]) -> None:
         """Call ``handler`` when ``source`` (a socket or a descriptor) is readable; sources added first come first."""
@@ -41,7 +41,7 @@ class PollLoop:
 
     def stop(self) -> None:
         """End ``run`` after the current round."""
-        self._over = True
+        self._stopped = True
 
     def run(self) -> None:
         """Serve until stopped.
@@ -53,7 +53,7 @@ class PollLoop:
         for source in self._handlers:
             poller.register(source, zmq.POLLIN)
         next_tick = time.monotonic()
-        while not self._over:
+        while not self._stopped:
             now = time.monotonic()
             try:
                 if now >= next_tick:

@@ -72,7 +72,7 @@ class TraceAnalysis:
         """Discard the results of earlier traces because another job begins. Main loop only."""
         self._era += 1
 
-    def settle(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> None:
         """Wait until the received traces are analysed, and post the results. Main loop only, at the end of the run.
 
         Args:

@@ -6,6 +6,7 @@ from threading import Event
 
 from ....protocol.analysis.findings import Finding
 from ....protocol.analysis.hub_facts import RemovedRecordingFacts
+from ...host.flow import Post
 from ..analyses.analysis import Analysis
 from ..ranks.agents import Agents
 from .stream import Stream
@@ -29,7 +30,7 @@ class Commits:
         agents: Agents,
         analysis: Analysis,
         report: Callable[[], None],
-        post: Callable[[Callable[[], object]], None],
+        post: Post,
         last_recorded: float,
     ) -> None:
         self._stream = stream
