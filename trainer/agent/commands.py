@@ -27,12 +27,7 @@ _ANSWERS_KEPT = 64
 class Commands:
     """Executes the hub's commands on this host. Main loop only.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        join: the hub's keys, and ours.
-        identity: this agent's name, under which it listens on the ``ranks`` channel.
-        targets: returns the living processes of this host's ranks.
-        post: schedules a call in the main loop; any thread.
+    ``identity`` is this agent's name on the ``ranks`` channel; ``targets`` returns the living processes of its ranks.
     """
 
     def __init__(

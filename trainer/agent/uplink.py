@@ -39,11 +39,7 @@ class _Kept(NamedTuple):
 class Uplink:
     """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        join: the hub's keys, and ours.
-        identity: this agent's name.
-        kept_bytes: limit of waiting messages, bytes.
+    ``kept_bytes`` limits the waiting messages.
     """
 
     def __init__(

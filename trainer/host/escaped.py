@@ -43,10 +43,7 @@ def escaped(
 ) -> dict[int, list[Process]]:
     """Return, by rank, the living processes that the ranks started and that no longer descend from them.
 
-    Args:
-        origins: the ranks.
-        table: the process table.
-        known: ranks of processes already attributed, by pid and start time.
+    ``known`` has the ranks of processes already attributed, by pid and start time.
     """
     wanted = list(origins)
     if not wanted:

@@ -155,10 +155,7 @@ class _File:
 class LogTail:
     """Reads the log files of one run as they grow. Stores nothing on disk; call it from one thread.
 
-    Args:
-        run: The run's directory.
-        offsets: Start offsets in bytes, by file name; other files are read from their beginning. After a hub restart
-            ``offsets_after`` returns them.
+    ``offsets`` are start offsets in bytes, by file name; other files are read from their beginning.
     """
 
     def __init__(self, run: RunDir, offsets: dict[str, int] | None = None) -> None:
@@ -170,8 +167,7 @@ class LogTail:
     def poll(self, *, last: bool = False) -> list[LogLine]:
         """Return the lines written since the last call, stamped with the time of reading; never waits.
 
-        Args:
-            last: whether this is the last call; then unfinished lines are returned too.
+        The ``last`` call returns unfinished lines too.
         """
         clock = time.monotonic()
         if last or clock >= self._scan_at:
@@ -207,9 +203,7 @@ def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
     A file without recorded lines is read from its beginning. If the last recorded line is not found in the file's last
     MiB (it was a bar's state, or cut), reading continues at the file's end: a gap is better than duplicate lines.
 
-    Args:
-        run: The run's directory.
-        recorded: The last recorded lines, oldest first.
+    ``recorded`` lines are the oldest first.
     """
     texts = {(line.rank, line.stream): line.text for line in recorded}
     offsets: dict[str, int] = {}

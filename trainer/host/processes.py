@@ -107,10 +107,7 @@ def table() -> dict[int, Process]:
 def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
     """Return all processes below ``roots`` (not the roots themselves), parents before children.
 
-    Args:
-        roots: process ids.
-        processes: the process table.
-        apart: pids to exclude with their descendants, such as other ranks.
+    Pids in ``apart``, such as other ranks, are excluded with their descendants.
     """
     children: dict[int, list[Process]] = {}
     for process in processes.values():
@@ -227,8 +224,7 @@ def _note(process: Process, number: signal.Signals) -> None:
 def status_of_reaped(pidfd: int) -> int | None:
     """Ask the kernel for the wait(2) status of a process that its parent has reaped.
 
-    Args:
-        pidfd: opened while the process existed (pidfd_open(2)).
+    ``pidfd`` was opened while the process existed (pidfd_open(2)).
 
     Returns:
         None if it has not been reaped, or if the kernel is older than 6.15.

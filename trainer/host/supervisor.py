@@ -47,8 +47,7 @@ class _Watched:
 class Supervisor(threading.Thread):
     """Yields facts about watched processes. ``watch``, ``read_words`` and ``poll`` are called by the main loop.
 
-    Args:
-        notify: called in this thread when a process stopped, continued or died; the main loop should then ``poll``.
+    ``notify`` is called in this thread when a process stopped, continued or died; the main loop should then ``poll``.
     """
 
     def __init__(self, notify: Callable[[], object]) -> None:

@@ -19,10 +19,7 @@ TICK_SECONDS = 0.25
 class PollLoop:
     """Polls sources and calls their handlers.
 
-    Args:
-        tick: called every ``TICK_SECONDS`` with ``time.monotonic``.
-        before_wait: called before each wait for the sources.
-        after_read: called after the handlers of a round.
+    ``tick`` is called every ``TICK_SECONDS`` with ``time.monotonic``; the others around each wait for the sources.
     """
 
     def __init__(

@@ -77,10 +77,7 @@ def prepare(run: RunDir, listen: str) -> Path:
 def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]:
     """Copy the run's key to hosts that do not share this file system: over ssh's or srun's standard input.
 
-    Args:
-        run: the run.
-        hosts: its hosts.
-        environ: environment; ``FTMON_SSH`` selects another ssh command.
+    ``FTMON_SSH`` in ``environ`` selects another ssh command.
 
     Returns:
         A line for each host whose copy failed; for SLURM, one line for all nodes of the job.

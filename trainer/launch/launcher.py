@@ -51,10 +51,7 @@ _TROUBLE_SECONDS = 0.2
 class Launcher:
     """One run's launcher.
 
-    Args:
-        run: the run.
-        starter: connection to the command that started it, if that command waits for the run.
-        stdin: whether the job reads this process's standard input.
+    ``starter`` connects to the command that started it, if that waits; ``stdin``: the job reads this process's input.
     """
 
     def __init__(self, run: RunDir, starter: LauncherEnd | None = None, stdin: bool = False) -> None:

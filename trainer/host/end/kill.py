@@ -70,11 +70,7 @@ class KillScope:
 class Kill(threading.Thread):
     """One kill.
 
-    Args:
-        scope: what to end.
-        number: the signal to send, or None to escalate INT, TERM, KILL.
-        on_gpu: whether to query NVML afterwards.
-        done: called once, in this thread, with the outcome.
+    ``number`` is the signal to send, None to escalate INT, TERM, KILL; ``done`` is called once, in this thread.
     """
 
     def __init__(

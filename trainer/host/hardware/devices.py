@@ -30,10 +30,7 @@ _KEPT = 4096
 class DeviceSampler(threading.Thread):
     """A thread that samples devices; ``start`` it, ``poll`` it, ``close`` it.
 
-    Args:
-        host: name of this host, for the samples.
-        rank_pids: returns the pid of each rank of the run on this host; called from this thread before each sample.
-        interval_s: seconds between samples.
+    ``rank_pids`` is called from this thread before each sample.
     """
 
     def __init__(self, host: str, rank_pids: Callable[[], dict[int, int]], interval_s: float = 1.0) -> None:

@@ -79,8 +79,7 @@ def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
 class KernelKills:
     """Records kill counters while processes live, and finds evidence once one has died. Use it from one thread.
 
-    Args:
-        root: directory of the kernel's files; differs only in tests.
+    ``root`` differs only in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -90,12 +89,7 @@ class KernelKills:
         self._resident: dict[int, int] = {}
 
     def record(self, pid: int, now: float) -> None:
-        """Record a living process's cgroup, its counters and the process's size; about once a second.
-
-        Args:
-            pid: the process.
-            now: ``time.monotonic``.
-        """
+        """Record a living process's cgroup, its counters and the process's size; about once a second."""
         groups = memory_groups(pid, self._root)
         if groups:
             self._groups[pid] = groups

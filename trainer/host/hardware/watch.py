@@ -19,10 +19,7 @@ _KEPT = 1024
 class HostWatch(threading.Thread):
     """Watches this host's disks and the GPU driver's errors; ``start`` it, ``poll`` it, ``close`` it.
 
-    Args:
-        host: name of this host, for the messages.
-        run: the run's directory on this host.
-        rank_pids: returns the pid of each of the run's ranks on this host; called from this thread.
+    ``rank_pids`` is called from this thread.
     """
 
     def __init__(self, host: str, run: Path, rank_pids: Callable[[], dict[int, int]]) -> None:

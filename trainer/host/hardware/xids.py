@@ -30,12 +30,7 @@ def read_xid(record: str, host: str, now: float) -> Xid | None:
 
 
 class Xids:
-    """Watches for XIDs. Use it from one thread, and ``close`` it.
-
-    Args:
-        host: name of this host, for the messages.
-        log: the kernel log; differs only in tests.
-    """
+    """Watches for XIDs. Use it from one thread, and ``close`` it. ``log`` differs only in tests."""
 
     def __init__(self, host: str, log: str = "/dev/kmsg") -> None:
         self._host = host

@@ -47,8 +47,7 @@ class Sample(NamedTuple):
 def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:
     """Return the ranks whose native code holds the GIL. Blocks for a fifth of a second; not for use in a main loop.
 
-    Args:
-        targets: the ranks, at most ``RANKS_AT_ONCE``.
+    Takes at most ``RANKS_AT_ONCE`` ranks.
     """
     samples: dict[DumpTarget, list[Sample]] = {target: [] for target in targets}
     begun = time.monotonic()

@@ -32,10 +32,7 @@ _TRACEBACKS = 20
 class Analysis:
     """Passes messages to tracker and detectors in their order. Main loop only.
 
-    Args:
-        run_file: the run's command and options.
-        emit: appends a conclusion to the stream; returns its number and time.
-        keep: writes the report of an out-of-memory error to a file, and returns it with its path.
+    ``emit`` appends a conclusion to the stream and returns its number and time; ``keep`` writes an OOM report.
     """
 
     def __init__(

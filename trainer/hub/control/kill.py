@@ -27,10 +27,7 @@ _CUT_OFF = (
 class Kills:
     """Kills ranks on all hosts. Main loop only.
 
-    Args:
-        core: the hub's shared parts.
-        agents: the agents of other hosts.
-        left: called in the main loop with the pids of this host that a kill could not end.
+    ``left`` is called in the main loop with the pids of this host that a kill could not end.
     """
 
     def __init__(self, core: Core, agents: Agents, left: Callable[[list[int]], object]) -> None:
@@ -61,9 +58,7 @@ class Kills:
     async def kill(self, ranks: list[int], number: signal.Signals | None) -> Outcome:
         """Kill ``ranks`` (empty: the whole run), on all hosts at the same time; return the outcome.
 
-        Args:
-            ranks: the ranks to end.
-            number: the signal to send, or None to escalate INT, TERM, KILL.
+        ``number`` is the signal to send, None to escalate INT, TERM, KILL.
         """
         targets = [target for target in self._rank_hosts.targets() if not ranks or target.rank in ranks]
         agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]

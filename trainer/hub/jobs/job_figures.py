@@ -115,10 +115,7 @@ class RankTally:
 class JobTally:
     """One job: its ranks by number, and its state.
 
-    Args:
-        number: number of the job, 1 for the run's first.
-        started: time at which its first rank reported, seconds since the epoch.
-        shown: whether its telemetry is in the stream.
+    ``started`` is the time at which its first rank reported; ``shown``: its telemetry is in the stream.
     """
 
     def __init__(self, number: int, started: float, shown: bool) -> None:
@@ -237,9 +234,7 @@ class JobTally:
     def restore(self, job: Job, hellos: dict[tuple[int, int], Hello]) -> None:
         """Restore the counts of an earlier hub.
 
-        Args:
-            job: its last recorded state.
-            hellos: known ``Hello`` messages, by pid and start time; other ranks get the values of the job.
+        ``hellos`` are by pid and start time; ranks without one get the values of the job.
         """
         self.ended = job.ended
         for known in job.ranks:

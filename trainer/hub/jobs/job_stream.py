@@ -23,12 +23,7 @@ from .job_table import MOST_JOBS, JobTable
 class JobStream:
     """Puts the jobs of a run into the stream. Main loop only.
 
-    Args:
-        core: its analysis and its ranks are reset for each job.
-        end_detector: is reset for each job.
-        ports: is reset for each job.
-        register: registers the ``Hello`` of a rank in the stream.
-        end_job: collects the facts about the processes so far.
+    ``register`` registers a rank's ``Hello``; ``end_job`` collects the facts about the processes so far.
     """
 
     def __init__(

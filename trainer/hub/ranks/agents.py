@@ -102,11 +102,8 @@ class Agent:
 class Agents:
     """Serves the agents' channel. Main loop only.
 
-    Args:
-        sockets: bound ROUTERs.
-        accept: called with each forwarded message (header and body frames), once.
-        fact: called with an agent's report of a rank's process.
-        recorded: highest recorded sequence number per agent from an earlier hub, as returned by ``received``.
+    ``accept`` is called once with each forwarded message (header and body frames); ``recorded`` is what ``received``
+    returned in an earlier hub.
     """
 
     def __init__(

@@ -31,9 +31,7 @@ class HostInspection:
     async def inspect(self, silent: Collection[int], nccl_address: str = "") -> Inspection:
         """Inspect all ranks of this host and the silent ones of others; takes seconds.
 
-        Args:
-            silent: ranks to signal so that they write their stacks.
-            nccl_address: where NCCL's RAS service answers; empty: it is not asked.
+        Silent ranks are signalled to write their stacks; NCCL's RAS service is asked if its address is known.
         """
         here = self.targets()
         pids = {rank: tracked.hello.pid for rank, tracked in self._tracker.ranks.items() if tracked.hello is not None}

@@ -25,10 +25,7 @@ class StackRequests:
 
         A result that is not ok has the reason; ranks of other hosts may be missing.
 
-        Args:
-            ranks: the ranks.
-            seconds: time limit for their answers before they are signalled.
-            verb: ``reason``, and ``native`` to read native frames with py-spy too.
+        Ranks that do not answer in ``seconds`` are signalled; ``verb.native`` reads native frames with py-spy too.
         """
         reason = verb.reason
         answers = await self._access.link.ask(verbs.Stacks(reason=reason), ranks, seconds)

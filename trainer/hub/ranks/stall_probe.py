@@ -90,12 +90,7 @@ class _Seen(NamedTuple):
 
 
 class StallProbe:
-    """Probes the ranks and passes the evidence to the tracker. Main loop only.
-
-    Args:
-        access: its tracker suspects stalls, and receives the evidence.
-        inspection: inspects ranks that do not answer.
-    """
+    """Probes the ranks and passes the evidence to the tracker. Main loop only."""
 
     def __init__(self, access: RankAccess, inspection: HostInspection) -> None:
         self._access = access
@@ -326,10 +321,6 @@ class StallProbe:
 
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
         """Read native frames of ranks on this host with py-spy.
-
-        Args:
-            ranks: the ranks.
-            reason: why they are read.
 
         Returns:
             For each rank its stacks, or an empty string and the reason.

@@ -15,13 +15,7 @@ from .stream import Stream
 class Commits:
     """Commits the stream. Main loop only, except ``then_set``.
 
-    Args:
-        stream: the stream to commit.
-        agents: receive confirmations of their recorded messages.
-        analysis: raises alerts.
-        report: reports the hub's own figures.
-        post: schedules a call in the main loop; any thread.
-        last_recorded: when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
+    ``last_recorded`` is when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ _POLL_MS = 500
 class HistoryServer(threading.Thread):
     """Serves the query channel from bound ROUTER ``sockets``, which it owns from ``start`` on.
 
-    Args:
-        sockets: bound ROUTERs; closed by this thread when it ends.
-        recording: the recording's path.
-        request_commit: called with an event to set once everything published so far is committed; any thread.
+    ``request_commit`` gets an event to set once everything published so far is committed; any thread.
     """
 
     def __init__(

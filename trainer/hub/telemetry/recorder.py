@@ -25,9 +25,6 @@ class Recorder(threading.Thread):
     """Thread in which ``writer`` writes the appended messages at each ``commit``.
 
     While the disk accepts no writes, rows are held and thinned out (``Batch.let_go``), as after disk errors.
-
-    Args:
-        writer: the recording.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -80,8 +77,7 @@ class Recorder(threading.Thread):
     def commit(self, then: Callable[[], object] | None = None) -> None:
         """Write the appended messages. Returns at once.
 
-        Args:
-            then: called in the recorder's thread once they are on disk, or held back because of a disk error.
+        ``then`` is called in the recorder's thread once they are on disk, or held back because of a disk error.
         """
         self._hand_over(then, last=False)
 

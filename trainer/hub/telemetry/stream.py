@@ -41,10 +41,7 @@ class Stream:
     def put(self, message: Message, t: float, body: bytes | None = None) -> int:
         """Append ``message`` to the stream, to be published by the next ``flush``; return its number.
 
-        Args:
-            message: the message.
-            t: time of receipt by the hub, seconds since the epoch.
-            body: the encoded message as received, published unchanged; None: encoded here.
+        ``t`` is the time of receipt, seconds since the epoch; ``body`` the encoded message as received, if it was.
         """
         self.seq = seq = self.seq + 1
         if type(message) is not Heartbeat:  # the recording does not need heartbeats
