@@ -118,6 +118,6 @@ class Hub:
         self._intake.history.stop()
         self._watch.close()
         self._core.stream.flush()
-        self._core.stream.close()
+        self._core.stream.recorder.close()
         self._core.channels.close()
         os.close(self._lock)

@@ -1,6 +1,5 @@
 """Runs checks that may block in a thread: statvfs of a dead network disk must not delay the hub or GPU samples."""
 
-import contextlib
 import sys
 import threading
 import traceback
@@ -31,11 +30,7 @@ class HostWatch(threading.Thread):
 
     def poll(self) -> list[DiskSpace | Xid]:
         """Return the messages since the last call, oldest first; never waits."""
-        found: list[DiskSpace | Xid] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._found.popleft())
-        return found
+        return [self._found.popleft() for _ in range(len(self._found))]
 
     def close(self) -> None:
         """End the thread; waits half a second at most (it is a daemon)."""

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from math import isfinite
 
+import msgspec
+
 from ....protocol.analysis.deaths.detector import is_nearer_cause
 from ....protocol.messages.control import RankState
 from ....protocol.messages.jobs import Job, JobPhase, JobRank, JobStateName
 from ....protocol.messages.telemetry import Closing, DeviceInfo, Failure, Goodbye, Hello, Step
+from ....protocol.messages.wire import Message
 
 _TEXT_LIMIT = 500
 
@@ -68,13 +71,10 @@ class RankTally:
         self.host_us += step.host_us
         if step.loss is not None and isfinite(step.loss):
             self.loss = step.loss
-        self._add_phases(step)
+        self.add_phases(step)
 
-    def close(self, closing: Closing) -> None:
-        """Count the phases after the last step, such as a final evaluation or save."""
-        self._add_phases(closing)
-
-    def _add_phases(self, step: Step | Closing) -> None:
+    def add_phases(self, step: Step | Closing) -> None:
+        """Count the phases of a step, or those after the last one, such as a final evaluation or save."""
         for record in step.phases:
             phase = self.phases.get(record.name)
             if phase is None:
@@ -160,32 +160,24 @@ class JobTally:
         self.ended = None
         self.version += 1
 
-    def step(self, step: Step) -> None:
-        """Count one finished step."""
-        rank = self.ranks.get(step.rank)
-        if rank is not None:
-            rank.add_step(step)
-            self.version += 1
-
-    def closing(self, closing: Closing) -> None:
-        """Count a rank's phases after its last step."""
-        rank = self.ranks.get(closing.rank)
-        if rank is not None:
-            rank.close(closing)
-            self.version += 1
-
-    def goodbye(self, goodbye: Goodbye) -> None:
-        """Record a rank's ``Goodbye``."""
-        rank = self.ranks.get(goodbye.rank)
-        if rank is not None:
-            rank.goodbye = goodbye.reason
-            if goodbye.reason == "failed":
-                self._failed(goodbye.rank, goodbye.text)
-            self.version += 1
-
-    def failure(self, failure: Failure) -> None:
-        """Record the exception that ended a rank's script."""
-        self._failed(failure.rank, failure.error)
+    def add(self, message: Message) -> None:
+        """Count a step, the phases after the last one, or the end of one of its ranks."""
+        if not isinstance(message, Step | Closing | Goodbye | Failure):
+            return
+        rank = self.ranks.get(message.rank)
+        if rank is None:
+            return
+        if isinstance(message, Step):
+            rank.add_step(message)
+        elif isinstance(message, Closing):
+            rank.add_phases(message)
+        elif isinstance(message, Failure):
+            self._failed(message.rank, message.error)
+        else:
+            rank.goodbye = message.reason
+            if message.reason == "failed":
+                self._failed(message.rank, message.text)
+        self.version += 1
 
     def state(self, state: RankState) -> None:
         """Record the state of a rank as the hub judges it."""
@@ -242,10 +234,7 @@ class JobTally:
             tally = RankTally(hello, job.first_step, known.step, known.steps, known.host_us, loss=known.loss)
             tally.first_us = max(0, known.host_us - job.step_us * max(0, known.steps - 1))
             for each in known.phases:
-                tally.phases[each.name] = _PhaseTally(
-                    *(each.name, each.allocated_peak, each.reserved_peak, each.resident_peak),
-                    *(each.peak_step, each.host_us),
-                )
+                tally.phases[each.name] = _PhaseTally(*msgspec.structs.astuple(each))
             _restore_end(tally, known, job.time)
             self.ranks[known.rank] = tally
         self._first_to_fail = job.failed_rank
@@ -256,14 +245,11 @@ class JobTally:
         self.followed = job.state == "finished" and not self.all_ended
 
     def _failed(self, rank: int, error: str) -> None:
-        tally = self.ranks.get(rank)
-        if tally is None:
-            return
+        tally = self.ranks[rank]
         tally.failure = tally.failure or error[:_TEXT_LIMIT]
         first = self.ranks.get(self._first_to_fail) if self._first_to_fail is not None else None
         if first is None or is_nearer_cause(error, first.failure):
             self._first_to_fail = rank
-        self.version += 1
 
     def _state(self, ranks: list[RankTally]) -> tuple[JobStateName, str]:
         if self.ended is None:

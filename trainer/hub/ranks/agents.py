@@ -76,8 +76,9 @@ class Agent:
         return sum(fact.alive for fact in self.facts.values())
 
     def describe(self, now: float) -> HostState:
-        """Return this host's state."""
+        """Return the state of this host, whose agent has sent a beat."""
         beat = self.beat
+        assert beat is not None
         text = {
             "reachable": "",
             "cut off": "no messages from its agent; its ranks may still be training",
@@ -92,10 +93,10 @@ class Agent:
             ranks=ranks,
             text=text,
             since=self.since,
-            version=beat.version if beat is not None else "",
-            clock_offset=beat.clock_offset if beat is not None else None,
-            round_trip=beat.round_trip if beat is not None else None,
-            dropped=beat.dropped if beat is not None else 0,
+            version=beat.version,
+            clock_offset=beat.clock_offset,
+            round_trip=beat.round_trip,
+            dropped=beat.dropped,
         )
 
 

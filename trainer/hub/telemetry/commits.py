@@ -40,7 +40,9 @@ class Commits:
 
     def missed(self, count: int) -> None:
         """Record the loss of ``count`` messages that an earlier hub had received or that were in flight to it."""
-        self._stream.recorder.lose(count, self._last_recorded, time.time(), "a hub ended before it had recorded them")
+        self._stream.recorder.writer.lose(
+            count, self._last_recorded, time.time(), "a hub ended before it had recorded them"
+        )
         self._unreported = True
 
     def commit(self) -> None:
@@ -48,7 +50,7 @@ class Commits:
         self._report_missed()
         numbers = self._agents.unconfirmed()
         self._stream.commit((lambda: self._post(lambda: self._agents.confirm(numbers))) if numbers else None)
-        notice = self._stream.recorder.notice
+        notice = self._stream.recorder.writer.notice
         if notice != self._disk_notice:
             self._disk_notice = notice
             self._analysis.put(Finding("recording_removed", RemovedRecordingFacts(notice), severity="error"))

@@ -18,23 +18,8 @@ from ....protocol.messages.telemetry import Goodbye, Heartbeat, Step
 from ....protocol.messages.wire import Header, LossCounter, Message, decode_body, decode_header
 from ....protocol.text import sanitize
 
-_NOT_FROM_RANKS = frozenset(
-    {
-        RankState,
-        RunState,
-        Alert,
-        HubStats,
-        Command,
-        Accepted,
-        Result,
-        Query,
-        Answer,
-        AgentBeat,
-        AgentAck,
-        HostState,
-        Job,
-    }
-)
+_OF_THE_HUB = (RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, Job)
+_NOT_FROM_RANKS = frozenset({*_OF_THE_HUB, AgentBeat, AgentAck, HostState})
 
 MAX_SENDERS = 4 * MAX_RANKS
 MAX_OTHERS = 64
