@@ -45,11 +45,7 @@ def check_request(request: StartRequest) -> None:
 
 
 def start_run(
-    request: StartRequest,
-    name: str,
-    command: Sequence[str],
-    config: str | None = None,
-    recipe: Recipe | None = None,
+    request: StartRequest, name: str, command: Sequence[str], config: str | None = None, recipe: Recipe | None = None
 ) -> RunDir:
     """Create a run directory and start the run's launcher, detached from this process and its terminal.
 

@@ -61,11 +61,7 @@ class Commands:
     """Receives commands from ROUTER sockets. Main loop only. ``shut_down`` ends only the hub, soon."""
 
     def __init__(
-        self,
-        core: Core,
-        stack_requests: StackRequests,
-        kills: Kills,
-        shut_down: Callable[[], object],
+        self, core: Core, stack_requests: StackRequests, kills: Kills, shut_down: Callable[[], object]
     ) -> None:
         self._core = core
         self._rank_hosts = core.rank_hosts

@@ -231,13 +231,7 @@ class StallProbe:
         )
 
     def _compare(
-        self,
-        rank: int,
-        frames: tuple[Frame, ...],
-        place: Place,
-        calls: Calls,
-        action: Activity | None,
-        moved: float,
+        self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float
     ) -> _Seen | None:
         """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)

@@ -34,10 +34,7 @@ class HistoryServer(threading.Thread):
     """
 
     def __init__(
-        self,
-        sockets: "Sequence[zmq.Socket[Any]]",
-        recording: Path,
-        request_commit: Callable[[threading.Event], None],
+        self, sockets: "Sequence[zmq.Socket[Any]]", recording: Path, request_commit: Callable[[threading.Event], None]
     ) -> None:
         super().__init__(name="history", daemon=True)
         self._sockets = list(sockets)
