@@ -51,10 +51,10 @@ class Process(NamedTuple):
         return self.state not in "ZX"
 
 
-def read(pid: int) -> Process | None:
-    """Read ``/proc/PID/stat`` (proc(5)); return None if there is no such process."""
+def stat_fields(path: str) -> tuple[str, list[str]] | None:
+    """Return the name in a ``stat`` file of proc(5), and the fields after it; None if it cannot be read."""
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -64,9 +64,16 @@ def read(pid: int) -> Process | None:
     finally:
         os.close(descriptor)
     end = text.rindex(")")
-    fields = text[end + 2 :].split()
+    return text[text.index("(") + 1 : end], text[end + 2 :].split()
+
+
+def read(pid: int) -> Process | None:
+    """Read ``/proc/PID/stat`` (proc(5)); return None if there is no such process."""
+    found = stat_fields(f"/proc/{pid}/stat")
+    if found is None:
+        return None
+    name, fields = found
     status = int(fields[49]) if len(fields) > 49 else 0
-    name = text[text.index("(") + 1 : end]
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0], int(fields[19]), status, name)
 
 

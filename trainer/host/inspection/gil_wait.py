@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from .. import processes
@@ -84,8 +83,7 @@ def _sample(target: DumpTarget) -> Sample:
         for name in os.listdir(f"/proc/{target.pid}/task"):
             if int(name) == receiver:
                 continue
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{target.pid}/task/{name}/stat").read_bytes().decode("utf-8", "replace")
-                fields = text.rpartition(")")[2].split()
-                threads[int(name)] = fields[0], int(fields[11]) + int(fields[12])
+            read = processes.stat_fields(f"/proc/{target.pid}/task/{name}/stat")
+            if read is not None:
+                threads[int(name)] = read[1][0], int(read[1][11]) + int(read[1][12])
     return Sample(begun, ended, wakeups, threads)
