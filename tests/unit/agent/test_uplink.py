@@ -4,7 +4,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from ftmon.protocol.link.join import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, LogLine
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 from ftmon.trainer.agent import uplink as uplink_module
 from ftmon.trainer.agent.uplink import Uplink
 from ftmon.trainer.hub.ranks import agents as agents_module
@@ -51,12 +50,6 @@ class Hub:
     def close(self) -> None:
         self.socket.close()
         self.authenticator.stop()
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return run_store.create("hosts", ["train.py"], "run")
 
 
 @pytest.fixture
