@@ -146,12 +146,10 @@ class Launcher:
         self._requests.note(number)
 
     def _wait(self, timeout: float | None) -> None:
-        if self._reap_at is not None:
-            until_reap = max(0.0, self._reap_at - time.monotonic())
-            timeout = until_reap if timeout is None else min(timeout, until_reap)
-        if self._kill_at is not None:
-            until_kill = max(0.0, self._kill_at - time.monotonic())
-            timeout = until_kill if timeout is None else min(timeout, until_kill)
+        for due in (self._reap_at, self._kill_at):
+            if due is not None:
+                seconds = max(0.0, due - time.monotonic())
+                timeout = seconds if timeout is None else min(timeout, seconds)
         sources: list[Any] = [self._wakeup]
         if self._starter is not None and self._starter.open:
             sources.append(self._starter)
