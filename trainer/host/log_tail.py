@@ -81,7 +81,7 @@ class _File:
         lines = [skipped] if skipped else []
         return lines + _thinned(self._split(data, now), quota)
 
-    def rest(self) -> list[str]:
+    def take_unfinished(self) -> list[str]:
         """Return the unfinished line, if any."""
         text, self.partial = self._text(self.partial), b""
         return [text] if text and text != self.last_bar else []
@@ -130,7 +130,7 @@ class _File:
             return self._bar_state(now)
         if now - self.grew_at < PARTIAL_S:
             return []
-        return self.rest()
+        return self.take_unfinished()
 
     def _bar_state(self, now: float) -> list[str]:
         if not self.bar or self.skipping or now - self.bar_at < BAR_S:
@@ -182,7 +182,7 @@ class LogTail:
                 # One poll reads at most READ_LIMIT; the unread rest is at most BACKLOG_LIMIT.
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
-                texts += file.rest()
+                texts += file.take_unfinished()
             for text in texts:
                 lines.append(LogLine(file.rank, now, file.stream, text))
         return lines

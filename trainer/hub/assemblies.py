@@ -324,7 +324,6 @@ class ActAssembly:
             self._core.mailbox.drain()  # alerts about targets that failed
 
     def _may_ask(self, verb: str) -> bool:
-        """Return whether the hub may send a command to ranks on its own initiative."""
         options = self._core.file.options
         return not options.read_only and (options.allocator_events or verb not in ("arm", "compose"))
 
@@ -409,7 +408,6 @@ def build_end(
 
 
 def _is_first(run: RunDir) -> bool:
-    """Return whether no hub of this run has ever served."""
     try:
         return run.read_hub() is None
     except FtmonError:

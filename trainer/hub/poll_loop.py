@@ -64,7 +64,6 @@ class PollLoop:
                     raise
 
     def _round(self, poller: zmq.Poller, timeout_ms: int) -> None:
-        """Wait for the sources and call their handlers."""
         self._before_wait()
         ready = dict(poller.poll(timeout_ms))
         for source, handler in self._handlers.items():

@@ -132,7 +132,7 @@ class Launcher:
             print_own(text)
             return text
         finally:
-            _let_go_of_stdin()
+            _close_stdin()
         return ""
 
     def _install_signals(self) -> None:
@@ -344,7 +344,7 @@ def _ignore_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def _let_go_of_stdin() -> None:
+def _close_stdin() -> None:
     """Close the launcher's copy of standard input, so that its writer gets EPIPE once the job closes it."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -143,7 +143,6 @@ class Kill(threading.Thread):
 
     @staticmethod
     def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
-        """Return the ranks' own processes that are alive."""
         found = [table.get(target.pid) for target in targets]
         return [
             process

@@ -134,7 +134,6 @@ class Disks:
         return "/tmp"
 
     def _written(self, pid: int) -> Iterator[str]:
-        """Return the directories of regular files that a process has open for writing."""
         folder = self._root / f"proc/{pid}/fd"
         try:
             names = os.listdir(folder)[:MOST_FILES]

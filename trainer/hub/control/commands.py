@@ -114,7 +114,6 @@ class Commands:
         flow.start(self._carry_out(caller, done))
 
     async def _carry_out(self, caller: _Caller, done: Flow[Outcome]) -> None:
-        """Execute an accepted command, and answer with its result."""
         command = caller.command
         self._under_way += 1
         try:
@@ -277,7 +276,6 @@ async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
 
 
 def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
-    """Merge the answers of several ranks."""
     good = sorted(rank for rank, answer in answers.items() if answer.ok)
     sentences = [f"{verb} of {all_ranks(good)}"] if good else []
     sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]

@@ -288,7 +288,6 @@ def _hello_of(job: Job, rank: JobRank) -> Hello:
 
 
 def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
-    """Restore a rank's end, if it had ended."""
     if known.state in ("finished", "failed", "stopped"):
         tally.goodbye = known.state
     if known.state in ("gone", "finished"):

@@ -87,7 +87,6 @@ class JobStream:
             self._core.emit(job)
 
     def _begin(self, job: JobTally) -> None:
-        """Switch the stream to a job."""
         if job.number > 1 or self._jobs.shown is not job:
             self._end_job()
             self._core.analysis.begin_job()

@@ -120,7 +120,7 @@ class Agents:
         self._fact = fact
         self._by_identity: dict[bytes, Agent] = {}
         self._ticked = time.monotonic()
-        self._over_grace: float | None = None
+        self._end_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
         """Called with both identities when one agent replaces another."""
         self.speaking: Agent | None = None
@@ -224,7 +224,7 @@ class Agents:
                 state = "cut off"
             if agent.beat is not None and agent.beat.leaving:
                 state = "left"
-            if self._over_grace is not None and (state == "cut off" or agent.restored) and agent.alive:
+            if self._end_grace is not None and (state == "cut off" or agent.restored) and agent.alive:
                 agent.missed = True
             if state != agent.state:
                 agent.state = state
@@ -237,8 +237,8 @@ class Agents:
 
     def run_is_over(self, grace: float) -> None:
         """Instruct every agent to end its host's processes after ``grace`` seconds, and then itself."""
-        if self._over_grace is None:
-            self._over_grace = grace
+        if self._end_grace is None:
+            self._end_grace = grace
             for agent in self.all():
                 self._answer(agent, 0.0)
 
@@ -294,7 +294,7 @@ class Agents:
                 self.replaced(identity, agent.identity)
 
     def _answer(self, agent: Agent, beat: float) -> None:
-        over, grace = self._over_grace is not None, self._over_grace or 0.0
+        over, grace = self._end_grace is not None, self._end_grace or 0.0
         ack = AgentAck(agent.confirmed, time.time(), beat, over, grace)
         # EHOSTUNREACH or EAGAIN: it is cut off; its next beat is answered.
         with contextlib.suppress(zmq.ZMQError):

@@ -106,7 +106,7 @@ class Intake:
             header = decode_header(frames[0])
             sender = header.src
             first = sender not in self._seen
-            if first and not self._meet(header):
+            if first and not self._register(header):
                 self._refuse_message(
                     "a stranger", f"{sanitize(sender, 80)} is not a valid rank, or exceeds the limit: ignored"
                 )
@@ -137,7 +137,7 @@ class Intake:
             return
         self._accept(message, now, sender, frames[1])
 
-    def _meet(self, header: Header) -> bool:
+    def _register(self, header: Header) -> bool:
         """Register a sender; False if its messages are refused."""
         found = _OF_RANK.fullmatch(header.src)
         rank = int(found.group(1)) if found else None
