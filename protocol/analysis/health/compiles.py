@@ -9,7 +9,10 @@ without a recompilation.
 import msgspec
 
 from ...messages.health import Compiles
+from ...text import counted, duration, sanitize
 from ..findings import Finding
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
 
 RECOMPILES = 4
 WARM_UP = 1
@@ -93,3 +96,28 @@ def _finding(name: str, function: _Function, state: str) -> Finding:
     )
     ranks = tuple(sorted(function.ranks))
     return Finding("recompilation", facts, state, "warning", ranks, name, function.step)  # type: ignore[arg-type]
+
+
+def _recompilation(finding: Finding) -> Words:
+    facts: CompileFacts = finding.facts
+    why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
+    limit = (
+        " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
+        if facts.limit_reached
+        else ""
+    )
+    return Words(
+        f"torch.compile keeps recompiling {facts.function}: {counted(facts.recompiles, 'time')}",
+        f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
+        "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
+        "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
+        "It has not been recompiled since.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "recompiles": Shown("recompilations"),
+    "seconds": Shown("time spent", "s"),
+}
+
+KINDS = (Kind("recompilation", CompileFacts, _recompilation, shown=_SHOWN),)

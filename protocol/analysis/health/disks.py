@@ -14,13 +14,18 @@ Resolved if none of these has held for ``CALM_S``.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from ...messages.health import DiskSpace, Volume
+from ...text import duration, gib, sanitize
 from ..findings import Finding
+from ..findings.detector import Detector, Handler
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
 
 KEPT_S = 900.0
 LEAST_S = 8.0
@@ -56,6 +61,33 @@ class DiskFacts(msgspec.Struct, frozen=True):
     bytes_per_s: float = 0.0
     full_in_s: float | None = None
     burst_bytes: int = 0
+
+
+def _disk(finding: Finding) -> Words:
+    facts: DiskFacts = finding.facts
+    left = f"{gib(facts.free_bytes)} of {gib(facts.total_bytes)} left"
+    where = f"{sanitize(facts.path, 120)} ({facts.use}) on {facts.host}"
+    if facts.why == "rate" and facts.full_in_s is not None:
+        title = f"disk full in {duration(facts.full_in_s)} at {gib(facts.bytes_per_s * 60)}/min: {where}"
+    elif facts.why == "next write":
+        title = f"the next checkpoint will not fit, {left}: {where}"
+    else:
+        title = f"disk nearly full, {left}: {where}"
+    burst = f" The largest single write was {gib(facts.burst_bytes)}, more than is left." if facts.burst_bytes else ""
+    return Words(
+        title,
+        f"{left}.{burst} Most trainings end if a checkpoint or a log cannot be written.",
+        "Free space there, keep fewer checkpoints (save_total_limit), or have them written elsewhere.",
+        "There is enough free space again.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "use": Shown("used for"),
+    "total_bytes": Shown("in total", "bytes"),
+    "bytes_per_s": Shown("written", "bytes/s"),
+    "burst_bytes": Shown("next checkpoint", "bytes"),
+}
 
 
 class _Volume:
@@ -136,11 +168,17 @@ class _Volume:
         return min(self.samples, key=lambda one: abs(one[0] - t))[1]
 
 
-class Disks:
+class Disks(Detector):
     """Judges every volume of every host of a run."""
+
+    kinds = (Kind("disk_filling", DiskFacts, _disk, shown=_SHOWN),)
 
     def __init__(self) -> None:
         self._volumes: dict[tuple[str, str], _Volume] = {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {DiskSpace: self.space}
 
     def space(self, message: DiskSpace) -> list[Finding]:
         """Process one measurement of a host's volumes."""

@@ -13,8 +13,8 @@ from ..allocator.snapshot.layout import Piece, layout_at
 from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
 from ..oom.verdict import OomContext
+from ..oom.words import explain
 from ..remedies import remedies
-from ..text.oom import explain
 
 SEGMENTS = 256
 _HOLDERS = 20

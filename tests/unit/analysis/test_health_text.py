@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import FindingKind
 from ftmon.protocol.analysis.health.checkpoints import CheckpointFacts
 from ftmon.protocol.analysis.health.compiles import CompileFacts
 from ftmon.protocol.analysis.health.data_wait import DataWaitFacts
@@ -17,7 +16,7 @@ from ftmon.protocol.analysis.health.gradients import GradientFacts
 from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
 from ftmon.protocol.analysis.health.plateau import PlateauFacts
 from ftmon.protocol.analysis.health.scaler import ScalerFacts
-from ftmon.protocol.analysis.text.health import WORDS
+from ftmon.protocol.analysis.text.words import Words
 from ftmon.protocol.messages.health import DataLoaderInfo
 
 replace = msgspec.structs.replace
@@ -208,23 +207,19 @@ CASES = [
 ]
 
 
-def said(kind: FindingKind, facts: Any, **fields: Any) -> text.Words:
-    return text.words(Finding(kind, facts, **fields))
+def said(kind: str, facts: Any, **fields: Any) -> Words:
+    return kinds.words_of(Finding(kind, facts, **fields))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
 def test_a_finding_about_the_training_or_its_devices_in_words(case: Case) -> None:
-    assert text.words(case.finding) == (case.title, case.text, case.remedy, case.over)
-    assert text.over(case.finding) == case.over
-
-
-def test_every_kind_is_put_into_words_here() -> None:
-    assert {case.finding.kind for case in CASES} == set(WORDS)
+    assert kinds.words_of(case.finding) == (case.title, case.text, case.remedy, case.over)
+    assert kinds.resolution_of(case.finding) == case.over
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
 def test_its_evidence_is_its_facts_with_its_kind_and_its_remedy(case: Case) -> None:
-    evidence = text.evidence(case.finding)
+    evidence = kinds.evidence_of(case.finding)
     assert (evidence.pop("finding"), evidence.pop("remedy")) == (case.finding.kind, case.remedy)
     assert evidence == msgspec.to_builtins(case.finding.facts)
 

@@ -19,7 +19,7 @@ from ftmon.protocol.analysis.stalls.positions import where as where_of
 from ftmon.protocol.analysis.stalls.python_stacks import Frame, where
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import CircularWait, DifferentCalls, InPointToPoint, RanAhead, StaleLocks
-from ftmon.protocol.analysis.text.stalls import of_verdict
+from ftmon.protocol.analysis.stalls.words import of_verdict
 
 WORLD = {"0": (0, 1, 2, 3)}
 SITE = "/env/lib/python3.11/site-packages"
