@@ -55,6 +55,8 @@ class Kind:
     """Sentence for each ``Resolution`` of its detector: ``{0}`` is its number, ``{1}`` the number as a duration."""
     added: Mapping[type, Callable[[Any], Added]] = field(default_factory=dict[type, Callable[[Any], Added]])
     """Texts of facts that its detector adds later, to a finding of this kind or of another one."""
+    limits: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Its detector's thresholds, by meaning, for the table of docs/detectors.md."""
     restore: Callable[[Alert], Any] | None = None
     """Makes the facts from a recorded alert; None: its detector needs none to continue."""
     counted: bool = False

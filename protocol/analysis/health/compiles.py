@@ -120,4 +120,12 @@ _SHOWN: dict[str, Shown] = {
     "seconds": Shown("time spent", "s"),
 }
 
-KINDS = (Kind("recompilation", CompileFacts, _recompilation, shown=_SHOWN),)
+KINDS = (
+    Kind(
+        "recompilation",
+        CompileFacts,
+        _recompilation,
+        shown=_SHOWN,
+        limits={f"recompilations of a function after step {WARM_UP}": str(RECOMPILES)},
+    ),
+)

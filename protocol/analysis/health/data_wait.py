@@ -260,4 +260,16 @@ _SHOWN: dict[str, Shown] = {
     "cuda": HIDDEN,
 }
 
-KINDS = (Kind("input_bound", DataWaitFacts, _input, shown=_SHOWN),)
+KINDS = (
+    Kind(
+        "input_bound",
+        DataWaitFacts,
+        _input,
+        shown=_SHOWN,
+        limits={
+            "wait, of the step": f"{SHARE:.0%}",
+            "wait a step": f"{LEAST_US / 1000:g} ms",
+            "window": f"{WINDOW} steps, and {FEWEST_PARTS} of its {WINDOW // EVERY} parts",
+        },
+    ),
+)

@@ -171,7 +171,18 @@ class _Volume:
 class Disks(Detector):
     """Judges every volume of every host of a run."""
 
-    kinds = (Kind("disk_filling", DiskFacts, _disk, shown=_SHOWN),)
+    kinds = (
+        Kind(
+            "disk_filling",
+            DiskFacts,
+            _disk,
+            shown=_SHOWN,
+            limits={
+                "full at the present rate": f"within {HORIZON_S / 60:g} min",
+                "free": f"below {LOW_SHARE:.0%} and {gib(LOW_BYTES, 0)}",
+            },
+        ),
+    )
 
     def __init__(self) -> None:
         self._volumes: dict[tuple[str, str], _Volume] = {}

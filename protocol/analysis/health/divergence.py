@@ -327,4 +327,19 @@ _SHOWN: dict[str, Shown] = {
     "stepped": HIDDEN,
 }
 
-KINDS = (Kind("diverging_loss", DivergenceFacts, _divergence, shown=_SHOWN),)
+KINDS = (
+    Kind(
+        "diverging_loss",
+        DivergenceFacts,
+        _divergence,
+        shown=_SHOWN,
+        limits={
+            "rise above the spread of single steps": f"{NOISE:g} times",
+            "rise above the spread between blocks": f"{BLOCK_NOISE:g} times",
+            "rise above the lowest level": f"{SHARE_OF_LEVEL:.0%}",
+            "rise, of what the run had gained": f"{SHARE_OF_GAIN:.0%}",
+            "checks in a row, rising": f"{RISING_LOOKS} (one every {EVERY} steps)",
+            "checks in a row, staying": str(STAYING_LOOKS),
+        },
+    ),
+)

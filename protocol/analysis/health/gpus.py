@@ -153,7 +153,13 @@ class Gpus(Detector):
     """Judges every GPU of every host of a run."""
 
     kinds = (
-        Kind("gpu_throttling", DeviceFacts, _throttling, shown=_SHOWN),
+        Kind(
+            "gpu_throttling",
+            DeviceFacts,
+            _throttling,
+            shown=_SHOWN,
+            limits={"throttled while computing": f"half of {WINDOW_S:g} s"},
+        ),
         Kind("gpu_memory_errors", DeviceFacts, _memory_errors, shown=_SHOWN),
         Kind("gpu_xid", XidFacts, _xid, shown=_SHOWN, lasting=True),
     )

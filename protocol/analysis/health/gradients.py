@@ -241,6 +241,24 @@ _SHOWN: dict[str, Shown] = {
 }
 
 KINDS = (
-    Kind("gradient_explosion", GradientFacts, _gradient, shown=_SHOWN),
-    Kind("gradient_collapse", GradientFacts, _gradient, shown=_SHOWN),
+    Kind(
+        "gradient_explosion",
+        GradientFacts,
+        _gradient,
+        shown=_SHOWN,
+        limits={
+            f"above the median of {REFERENCE} steps": f"{RATIO:g} times",
+            "in how many steps": f"{EXPLODED_STEPS} of {EXPLODED_WINDOW}",
+        },
+    ),
+    Kind(
+        "gradient_collapse",
+        GradientFacts,
+        _gradient,
+        shown=_SHOWN,
+        limits={
+            f"of the median of {REFERENCE} steps": f"below {COLLAPSE:g}",
+            "in how many steps": f"{COLLAPSED_STEPS} in a row",
+        },
+    ),
 )

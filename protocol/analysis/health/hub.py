@@ -121,6 +121,7 @@ KINDS = (
         evidence=_lost_evidence,
         shown=_SHOWN,
         resolved={"calm": "None lost since."},
+        limits={"time without a loss that resolves it": f"{QUIET_S:g} s"},
         counted=True,
     ),
     Kind(

@@ -246,7 +246,8 @@ _SHOWN: dict[str, Shown] = {
     "finite_elsewhere": Shown("finite on other ranks"),
 }
 
+_LIMITS = {"finite steps on every rank that resolve it": str(CLEAN_STEPS)}
 KINDS = (
-    Kind("nan_loss", NonFiniteFacts, _nan, shown=_SHOWN),
-    Kind("nan_gradient", NonFiniteFacts, _nan, shown=_SHOWN),
+    Kind("nan_loss", NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS),
+    Kind("nan_gradient", NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS),
 )

@@ -147,4 +147,14 @@ def _plateau(finding: Finding) -> Words:
     )
 
 
-KINDS = (Kind("loss_plateau", PlateauFacts, _plateau),)
+KINDS = (
+    Kind(
+        "loss_plateau",
+        PlateauFacts,
+        _plateau,
+        limits={
+            "change between the halves of the window": f"below {FLAT:.1%}",
+            "window": f"the last {WINDOW_SHARE:.0%} of the run, {FEWEST_STEPS:,} steps at least",
+        },
+    ),
+)

@@ -129,7 +129,8 @@ _SHOWN: dict[str, Shown] = {
     "window": Shown("measured over", "steps"),
 }
 
+_LIMITS = {"updates skipped": f"{SKIPPED} of {WINDOW}"}
 KINDS = (
-    Kind("scaler_floor", ScalerFacts, _scaler, shown=_SHOWN),
-    Kind("scaler_skipping", ScalerFacts, _scaler, shown=_SHOWN),
+    Kind("scaler_floor", ScalerFacts, _scaler, shown=_SHOWN, limits=_LIMITS),
+    Kind("scaler_skipping", ScalerFacts, _scaler, shown=_SHOWN, limits=_LIMITS),
 )

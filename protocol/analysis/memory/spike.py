@@ -44,6 +44,13 @@ STEADY_STEPS = 5
 RANKS_APART = 8
 """Number of ranks with their own spike alert for a phase; further ranks share one."""
 SEVERE_SHARE = 0.05
+OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
+"""Limit above the usual transient: multiple of its spread, and share of it."""
+FLOORS = (32 * MIB, 0.001)
+CPU_FLOORS = (48 * MIB, 0.002)
+"""Least limit above the usual transient: bytes, and share of the device's memory."""
+STEADY_BYTES = 256 * MIB
+STEADY_SHARE, STEADY_SHARE_CPU, STEADY_SHARE_OTHERS = 0.005, 0.02, 0.10
 
 _NEVER = 1 << 62
 
@@ -93,7 +100,7 @@ class SpikeDetector:
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
         rank.zero_stage = hello.zero_stage
-        low, share = (48 * MIB, 0.002) if rank.cpu else (32 * MIB, 0.001)
+        low, share = CPU_FLOORS if rank.cpu else FLOORS
         rank.floor = int(min(256 * MIB, max(low, share * rank.capacity))) if rank.capacity else 64 * MIB
 
     def step(self, t: float, step: Step) -> list[Finding]:
@@ -255,9 +262,9 @@ class SpikeDetector:
             return []
         sets_step = record.peak_span.peak >= top
         if name == "optimizer":
-            large = typical >= 256 * MIB and share >= (0.02 if rank.cpu else 0.005)
+            large = typical >= STEADY_BYTES and share >= (STEADY_SHARE_CPU if rank.cpu else STEADY_SHARE)
         else:
-            large = share >= 0.10 and sets_step
+            large = share >= STEADY_SHARE_OTHERS and sets_step
         if not large:
             return []
         history.steady_found = True
@@ -324,5 +331,5 @@ def _milliseconds(record: PhaseRecord) -> float:
 
 
 def _limit(usual: Usual, phase: str, floor: int) -> int:
-    factor, share = (6.0, 0.25) if phase == "optimizer" else (8.0, 1.0)
+    factor, share = OPTIMIZER if phase == "optimizer" else OTHER_PHASES
     return int(usual.typical + max(factor * usual.spread, share * usual.typical, floor))

@@ -9,7 +9,9 @@ from ...text import duration, gib
 from ..findings import Finding
 from ..findings.kind import HIDDEN, Kind, Shown, from_evidence
 from ..text.words import Words
+from . import leak, levels, spike, trend
 from .facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts
+from .growth import GROWTH_FLOOR
 from .stack_patterns import WORDS, Named, pattern_of, place_of
 
 STACKS = 3
@@ -257,6 +259,14 @@ def _stacks(cause: Cause) -> list[dict[str, Any]]:
     ]
 
 
+def _above(limit: tuple[float, float]) -> str:
+    return f"{limit[0]:g} times the spread, or {limit[1]:.0%} if that is more"
+
+
+def _floor(least: tuple[int, float]) -> str:
+    return f"{least[0] // 2**20} MiB, or {least[1]:.2%} of the memory if that is more"
+
+
 _SHOWN: dict[str, Shown] = {
     "transient_bytes": Shown("allocated and freed", "bytes"),
     "limit_bytes": Shown("a spike is above", "bytes"),
@@ -312,6 +322,13 @@ KINDS = (
         evidence=_spike_evidence,
         shown=_SHOWN,
         resolved={"calm": "Not seen again in {0} steps."},
+        limits={
+            "above the usual, optimizer": _above(spike.OPTIMIZER),
+            "above the usual, other phases": _above(spike.OTHER_PHASES),
+            "and at least, on a GPU": _floor(spike.FLOORS),
+            "and at least, on the CPU": _floor(spike.CPU_FLOORS),
+            "steps without one that resolve it": str(spike.CALM_STEPS),
+        },
         restore=from_evidence(SpikeFacts),
         counted=True,
     ),
@@ -322,11 +339,22 @@ KINDS = (
         "spike",
         "steady",
         evidence=_spike_evidence,
-        shown=_SHOWN,
+        limits={
+            "of the device, optimizer": f"{spike.STEADY_SHARE:.1%}, on the CPU {spike.STEADY_SHARE_CPU:.0%}",
+            "and at least": gib(spike.STEADY_BYTES),
+            "of the device, a phase with the step's peak": f"{spike.STEADY_SHARE_OTHERS:.0%}",
+            "steps": str(spike.STEADY_STEPS),
+        },
         restore=from_evidence(SteadyFacts),
     ),
     Kind(
-        "state_growth", GrowthFacts, _growth, "growth", "first-step", shown=_SHOWN, restore=from_evidence(GrowthFacts)
+        "state_growth",
+        GrowthFacts,
+        _growth,
+        "growth",
+        "first-step",
+        limits={"growth of the first optimizer step": gib(GROWTH_FLOOR)},
+        restore=from_evidence(GrowthFacts),
     ),
     Kind(
         "leak",
@@ -337,6 +365,12 @@ KINDS = (
         evidence=_leak_evidence,
         shown=_SHOWN,
         resolved={"calm": "It stopped growing by step {0}.", "rank_ended": "The rank has ended."},
+        limits={
+            "windows": ", ".join(f"{size * trend.LENGTH:,}" for size in levels.SIZES) + " steps",
+            "Mann-Kendall's S": f"{trend.SURE} of {trend.LENGTH * (trend.LENGTH - 1) // 2}",
+            "rise, on a GPU": _floor(leak.FLOORS),
+            "rise, on the CPU": _floor(leak.CPU_FLOORS),
+        },
         restore=from_evidence(LeakFacts),
     ),
 )

@@ -18,9 +18,20 @@ from ..findings.kind import Kind, Shown
 from ..findings.requests import Action, DiagnosticRequests
 from ..text.words import Words
 from . import python_stacks
+from .block import EXCESS_SHARE, EXCESS_US
 from .places import SAMPLES, usual_place
 from .slow_devices import DeviceFacts, SlowDevices
-from .stragglers import EVERYWHERE, StragglerFacts, StragglerFinding, Stragglers
+from .stragglers import (
+    BLOCK_US,
+    EVERYWHERE,
+    FAST_BLOCKS,
+    FAST_RATIO,
+    LONG_BLOCKS,
+    RATIO,
+    StragglerFacts,
+    StragglerFinding,
+    Stragglers,
+)
 from .work import BATCH, work_of
 
 _NOT_THE_DEVICE = ("data", BATCH, "idle")
@@ -323,6 +334,12 @@ KINDS = (
             "calm": "As fast as the others again at step {0}.",
             "rank_ended": "The rank ended.",
             "restarted": "The ranks started anew.",
+        },
+        limits={
+            "own work, of the others'": f"{RATIO:g} times",
+            "excess": f"{EXCESS_SHARE:.0%} of the step, and {EXCESS_US / 1000:g} ms",
+            "blocks in a row": f"{FAST_BLOCKS} of {BLOCK_US / 1e6:g} s at {FAST_RATIO:g} times",
+            "or in all": f"{LONG_BLOCKS} but one",
         },
         restore=_facts,
     ),

@@ -1,11 +1,13 @@
 """The record of every kind of finding is complete: words, words for its evidence, resolution, way back."""
 
 import re
+import sys
 import typing
 from collections.abc import Iterator
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Any
 
+import limits_table
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
@@ -19,6 +21,7 @@ from ftmon.protocol.analysis.stalls.hang_detector import HangFacts
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import CutOff, Verdict
 from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.telemetry import DeviceSample
 from messages import EXAMPLES
 
 VERDICT = Verdict(
@@ -131,3 +134,40 @@ def test_kinds_cannot_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="'place' is shown as"):
         kinds.register(other)
     assert "another" not in KINDS
+
+
+def test_the_table_of_thresholds_in_the_document_is_that_of_the_records() -> None:
+    text = limits_table.DOCUMENT.read_text()
+    assert text == limits_table.rewritten(text), "run: python tests/support/limits_table.py"
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Forget what a test registers."""
+    tables: tuple[dict[str, Any], ...] = (KINDS, kinds._SHOWN)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)
+
+
+def test_the_detector_of_the_document_raises_and_resolves_its_alert(
+    monkeypatch: pytest.MonkeyPatch, make_sim: Any, registry: None
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", limits_table.DOCUMENT.read_text(), re.S)
+    assert code.count("\n") <= 50
+    module = ModuleType("documented")
+    monkeypatch.setitem(sys.modules, "documented", module)
+    exec(compile(code, "docs/detectors.md", "exec"), vars(module))
+    monkeypatch.setattr(kinds, "DETECTORS", [*kinds.DETECTORS, module.HostMemory])
+    kinds.register(*module.HostMemory.kinds)
+    sim = make_sim(1)
+    sim.feed(DeviceSample("n", "host", 0, "n", sim.now, 98 * 2**30, 100 * 2**30))
+    (alert,) = sim.alerts("health")
+    assert alert.title == "the memory of n is nearly full: 98.00 GiB of 100.00 GiB"
+    assert alert.text == "The kernel ends a process if none is left. Use fewer dataloader workers, or offload less."
+    sim.feed(DeviceSample("n", "host", 0, "n", sim.now, 50 * 2**30, 100 * 2**30))
+    (alert,) = sim.alerts("health")
+    assert alert.text.endswith("It has room again.")
+    assert kinds.shown("of_bytes") == Shown("of", "bytes")
