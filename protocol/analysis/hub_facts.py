@@ -418,8 +418,8 @@ _SHOWN: dict[str, Shown] = {
 
 KINDS = (
     Kind("no_step", NoStepFacts, _no_step, "exit", "before_first_step", evidence=_no_step_evidence, shown=_SHOWN),
-    Kind("messages_refused", RefusedFacts, _refused, "note", "refused", shown=_SHOWN),
-    Kind("not_notified", NotNotifiedFacts, _not_notified, "note", "notify", shown=_SHOWN),
+    Kind("messages_refused", RefusedFacts, _refused, "note", "refused"),
+    Kind("not_notified", NotNotifiedFacts, _not_notified, "note", "notify"),
     Kind(
         "hub_restarted",
         RestartFacts,
@@ -427,11 +427,10 @@ KINDS = (
         "note",
         "restarted",
         evidence=lambda finding: {"last_recorded": finding.facts.last_recorded},
-        shown=_SHOWN,
     ),
-    Kind("recording_damaged", DamagedRecordingFacts, _damaged, "disk", "damaged", shown=_SHOWN),
-    Kind("recording_removed", RemovedRecordingFacts, _removed, "disk", "removed", shown=_SHOWN),
-    Kind("not_listening", NotListeningFacts, _not_listening, "note", "listen", shown=_SHOWN),
+    Kind("recording_damaged", DamagedRecordingFacts, _damaged, "disk", "damaged"),
+    Kind("recording_removed", RemovedRecordingFacts, _removed, "disk", "removed"),
+    Kind("not_listening", NotListeningFacts, _not_listening, "note", "listen"),
     Kind(
         "missing_ranks",
         MissingRanksFacts,
@@ -439,7 +438,6 @@ KINDS = (
         "note",
         "unheard",
         evidence=lambda finding: {"missing": finding.facts.missing[:RANKS_LISTED]},
-        shown=_SHOWN,
         resolved={"resumed": "All ranks have reported."},
     ),
     Kind(
@@ -449,10 +447,9 @@ KINDS = (
         "note",
         "unhooked",
         evidence=lambda finding: {"pid": finding.facts.pid},
-        shown=_SHOWN,
         resolved={"resumed": "A rank has reported since."},
     ),
-    Kind("port_taken", PortFacts, _port_taken, "failure", "port", evidence=_port_evidence, shown=_SHOWN),
+    Kind("port_taken", PortFacts, _port_taken, "failure", "port", evidence=_port_evidence),
     Kind(
         "job_failed",
         JobFailedFacts,
@@ -460,7 +457,6 @@ KINDS = (
         "failure",
         "job",
         evidence=lambda finding: {"job": finding.facts.number},
-        shown=_SHOWN,
     ),
     Kind(
         "concurrent_job",
@@ -469,7 +465,6 @@ KINDS = (
         "note",
         "beside",
         evidence=lambda finding: {"command": finding.facts.command},
-        shown=_SHOWN,
     ),
     Kind(
         "leftover_processes",
@@ -478,10 +473,9 @@ KINDS = (
         "note",
         "leftover",
         evidence=_leftover_evidence,
-        shown=_SHOWN,
         resolved={"calm": "All of them are gone now."},
     ),
-    Kind("hang_action", HangActionFacts, _hang_action, "note", "on-hang", evidence=_action_evidence, shown=_SHOWN),
+    Kind("hang_action", HangActionFacts, _hang_action, "note", "on-hang", evidence=_action_evidence),
     Kind(
         "unproven_hang",
         UnprovenHangFacts,
@@ -489,7 +483,6 @@ KINDS = (
         "note",
         "on-hang-proof",
         evidence=_unproven_evidence,
-        shown=_SHOWN,
         resolved={"resumed": "The hang is over."},
     ),
 )

@@ -58,7 +58,6 @@ class Detectors:
 
     Args:
         tracker: The run's rank tracker; it must be fed and ticked first.
-        store: The run's alerts.
         keep: Stores the report of an out-of-memory error in a file; returns the report with the file's path.
     """
 
@@ -160,7 +159,6 @@ class Detectors:
         processor's cache: a batch takes half the CPU time of the same steps one at a time.
 
         Args:
-            steps: time of receipt and step, in the order of the stream.
             failed: called in the ``except`` block of an exception that a detector raised for one step; processing
                 continues with the next step.
         """

@@ -119,10 +119,7 @@ class DeathDetector:
         """Record that the job's command ended before its ranks; their later deaths are consequences.
 
         Args:
-            t: seconds since the epoch.
             code: the command's exit status, negative for a signal; None: it was never started.
-            count: number of processes left running.
-            processes: pid and name of the first ones.
         """
         if self._recent(t):
             return []
@@ -166,13 +163,8 @@ class DeathDetector:
         """Record the death of a rank's process.
 
         Args:
-            t: seconds since the epoch.
-            state: the rank's state.
-            kill_asked: ranks whose end was requested.
             kill: evidence that the kernel killed the process; None: none.
             pressure: use of the host's memory just before; None: not full, or unknown.
-            alone: whether the run has no other rank.
-            phase: the rank's phase in its last message.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -208,13 +200,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def tick(self, now: float, over: bool = False, succeeded: bool = False) -> list[Finding]:
-        """Return failures held back for long enough, or all of them when the job is over.
-
-        Args:
-            now: seconds since the epoch.
-            over: the job is over.
-            succeeded: its exit code is 0.
-        """
+        """Return failures held back for long enough, or all of them when the job is over."""
         findings: list[Finding] = []
         if over and succeeded:
             recent = [condition for since, condition in self._maybe_intended if now - since <= CONSEQUENCE_S]

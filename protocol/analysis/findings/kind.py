@@ -50,7 +50,7 @@ class Kind:
     """``evidence["rule"]`` of its alerts; empty: its name, or its key (see ``rule_of``)."""
     evidence: Callable[[Finding], dict[str, Any]] = plain
     shown: Mapping[str, Shown] = field(default_factory=dict[str, Shown])
-    """Words and units of the keys of its evidence that are not words themselves."""
+    """Words and units of the keys of its evidence that are not words themselves; they hold for all kinds."""
     resolved: Mapping[ResolvedWhy, str] = field(default_factory=dict[ResolvedWhy, str])
     """Sentence for each ``Resolution`` of its detector: ``{0}`` is its number, ``{1}`` the number as a duration."""
     added: Mapping[type, Callable[[Any], Added]] = field(default_factory=dict[type, Callable[[Any], Added]])

@@ -34,8 +34,6 @@ class CompileFacts(msgspec.Struct, frozen=True):
 
 
 class _Function:
-    __slots__ = ("count", "limit", "raised", "ranks", "reason", "seconds", "since", "step")
-
     def __init__(self, step: int) -> None:
         self.count: dict[int, int] = {}
         self.seconds = 0.0

@@ -49,8 +49,6 @@ class DataWaitFacts(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("cuda", "loader", "steps", "window")
-
     def __init__(self) -> None:
         self.cuda = False
         self.loader: DataLoaderInfo | None = None

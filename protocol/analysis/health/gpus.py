@@ -160,8 +160,8 @@ class Gpus(Detector):
             shown=_SHOWN,
             limits={"throttled while computing": f"half of {WINDOW_S:g} s"},
         ),
-        Kind("gpu_memory_errors", DeviceFacts, _memory_errors, shown=_SHOWN),
-        Kind("gpu_xid", XidFacts, _xid, shown=_SHOWN, lasting=True),
+        Kind("gpu_memory_errors", DeviceFacts, _memory_errors),
+        Kind("gpu_xid", XidFacts, _xid, lasting=True),
     )
 
     def __init__(self) -> None:

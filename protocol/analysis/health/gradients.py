@@ -255,7 +255,6 @@ KINDS = (
         "gradient_collapse",
         GradientFacts,
         _gradient,
-        shown=_SHOWN,
         limits={
             f"of the median of {REFERENCE} steps": f"below {COLLAPSE:g}",
             "in how many steps": f"{COLLAPSED_STEPS} in a row",

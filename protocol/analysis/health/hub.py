@@ -130,7 +130,6 @@ KINDS = (
         _not_recording,
         "disk",
         "recording",
-        shown=_SHOWN,
         resolved={"resumed": "Recording again."},
     ),
 )

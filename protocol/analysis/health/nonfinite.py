@@ -93,8 +93,6 @@ class NonFinite:
         """Process one rank's step.
 
         Args:
-            step: the step.
-            precision: precision of the training.
             ranks: ranks that still train; the finding waits for their reports of its step.
         """
         rank = self._ranks.get(step.rank)
@@ -249,5 +247,5 @@ _SHOWN: dict[str, Shown] = {
 _LIMITS = {"finite steps on every rank that resolve it": str(CLEAN_STEPS)}
 KINDS = (
     Kind("nan_loss", NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS),
-    Kind("nan_gradient", NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS),
+    Kind("nan_gradient", NonFiniteFacts, _nan, limits=_LIMITS),
 )

@@ -132,5 +132,5 @@ _SHOWN: dict[str, Shown] = {
 _LIMITS = {"updates skipped": f"{SKIPPED} of {WINDOW}"}
 KINDS = (
     Kind("scaler_floor", ScalerFacts, _scaler, shown=_SHOWN, limits=_LIMITS),
-    Kind("scaler_skipping", ScalerFacts, _scaler, shown=_SHOWN, limits=_LIMITS),
+    Kind("scaler_skipping", ScalerFacts, _scaler, limits=_LIMITS),
 )

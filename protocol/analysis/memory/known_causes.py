@@ -20,8 +20,6 @@ STEPS_KEPT = 64
 
 
 class _Rank:
-    __slots__ = ("elements", "hello", "longest", "sizes")
-
     def __init__(self) -> None:
         self.hello: Hello | None = None
         self.elements = 0

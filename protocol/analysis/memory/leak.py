@@ -54,8 +54,6 @@ _NONE: list[Finding] = []
 class _Open:
     """A leak of one rank."""
 
-    __slots__ = ("blocks", "rate", "series", "slow")
-
     def __init__(self, series: Series, rate: float) -> None:
         self.series = series
         self.rate = rate
@@ -65,21 +63,6 @@ class _Open:
 
 
 class _Rank:
-    __slots__ = (
-        "batch",
-        "capacity",
-        "cpu",
-        "evaluated",
-        "floor",
-        "host",
-        "levels",
-        "name",
-        "open",
-        "phases",
-        "place",
-        "seen",
-    )
-
     def __init__(self) -> None:
         self.seen = 0
         self.levels = Levels()

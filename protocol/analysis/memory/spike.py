@@ -56,8 +56,6 @@ _NEVER = 1 << 62
 
 
 class _PhaseHistory:
-    __slots__ = ("limit", "next_update", "recent", "seen", "steady_found")
-
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.seen = 0
@@ -68,8 +66,6 @@ class _PhaseHistory:
 
 
 class _Rank:
-    __slots__ = ("capacity", "cpu", "floor", "open", "phases", "run_peak", "steps", "zero_stage")
-
     def __init__(self) -> None:
         self.capacity = 0
         self.cpu = False

@@ -363,7 +363,6 @@ KINDS = (
         "leak",
         "trend",
         evidence=_leak_evidence,
-        shown=_SHOWN,
         resolved={"calm": "It stopped growing by step {0}.", "rank_ended": "The rank has ended."},
         limits={
             "windows": ", ".join(f"{size * trend.LENGTH:,}" for size in levels.SIZES) + " steps",

@@ -26,12 +26,7 @@ _PHASES = (
 
 
 def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
-    """Return a report of the last out-of-memory error of a snapshot; None if there was none.
-
-    Args:
-        snapshot: the snapshot.
-        replays: replays of the devices to check.
-    """
+    """Return a report of the last out-of-memory error of a snapshot; None if there was none."""
     found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
     if not found:
         return None

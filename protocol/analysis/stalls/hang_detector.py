@@ -89,11 +89,7 @@ class HangDetector:
         """Compare the current verdict with the raised one; return new findings.
 
         Args:
-            now: seconds since the epoch.
-            verdict: the judge's verdict.
             run_over: whether the run has ended, or is about to.
-            found: evidence from the inspection of the ranks, by rank.
-            launcher: state of the run's launcher, one word.
         """
         self._found = found or {}
         self._launcher = launcher
@@ -124,12 +120,7 @@ class HangDetector:
             self._held[rank] = condition
 
     def state(self, state: RankState, traced: bool = False) -> list[Finding]:
-        """Process a rank's new state; stopped and unreachable ranks are findings.
-
-        Args:
-            state: the state.
-            traced: for a stopped rank, whether a debugger stopped it.
-        """
+        """Process a rank's new state; stopped and unreachable ranks are findings."""
         rank = state.rank
         findings: list[Finding] = []
         if state.state == "stopped":

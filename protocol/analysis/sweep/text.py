@@ -116,7 +116,6 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
     """Return the rows of a table as texts, its header first.
 
     Args:
-        pooled: configurations.
         wanted: names of ``columns`` that replace the usual ones.
     """
     if wanted:
