@@ -16,7 +16,7 @@ from ftmon.protocol.analysis.deaths.facts import (
     ScriptFailure,
 )
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Condition, Resolution, added
+from ftmon.protocol.analysis.findings.finding import Condition, added
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
 from ftmon.protocol.messages.hosts import KernelKill
 
@@ -161,13 +161,6 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str)
 )
 def test_what_becomes_known_later_in_words(facts: Any, evidence: dict[str, Any], sentence: str):
     assert kinds.added_of(added(Condition("failure", 0), facts))[1:] == (evidence, sentence)
-
-
-def test_an_error_that_was_caught_is_told_to_be_over():
-    assert (
-        kinds.resolution_of(Finding("oom", Resolution("caught", 9), "resolved"))
-        == "The script caught it and finished step 9."
-    )
 
 
 def test_the_evidence_of_a_death_is_plain():

@@ -7,7 +7,6 @@ from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.finding_alerts import FindingAlerts
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.alert_store import AlertStore
-from ftmon.protocol.analysis.findings.finding import Resolution, resolved
 from ftmon.protocol.analysis.hub_facts import (
     ConcurrentJobFacts,
     DamagedRecordingFacts,
@@ -227,16 +226,3 @@ def test_leftovers_are_named_with_what_they_wait_for_and_hold() -> None:
     said = kinds.words_of(Finding("leftover_processes", LeftoverFacts([ASLEEP], {7: 2**30})))
     assert "pid 7 (python) is in uninterruptible sleep in nfs_wait: it ends when the kernel returns" in said.title
     assert "They hold 1.00 GiB of GPU memory." in said.text
-
-
-@pytest.mark.parametrize(
-    ("kind", "why", "over"),
-    [
-        ("missing_ranks", "resumed", "All ranks have reported."),
-        ("unhooked", "resumed", "A rank has reported since."),
-        ("leftover_processes", "calm", "All of them are gone now."),
-        ("unproven_hang", "resumed", "The hang is over."),
-    ],
-)
-def test_its_end_in_words(kind: str, why: Any, over: str) -> None:
-    assert kinds.resolution_of(resolved(Finding(kind, None).condition, Resolution(why))) == over

@@ -11,10 +11,11 @@ import limits_table
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
+from ftmon.protocol.analysis.deaths.facts import LastLog
 from ftmon.protocol.analysis.finding_alerts import FindingAlerts
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.findings.alert_store import AlertStore
-from ftmon.protocol.analysis.findings.finding import Resolution
+from ftmon.protocol.analysis.findings.finding import Resolution, added
 from ftmon.protocol.analysis.findings.kind import Kind, Shown
 from ftmon.protocol.analysis.kinds import KINDS
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts
@@ -112,7 +113,7 @@ def test_every_resolution_of_its_detector_is_a_sentence(finding: Finding) -> Non
 
 
 @pytest.mark.parametrize("finding", ALL)
-def test_its_alert_leads_back_to_it_after_a_restart(finding: Finding) -> None:
+def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(finding: Finding) -> None:
     (alert,) = FindingAlerts(AlertStore()).put(10.0, [finding])
     later = FindingAlerts(store := AlertStore())
     store.restore(alert)
@@ -124,6 +125,8 @@ def test_its_alert_leads_back_to_it_after_a_restart(finding: Finding) -> None:
     assert restored is not None
     assert (restored.condition, restored.state) == (finding.condition, "raised")
     assert (restored.facts is not None) == (KINDS[finding.kind].restore is not None)
+    (again,) = later.put(11.0, [added(restored.condition, LastLog(["last"]))])
+    assert (again.id, again.evidence) == (alert.id, {**alert.evidence, "log": ["last"]})
 
 
 def test_kinds_cannot_contradict_each_other() -> None:
