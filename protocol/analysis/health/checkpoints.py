@@ -7,7 +7,7 @@ import msgspec
 
 from ...messages.telemetry import Checkpoint, CheckpointFailed
 from ...text import sanitize
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.kind import Kind, Shown
 from ..text.words import Words
 
@@ -58,8 +58,8 @@ class Checkpoints:
         return [_finding(facts, "resolved")] if facts is not None else []
 
 
-def _finding(facts: CheckpointFacts, state: str) -> Finding:
-    return Finding("checkpoint_failed", facts, state, "error", step=facts.step)  # type: ignore[arg-type]
+def _finding(facts: CheckpointFacts, state: State) -> Finding:
+    return Finding("checkpoint_failed", facts, state, "error", step=facts.step)
 
 
 def _checkpoint(finding: Finding) -> Words:

@@ -10,7 +10,7 @@ import msgspec
 
 from ...messages.health import Compiles
 from ...text import counted, duration, sanitize
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.kind import Kind, Shown
 from ..text.words import Words
 
@@ -88,12 +88,12 @@ class Recompilation:
         return found
 
 
-def _finding(name: str, function: _Function, state: str) -> Finding:
+def _finding(name: str, function: _Function, state: State) -> Finding:
     facts = CompileFacts(
         name, max(function.count.values()), function.seconds, function.reason, function.since, function.limit
     )
     ranks = tuple(sorted(function.ranks))
-    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)  # type: ignore[arg-type]
+    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)
 
 
 def _recompilation(finding: Finding) -> Words:

@@ -20,9 +20,10 @@ from typing import Literal
 
 import msgspec
 
+from ...messages.control import Severity
 from ...messages.health import DiskSpace, Volume
 from ...text import duration, gib, sanitize
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.detector import Detector, Handler
 from ..findings.kind import Kind, Shown
 from ..text.words import Words
@@ -94,7 +95,7 @@ class _Volume:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
         self.facts: DiskFacts | None = None
-        self.severity: Literal["warning", "error"] = "warning"
+        self.severity: Severity = "warning"
         self.calm_since: float | None = None
         self.sent = 0.0
         self.bursts: list[int] = []
@@ -208,7 +209,7 @@ class Disks(Detector):
         volume.calm_since = None
         gone = one.free_bytes < min(NONE_BYTES, one.total_bytes // 100)
         soon = facts.full_in_s is not None and facts.full_in_s < 120
-        severity: Literal["warning", "error"] = "error" if gone or soon or volume.severity == "error" else "warning"
+        severity: Severity = "error" if gone or soon or volume.severity == "error" else "warning"
         fresh, worse = volume.facts is None, severity != volume.severity
         volume.severity = severity
         if not fresh and not worse and t - volume.sent < 30:
@@ -247,5 +248,5 @@ def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None
     return None
 
 
-def _finding(facts: DiskFacts, state: str, severity: str) -> Finding:
-    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")  # type: ignore[arg-type]
+def _finding(facts: DiskFacts, state: State, severity: Severity) -> Finding:
+    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")

@@ -35,7 +35,7 @@ from typing import Literal
 import msgspec
 
 from ...messages.control import Severity
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.kind import HIDDEN, Kind, Shown
 from ..text.words import Words, number
 from .joined import JoinedStep
@@ -291,8 +291,8 @@ class Divergence:
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 
 
-def _finding(facts: DivergenceFacts, state: str, severity: Severity, step: int | None) -> Finding:
-    return Finding("diverging_loss", facts, state, severity, step=step)  # type: ignore[arg-type]
+def _finding(facts: DivergenceFacts, state: State, severity: Severity, step: int | None) -> Finding:
+    return Finding("diverging_loss", facts, state, severity, step=step)
 
 
 def _divergence(finding: Finding) -> Words:

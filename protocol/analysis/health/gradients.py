@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.kind import Kind, Shown
 from ..text.words import Words, number
 from .joined import JoinedStep
@@ -209,9 +209,9 @@ class Gradients:
         return found
 
 
-def _finding(way: str, facts: GradientFacts, state: str, step: int | None) -> Finding:
+def _finding(way: str, facts: GradientFacts, state: State, step: int | None) -> Finding:
     kind = "gradient_explosion" if way == "up" else "gradient_collapse"
-    return Finding(kind, facts, state, "warning", step=step)  # type: ignore[arg-type]
+    return Finding(kind, facts, state, "warning", step=step)
 
 
 def _gradient(finding: Finding) -> Words:

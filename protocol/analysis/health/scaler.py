@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from ..findings import Finding
+from ..findings import Finding, State
 from ..findings.kind import Kind, Shown
 from ..text.words import Words, number
 from .joined import JoinedStep
@@ -92,9 +92,9 @@ class Scaler:
         return []
 
 
-def _finding(kind: str, facts: ScalerFacts, state: str, step: int | None) -> Finding:
+def _finding(kind: str, facts: ScalerFacts, state: State, step: int | None) -> Finding:
     severity = "error" if kind == "scaler_floor" else "warning"
-    return Finding(kind, facts, state, severity, step=step)  # type: ignore[arg-type]
+    return Finding(kind, facts, state, severity, step=step)
 
 
 def _scaler(finding: Finding) -> Words:

@@ -139,16 +139,19 @@ def _detail(verdict: Verdict) -> str:
 
 
 def _together(spots: Sequence[Spot]) -> str:
-    """Return where ranks are, those at one place together: ``rank 1 is in step 61, step (train.py:38)``."""
-    ways: dict[str, list[int]] = {}
+    """Return where ranks are, those at one place together: ``rank 1 waits in step 61, in step(), train.py:38``."""
+    ways: dict[tuple[bool, str], list[int]] = {}
     for spot in spots:
         step = f"in step {spot.step}" if spot.in_step else f"after step {spot.step}"
-        words = f"has ended {step}" if spot.ended else f"{step}, in {_at(spot)}"
-        ways.setdefault(words, []).append(spot.rank)
+        ways.setdefault((spot.ended, step if spot.ended else f"{step}, in {_at(spot)}"), []).append(spot.rank)
     return "; ".join(
-        f"{ranks_in_words(ranks)} {words if words.startswith('has') else f'waits {words}'}"
-        for words, ranks in list(ways.items())[:4]
+        f"{ranks_in_words(ranks)} {_ended(ranks) if ended else _wait(ranks)} {where}"
+        for (ended, where), ranks in list(ways.items())[:4]
     )
+
+
+def _ended(ranks: Sequence[int]) -> str:
+    return "has ended" if len(ranks) == 1 else "have ended"
 
 
 def _at(spot: Spot) -> str:
