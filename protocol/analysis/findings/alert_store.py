@@ -32,8 +32,6 @@ _SEVERITY = {"info": 0, "warning": 1, "error": 2}
 
 
 class _Entry:
-    __slots__ = ("alert", "at", "parts", "restored", "spare")
-
     def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
         self.alert = alert
         self.parts = {_RAISED: alert.text}

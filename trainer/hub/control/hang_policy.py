@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from ....protocol.analysis.findings import Finding
-from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
-from ....protocol.analysis.hub_facts import HangActionFacts, LateExit, UnprovenHangFacts
+from ....protocol.analysis.findings.finding import Condition, Resolution, resolved
+from ....protocol.analysis.hub_facts import HangActionFacts, LateExit, UnprovenHangFacts, hang_cause
 from ....protocol.analysis.stalls.proof import RankFacts, unproven
 from ....protocol.analysis.stalls.verdicts import Verdict
-from ....protocol.analysis.text.run import hang_cause
 from ....protocol.host.private_files import write_private
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
@@ -92,7 +91,7 @@ class HangPolicy:
             self._standing = None
             if self._spared is not None:
                 self._spared = None
-                self._analysis.put(resolved(Matter("unproven_hang"), Resolution("resumed")))
+                self._analysis.put(resolved(Condition("unproven_hang"), Resolution("resumed")))
             return
         # The waiting ranks may change while the same rank blocks them.
         stall = (verdict.kind, verdict.hung)
