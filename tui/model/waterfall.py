@@ -95,14 +95,7 @@ def phases_of(composition: Composition) -> list[PhaseComposition]:
 def waterfall(rank: RankModel, composition: Composition, phase: str, sample: DeviceSample | None) -> Waterfall | None:
     """Return the waterfall of one phase.
 
-    Args:
-        rank: the rank.
-        composition: the composition of its step.
-        phase: the phase; a name that the step does not have selects the highest.
-        sample: the latest sample of its device; None if there is none.
-
-    Returns:
-        None for a composition without phases.
+    A phase that the step does not have selects the highest. None for a composition without phases.
     """
     ordered = phases_of(composition)
     if not ordered:

@@ -149,11 +149,9 @@ class SelectedRankScreen(MonitorScreen):
     """A screen of the selected rank, with an action that selects a neighbour."""
 
     def in_question(self) -> set[int]:
-        """Return the visible rank."""
         return {self.app_state.selected}
 
     def action_rank(self, delta: int) -> None:
-        """Select a neighbouring rank."""
         ranks = list(self.app_state.model.ranks)
         if self.app_state.selected in ranks:
             index = ranks.index(self.app_state.selected) + delta

@@ -29,7 +29,6 @@ class EventsCanvas(Canvas):
     """The screen between summary and keys."""
 
     def key(self) -> object:
-        """Return a value that changes with each sampled step, and with each step for the figures of every step."""
         model = self.app_state.model
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
@@ -38,7 +37,6 @@ class EventsCanvas(Canvas):
         return id(rank), rank.allocator.version, id(rank.last), others
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the table, the graphs, and if there is room the ranks."""
         model, theme = self.app_state.model, self.theme
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
@@ -89,5 +87,4 @@ class EventsScreen(SelectedRankScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the canvas."""
         yield EventsCanvas(self.app_state, name="body")

@@ -60,6 +60,5 @@ class HelpScreen(Dialog):
         return [*content[self.top : self.top + room], foot]
 
     def action_scroll(self, direction: int) -> None:
-        """Scroll by half a screen."""
         self.top += direction * max(1, self.panel.size.height // 2)
         self.panel.tick(force=True)

@@ -139,11 +139,6 @@ _LAUNCHERS = {
 def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
     """Return the ranks that a kill suggests.
 
-    Args:
-        model: the run.
-        selected: the selected rank, possibly selected for another purpose.
-        alert: the visible alert, if any.
-
     Returns:
         The stuck ranks that the alert names, else the alert's rank while it is unresolved. Without an alert: the
         selected rank if it is stuck (and not all are), else all stuck ranks, else the selected rank.

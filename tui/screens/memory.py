@@ -39,7 +39,6 @@ class MemoryCanvas(Canvas):
         return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
-        """Return a value that changes with the ranks' memory, the device and the user's selection."""
         model, rank = self.app_state.model, self.rank
         chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:
@@ -55,7 +54,6 @@ class MemoryCanvas(Canvas):
         return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the waterfall, or the bars."""
         rank, theme = self.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
@@ -163,11 +161,9 @@ class MemoryScreen(SelectedRankScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Return the canvas."""
         yield self._canvas
 
     def tick(self) -> None:
-        """Draw changes, and show results of commands."""
         self._asking.tick()
         super().tick()
 
@@ -193,17 +189,14 @@ class MemoryScreen(SelectedRankScreen):
         self._choose(phase=next_phase(self._phases(), self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
-        """Select a neighbouring rank, and scroll to the top."""
         self._canvas.top = 0
         super().action_rank(delta)
 
     def action_view(self) -> None:
-        """Switch between one rank and all of them."""
         self._canvas.bars = not self._canvas.bars
         self.tick()
 
     def action_highest(self) -> None:
-        """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
         self.app_state.show_message("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
@@ -217,22 +210,18 @@ class MemoryScreen(SelectedRankScreen):
             self._choose(unfolded=not self._canvas.choice.unfolded)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by most of a screen."""
         self._canvas.top = max(0, self._canvas.top + direction * max(1, self._canvas.size.height - 4))
         self.tick()
 
     def action_compose(self) -> None:
-        """Request a capture of the next step."""
         rank = self.app_state.selected
         self._asking.ask(verbs.Compose([rank]), f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
-        """Request stacks of the visible phase."""
         rank, phase = self.app_state.selected, self.phase
         where = f"the next step's {phase}" if phase else "the next step"
         self._asking.ask(verbs.Arm([rank], phase), f"rank {rank}: stacks are recorded in {where}")
 
     def action_take(self) -> None:
-        """Request a memory snapshot."""
         rank = self.app_state.selected
         self._asking.ask(verbs.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")

@@ -32,7 +32,6 @@ class RankHead(RankCanvas):
     """Title, figures and the phase table."""
 
     def key(self) -> object:
-        """Return a value that changes with the rank's state and its last step."""
         rank = self.rank
         if rank is None:
             return ()
@@ -44,7 +43,6 @@ class RankHead(RankCanvas):
         )
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the rank."""
         rank = self.rank
         if rank is None:
             return [Line(" no rank yet", self.theme.style("dim"))]
@@ -60,11 +58,9 @@ class StepChart(RankCanvas):
     """Step time over the recent steps."""
 
     def key(self) -> object:
-        """Return a value that changes with the last step."""
         return self.rank and (self.rank.rank, id(self.rank.last))
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the chart."""
         steps = list(self.rank.steps) if self.rank else []
         times = [step.host_us / 1000 for step in steps]
         chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
@@ -75,7 +71,6 @@ class MemoryChart(StepChart):
     """Each step's peak, with reserved or resident memory behind it."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the chart."""
         rank = self.rank
         steps = [step for step in (rank.steps if rank else ()) if step.phases]
         gib = 2**30
@@ -96,11 +91,9 @@ class RankLog(RankCanvas):
     """The last lines of the rank's output."""
 
     def key(self) -> object:
-        """Return a value that changes with the log."""
         return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw a rule and the lines."""
         theme = self.theme
         rule = theme.style("rule")
         head = Line(theme.glyphs.rule, rule).add(" output ", theme.style("dim"))
@@ -141,7 +134,6 @@ class RankScreen(SelectedRankScreen):
         self._parts: list[Canvas] = []
 
     def body(self) -> Iterable[Widget]:
-        """Return head, charts and log."""
         charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
         head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
         self._parts = [*charts]
@@ -150,7 +142,6 @@ class RankScreen(SelectedRankScreen):
         yield log
 
     def tick(self) -> None:
-        """Draw changes."""
         super().tick()
         for part in self._parts:
             part.tick()

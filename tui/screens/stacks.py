@@ -28,7 +28,6 @@ class StackList(Listing):
     _made: tuple[object, list[Row]] = (None, [])
 
     def key(self) -> object:
-        """Return a value that changes with the stacks."""
         return self._stack_ids(), self.selected, self.waiting, self.unfolded
 
     def _stack_ids(self) -> object:
@@ -54,11 +53,9 @@ class StackList(Listing):
         return found[min(self.selected, len(found) - 1)] if found else None
 
     def count(self) -> int:
-        """Return the number of rows."""
         return len(self.rows())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one row; groups are highlighted."""
         row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
@@ -67,7 +64,6 @@ class StackList(Listing):
         return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
-        """Draw the ranks and the time of these stacks."""
         theme, stacks = self.theme, self.stacks()
         line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)
@@ -113,7 +109,6 @@ class StacksScreen(MonitorScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Return the stacks."""
         yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:
@@ -123,17 +118,14 @@ class StacksScreen(MonitorScreen):
         self.tick()
 
     def tick(self) -> None:
-        """Draw changes, and show results of commands."""
         self._asking.tick()
         self.query_one(StackList).waiting = self._asking.waiting
         super().tick()
 
     def action_again(self) -> None:
-        """Request the stacks of all ranks."""
         self._ask(verbs.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
-        """Request native frames of the first rank of the selected group."""
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
@@ -144,7 +136,6 @@ class StacksScreen(MonitorScreen):
         self.tick()
 
     def action_unfold(self) -> None:
-        """Toggle all threads of a group's ranks."""
         lines = self.query_one(StackList)
         row = lines.row()
         if row is None:
@@ -154,7 +145,6 @@ class StacksScreen(MonitorScreen):
         self._go_to_group(row.ranks)
 
     def action_group(self, delta: int) -> None:
-        """Go to the head of a neighbouring group."""
         lines = self.query_one(StackList)
         row = lines.row()
         if row is None:
@@ -171,14 +161,11 @@ class StacksScreen(MonitorScreen):
             lines.go_to(found[0])
 
     def in_question(self) -> set[int]:
-        """Return the rank of the selected group if it has only one."""
         row = self.query_one(StackList).row()
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
 
     def action_move(self, delta: int) -> None:
-        """Scroll by lines."""
         self.query_one(StackList).move(delta)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by screens."""
         self.query_one(StackList).page(direction)

@@ -62,7 +62,6 @@ class LiveSource:
 
     @property
     def model(self) -> RunModel:
-        """The state at the live end, or at the position while rewound."""
         return self._live if self._playback is None else self._playback.model
 
     @property
@@ -72,36 +71,29 @@ class LiveSource:
 
     @property
     def transport(self) -> Transport:
-        """The controls."""
         return self._transport
 
     @property
     def connection(self) -> Connection:
-        """State of the connection to the hub."""
         return self._connection
 
     @property
     def commands(self) -> dict[str, CommandRecord]:
-        """Commands sent from here, by id, oldest first."""
         return self._commands
 
     @property
     def folder(self) -> Path | None:
-        """The run's directory; None when only addresses are known."""
         return self._folder
 
     @property
     def can_command(self) -> bool:
-        """Whether there is a hub that accepts commands."""
         hub = self._feed.hub
         return hub is not None and not hub.read_only
 
     def start(self) -> None:
-        """Start to follow the run."""
         self._feed.start()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Apply the messages since the last call."""
         deadline = time.monotonic() + budget_s
         changed = False
         arrivals = self._feed.arrivals
@@ -124,14 +116,12 @@ class LiveSource:
         return changed
 
     def send(self, verb: Verb) -> str:
-        """Send a command to the hub; its two answers appear in ``commands``."""
         command = verb.command(secrets.token_hex(8))
         self._commands[command.id] = CommandRecord(command.id, verb, time.time())
         self._feed.send(command)
         return command.id
 
     def close(self) -> None:
-        """End the threads and close the sockets; the run continues."""
         if self._closed:
             return
         self._closed = True

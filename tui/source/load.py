@@ -143,11 +143,8 @@ def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
     """Add the run's past to a model.
 
-    Args:
-        model: receives memory before ``until``, or before its own, and steps before its own.
-        overview: the whole run, from which parts are copied.
-        until: seconds since the epoch.
-        now: the model's time, if the overview reaches beyond it: a rank without memory receives it up to then.
+    Memory before ``until`` (seconds since the epoch) or before its own, and steps before its own. ``now``: the model's
+    time if the overview reaches beyond it; a rank without memory receives it up to then.
     """
     for rank, past in overview.memory.items():
         timeline = model.rank(rank).timeline

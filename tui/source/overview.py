@@ -81,13 +81,7 @@ class Overview:
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
-    """Read the overview of a recording; takes up to a second for a long one.
-
-    Args:
-        history: the history to read.
-        info: the description of the recording.
-        cancelled: polled between reads; True returns what was read so far.
-    """
+    """Read the overview of a recording; takes up to a second for a long one."""
     end = info.last_t
     overview = Overview(info.first_t, end, len(info.ranks))
     overview.memory = read_memory(history, overview.first, overview.columns, overview.span)

@@ -89,54 +89,44 @@ class ReplaySource:
 
     @property
     def model(self) -> RunModel:
-        """The state at the position."""
         return self._playback.model
 
     @property
     def transport(self) -> Transport:
-        """The controls."""
         return self._transport
 
     @property
     def connection(self) -> Connection:
-        """``replay``, with a note of missing parts of the recording, if any."""
         left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
         return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
     @property
     def commands(self) -> dict[str, CommandRecord]:
-        """Commands that were tried; all refused."""
         return self._commands
 
     @property
     def folder(self) -> Path | None:
-        """The recording's directory, which may have other files of the run."""
         return self._path.parent
 
     @property
     def can_command(self) -> bool:
-        """Always False: a recording accepts no commands."""
         return False
 
     def start(self) -> None:
-        """Start reading."""
         self._playback.start()
         if self._play:
             self._transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Fold frames read since the last call."""
         return self._playback.pump(budget_s)
 
     def send(self, verb: Verb) -> str:
-        """Refuse the command: a replay has no hub."""
         number = f"replay-{len(self._commands) + 1}"
         refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
         self._commands[number] = CommandRecord(number, verb, time.time(), refusal)
         return number
 
     def close(self) -> None:
-        """End the thread."""
         self._playback.close()
 
     def _open(self, _cancelled: Callable[[], bool]) -> Reader:

@@ -25,7 +25,6 @@ class SweepHead(Canvas):
         self._model = model
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the head."""
         return head_lines(self._model, now(), width, self.theme)
 
 
@@ -44,7 +43,6 @@ class SweepTable(Canvas):
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the table."""
         rows = self._model.table(now())
         below = rows_below_current(rows, height) if self._below is None else self._below
         self._shown_below = max(0, min(below, len(rows) - height + 1))
@@ -59,11 +57,9 @@ class SweepChart(Canvas):
         self._model = model
 
     def key(self) -> Any:
-        """Return a value that changes with the drawing."""
         return len(self._model.rows), self._model.state
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the curve."""
         return chart_lines(self._model.dots(), width, height, self.theme)
 
 

@@ -76,11 +76,9 @@ class OomScreen(MonitorScreen):
         return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:
-        """Return head, report and console."""
         return self._head, self._report, self._output, self._field
 
     def tick(self) -> None:
-        """Draw changes; add answers of the console."""
         model, source = self.app_state.model, self.app_state.source
         if self.case is None:
             # A replay is before it, or the first one has just arrived.
@@ -107,7 +105,6 @@ class OomScreen(MonitorScreen):
         super().tick()
 
     def in_question(self) -> set[int]:
-        """Return the visible rank."""
         case = self.case
         return {case.oom.rank} if case is not None else super().in_question()
 
@@ -144,13 +141,11 @@ class OomScreen(MonitorScreen):
             self.app.call_later(self.run_action, "app.back")
 
     def action_report(self) -> None:
-        """Show the report."""
         self.remove_class("console")
         self.set_focus(None)
         self.call_after_refresh(self.tick)
 
     def action_console(self) -> None:
-        """Show the console, and focus its input if it is available."""
         self.add_class("console")
         self.tick()
         self.call_after_refresh(self._begin_to_type)
@@ -161,12 +156,10 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def action_type(self) -> None:
-        """Focus the console's input if it is visible."""
         if self.has_class("console"):
             self._begin_to_type()
 
     def on_console_input_entered(self, event: ConsoleInput.Entered) -> None:
-        """Run the entered code."""
         case, source = self.case, self.app_state.source
         if case is None or source is None:
             return
@@ -180,25 +173,20 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def on_console_input_left(self) -> None:
-        """Return the focus to the screen's keys."""
         self.action_report()
 
     def on_console_input_scrolled(self, event: ConsoleInput.Scrolled) -> None:
-        """Scroll the output."""
         self.action_page(event.direction)
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll the visible part."""
         shown = self._output if self.has_class("console") else self._report
         shown.scroll(lines)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by a screen."""
         shown = self._output if self.has_class("console") else self._report
         self.action_scroll(direction * max(1, shown.size.height - 2))
 
     def action_case(self, delta: int) -> None:
-        """Go to another error."""
         keys = [case.key for case in self.app_state.model.ooms.ordered()]
         if self.case_key in keys:
             self.case_key = keys[max(0, min(keys.index(self.case_key) + delta, len(keys) - 1))]
@@ -208,7 +196,6 @@ class OomScreen(MonitorScreen):
     # Commands.
 
     def action_release(self) -> None:
-        """Open the dialog that releases the rank."""
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
             app_state.show_message("no rank waits at this error", "warning")
@@ -221,7 +208,6 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def action_what_if(self) -> None:
-        """Predict the changes that would fit, or cancel a prediction in progress."""
         case, app_state = self.case, self.app_state
         if case is None:
             return
@@ -242,7 +228,6 @@ class OomScreen(MonitorScreen):
     # The snapshot.
 
     def action_explore(self, view: str) -> None:
-        """Open the snapshot of that moment."""
         case, app_state = self.case, self.app_state
         if case is None:
             return

@@ -62,7 +62,6 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.explorer = explorer
 
     def compose(self) -> ComposeResult:
-        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SnapshotTimeline(self.app_state, self.explorer, "timeline")
         yield SnapshotList(self.app_state, self.explorer, "rows")
@@ -97,19 +96,15 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.tick()
 
     def action_column(self, columns: int) -> None:
-        """Move the cursor by columns."""
         self._to(self.timeline.moment_beside(columns))
 
     def action_entry(self, entries: int) -> None:
-        """Move the cursor by entries."""
         self._to(self.explorer.cursor + entries)
 
     def action_edge(self, direction: int) -> None:
-        """Move the cursor to the window's beginning or end."""
         self._to(-1 if direction < 0 else self.explorer.replay.last)
 
     def action_peak(self) -> None:
-        """Move the cursor to the peak."""
         self._to(self.explorer.replay.peak_index)
 
     def action_oom(self) -> None:
@@ -118,68 +113,56 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self._to(next((index for index in reversed(ooms) if index < self.explorer.cursor), ooms[-1]))
 
     def action_mark(self) -> None:
-        """Set the mark."""
         self.explorer.set_mark()
         self.app_state.show_message("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
         self.tick()
 
     def action_zoom(self, direction: int) -> None:
-        """Zoom the timeline."""
         self.explorer.zoom(direction > 0)
         self.tick()
 
     def action_fold(self) -> None:
-        """Toggle the folding of library frames."""
         self.explorer.toggle_fold()
         self.rows.go_to(0)
         self.tick()
 
     def action_view(self, direction: int) -> None:
-        """Select the next view."""
         views = self.explorer.views
         self.action_show(views[(views.index(self.explorer.view) + direction) % len(views)])
 
     def action_show(self, view: str) -> None:
-        """Select a view."""
         self.explorer.show(view)
         self.rows.go_to(0)
         self.refresh_bindings()
         self.tick()
 
     def action_device(self) -> None:
-        """Select the next device."""
         self.explorer.next_device()
         self.rows.go_to(0)
         self.refresh_bindings()
         self.tick()
 
     def action_row(self, delta: int) -> None:
-        """Move the selection."""
         self.rows.move(delta)
 
     def action_page(self, direction: int) -> None:
-        """Move the selection by a screen."""
         self.rows.page(direction)
 
     def action_branch(self) -> None:
-        """Open or close the selected branch."""
         row = self.rows.current()
         if row is not None and row.branch:
             self.explorer.toggle(row.path, row.shown)
             self.tick()
 
     def action_search(self) -> None:
-        """Open the search prompt."""
         self.add_class("filtering")
         self.query_one(Prompt).focus()
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Apply the search at each change."""
         self.explorer.search(event.text)
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep or clear the search."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
             prompt.text = ""

@@ -20,12 +20,7 @@ class SweepHelp(HelpScreen):
 
 
 class SweepApp(OneScreenApp):
-    """Shows a sweep; the sweep continues when the user quits.
-
-    Args:
-        path: its results file.
-        ascii: draw with ASCII only, regardless of the locale.
-    """
+    """Shows a sweep; the sweep continues when the user quits."""
 
     TITLE = "ftmon sweep"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "detach", "leave", show=False, tooltip="leave")]
@@ -36,7 +31,6 @@ class SweepApp(OneScreenApp):
         self.model = SweepModel(path)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the screen."""
         return SweepScreen(self.app_state, self.model)
 
 

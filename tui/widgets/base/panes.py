@@ -17,14 +17,12 @@ class SummaryBar(Canvas):
     """The top of a screen: two lines, or one if its height is one."""
 
     def key(self) -> Summary:
-        """Return the summary itself."""
         source = self.app_state.source
         if source is None:
             return Summary("no run")
         return summary_of(source.model, source.connection, self.app_state.read_only)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the summary."""
         summary = self.key()
         return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
 
@@ -33,7 +31,6 @@ class AlertStrip(Canvas):
     """A rule with the scale of graphs, and the latest alerts."""
 
     def key(self) -> tuple[object, ...]:
-        """Return a value that changes with the alerts and the scale."""
         alerts = self.app_state.model.alerts
         return id(alerts), alerts.version, self.app_state.scale_words
 
@@ -74,7 +71,6 @@ class ReplayBar(Canvas):
     """The scrubber of a replay or of a rewound live run."""
 
     def key(self) -> object:
-        """Return the playback itself, with its displayed time."""
         source = self.app_state.source
         if source is None:
             return ()
@@ -82,8 +78,6 @@ class ReplayBar(Canvas):
         return int(playback.now), int(playback.last), playback.playing, playback.speed, playback.step, playback.marks
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the scrubber."""
-        del height
         source = self.app_state.source
         return [scrubber(playback_of(source.transport, source.model), width, self.theme)] if source else []
 
@@ -92,7 +86,6 @@ class KeyBar(Canvas):
     """The keys of the visible screen on one line, the most needed first; messages replace it for a few seconds."""
 
     def key(self) -> object:
-        """Return a value that changes with the message and the keys."""
         transport = self.app_state.source.transport if self.app_state.source else None
         keys = tuple(binding.key for binding in self.shown_bindings())
         return self.app_state.message, keys, transport is not None and transport.playing
@@ -122,7 +115,6 @@ class KeyBar(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit, always with those that end the run, help and detach."""
-        del height
         text, tone = self.app_state.message
         if text:
             return [Line(f" {text}", self.theme.style(tone, bold=True))]

@@ -19,12 +19,7 @@ def cause_lines(
 ) -> list[Line]:
     """Draw a cause: a head, the hub's verdict, the evidence, and its stacks.
 
-    Args:
-        cause: the rank's report.
-        verdict: the hub's verdict, or None.
-        width: cells.
-        theme: settings of drawing.
-        unfolded: whether to draw all stacks with all frames, instead of the first ones in short.
+    ``unfolded``: all stacks with all frames, instead of the first ones in short.
     """
     lines = [cause_head(cause, theme)]
     for index, words in enumerate(verdict_words(verdict) if verdict is not None else []):

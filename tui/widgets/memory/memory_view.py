@@ -101,15 +101,7 @@ def body_lines(
 ) -> list[Line]:
     """Draw the scrolling part: the waterfall, its limits, the lead in words, and the cause of the last spike.
 
-    Args:
-        rank: the visible rank.
-        fall: its waterfall.
-        choice: the user's selections.
-        verdict: the hub's verdict on the last spike, if any.
-        why: reason why no step was analysed yet; shown in that case only.
-        width: cells.
-        theme: settings of drawing.
-        prediction: the run's prediction, for comparison.
+    ``why``: reason why no step was analysed yet; shown in that case only.
     """
     cause = cause_of(rank, fall.phase)
     note = ""

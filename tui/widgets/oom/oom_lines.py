@@ -34,14 +34,7 @@ def report_lines(
 ) -> list[Line]:
     """Draw a report; in a wide terminal in two columns, the verdict and its evidence.
 
-    Args:
-        case: the error.
-        model: the run, for its present state.
-        place: place of its snapshot, in words.
-        acts: whether commands to the rank are possible.
-        width: cells.
-        theme: settings of drawing.
-        what_if: predicted changes of the run, also while they are computed.
+    ``place``: of its snapshot, in words. ``acts``: whether commands to the rank are possible.
     """
     asked = what_if or WhatIf()
     if width < _TWO_COLUMNS:

@@ -35,14 +35,11 @@ class OomHead(OomCanvas):
     view = "report"
 
     def key(self) -> object:
-        """Return a value that changes with the case, the view, and each second of being held."""
         model, case = self.app_state.model, self.case
         held = int(model.now - held_since(model, case)) if case is not None and held_since(model, case) else -1
         return model.ooms.version, id(model.ooms), self.case_key, self.view, held
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the lines."""
-        del height
         theme, case, model = self.theme, self.case, self.app_state.model
         dash = theme.glyphs.rule
         if case is None:
@@ -94,7 +91,6 @@ class OomReportView(OomCanvas):
     """Whether commands to the rank are possible."""
 
     def key(self) -> object:
-        """Return a value that changes with the case; while its rank is held, with each second."""
         model, case = self.app_state.model, self.case
         held = int(model.now) if case is not None and held_since(model, case) else 0
         asked = self._what_if
@@ -108,7 +104,6 @@ class OomReportView(OomCanvas):
         return runs.found if runs is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the visible part, and a mark if there is more."""
         case, theme = self.case, self.theme
         if case is None:
             return [Line(" the run has no out-of-memory error at this moment", theme.style("dim"))]
@@ -138,7 +133,6 @@ class ConsoleOutput(OomCanvas):
     """Lines scrolled back from the newest."""
 
     def key(self) -> object:
-        """Return a value that changes with the session; while code runs, with each second."""
         session = self.session
         waiting = int(self.app_state.model.now) if session is not None and session.waiting_since else 0
         return id(session), session.version if session else 0, self.refusal, self.back, waiting

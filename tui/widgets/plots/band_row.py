@@ -11,11 +11,7 @@ from .phase_bar import FILLS, SHORT
 def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
     """Draw the bands over ``width`` columns.
 
-    Args:
-        bands: in order, without overlap.
-        column_of: returns an entry's column, below 0 or beyond ``width`` if it is out of view.
-        width: cells.
-        theme: settings of drawing.
+    The bands are in order, without overlap. ``column_of`` returns an entry's column, also beyond the edges.
     """
     owner = [-1] * width
     for number, band in enumerate(bands):

@@ -36,14 +36,8 @@ def waterfall_lines(
 ) -> list[Line]:
     """Draw the rows.
 
-    Args:
-        fall: the waterfall.
-        width: cells.
-        theme: settings of drawing.
-        note: description of the temporaries beside their bar, if there is room.
-        expected: the phase's prediction, drawn in extra columns, or None.
-        error: expected error of the prediction, as a share.
-        warning: text in the row of these columns' heads.
+    ``note`` describes the temporaries, beside their bar if there is room. ``expected`` is drawn in extra columns;
+    ``error`` is its expected error, a share, and ``warning`` a text in their head.
     """
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)

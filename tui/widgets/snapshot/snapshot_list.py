@@ -41,7 +41,6 @@ class SnapshotList(Listing):
         self._made_of: object = None
 
     def key(self) -> object:
-        """Return a value that changes with the explorer and the selection."""
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
@@ -53,7 +52,6 @@ class SnapshotList(Listing):
         return self._rows
 
     def count(self) -> int:
-        """Count the rows."""
         return len(self.rows())
 
     def current(self) -> Row | None:
@@ -62,7 +60,6 @@ class SnapshotList(Listing):
         return rows[self.selected] if self.selected < len(rows) else None
 
     def head(self, width: int) -> list[Line]:
-        """Draw the names of the views, the visible one highlighted, and the list's filters."""
         theme, explorer = self.theme, self.explorer
         titles = _TITLES if width >= 100 else _SHORT
         left = Line(theme.glyphs.rule, theme.style("rule"))
@@ -82,7 +79,6 @@ class SnapshotList(Listing):
         return [spread(left, right, width, theme.base)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one row."""
         row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         line = Line(theme.glyphs.selected if selected else " ", theme.style("accent", ground))

@@ -33,7 +33,6 @@ class SnapshotTimeline(Canvas):
         self._pooled: _Pooled | None = None
 
     def key(self) -> object:
-        """Return a value that changes with the explorer."""
         return self.explorer.version
 
     def pooled(self, width: int) -> _Pooled:
@@ -78,7 +77,6 @@ class SnapshotTimeline(Canvas):
         return explorer.cursor + columns * step
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw curves, marks and the figures at the cursor."""
         theme, explorer = self.theme, self.explorer
         replay = explorer.replay
         bands = explorer.bands[: _BANDS_TALL if height >= _TALL else _BANDS]

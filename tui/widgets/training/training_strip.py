@@ -136,7 +136,6 @@ class TrainingStrip(Canvas):
         return read, [one.now for one in courses(model, ())]
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the rule and the charts."""
         theme, model = self.theme, self.app_state.model
         rule = theme.style("rule")
         title = Line(theme.glyphs.rule, rule).add(" training ", theme.style("dim"))
