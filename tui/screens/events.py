@@ -19,6 +19,7 @@ from ..widgets.memory.events_view import (
     unused_lines,
 )
 from ..widgets.ranks.card import name
+from ..widgets.state.view_models import rank_view
 from .base import TALL, SelectedRankScreen, key
 
 _HIGH = 46
@@ -41,7 +42,7 @@ class EventsCanvas(Canvas):
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
-        view = self.app_state.views.rank(model, rank, several_hosts=True)
+        view = rank_view(model, rank, with_host=True)
         lines = [title_line(rank, name(view, theme), width, theme)]
         if rank.on_cpu:
             text = "On a CPU there is no caching allocator to watch: m shows the resident set by phase."

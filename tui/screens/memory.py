@@ -19,6 +19,7 @@ from ..widgets.memory.peak_bars import peak_bars
 from ..widgets.plots.charts import Chart, Series, chart_lines
 from ..widgets.ranks.card import name
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import rank_view
 from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 
@@ -57,7 +58,7 @@ class MemoryCanvas(Canvas):
         rank, theme = self.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
-        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        view = rank_view(self.app_state.model, rank, with_host=True)
         lines = [title_line(rank, name(view, theme), width, theme)]
         if self.bars:
             return [*lines, *self._bars(width, height - 1)]

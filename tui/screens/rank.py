@@ -16,6 +16,7 @@ from ..widgets.plots.charts import Chart, Series, chart_lines
 from ..widgets.ranks.card import title
 from ..widgets.ranks.rank_figures import figure_lines
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import rank_view
 from .base import SelectedRankScreen, key
 
 
@@ -38,7 +39,7 @@ class RankHead(RankCanvas):
         return (
             rank.rank,
             id(rank.last),
-            self.app_state.views.rank(self.app_state.model, rank),
+            rank_view(self.app_state.model, rank),
             rank.allocator.last is None,
         )
 
@@ -46,11 +47,11 @@ class RankHead(RankCanvas):
         rank = self.rank
         if rank is None:
             return [Line(" no rank yet", self.theme.style("dim"))]
-        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        view = rank_view(self.app_state.model, rank, with_host=True)
         lines = [title(view, width, self.theme, True)]
         lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
         lines.append(Line())
-        table = phase_table(rank.phase_rows, width, self.theme)
+        table = phase_table(rank.phases, width, self.theme)
         return [*lines, *table][:height]
 
 

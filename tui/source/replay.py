@@ -65,25 +65,28 @@ class ReplaySource:
         RecordingError: the file is missing, or is not a recording this version can read.
     """
 
+    can_command: bool = False
+
     def __init__(
         self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
     ) -> None:
         self._path = Path(path)
+        self.folder = self._path.parent
         reader = Reader(self._path)
         try:
             info = reader.info()
             begin = begin_of(reader, info) if start is None and not at_end else info.last_t
         finally:
             reader.close()
-        self._transport = Transport("replay", self._request)
-        self._transport.first, self._transport.last = info.first_t, info.last_t
-        self._transport.position = begin if start is None else start
+        self.transport = Transport("replay", self._request)
+        self.transport.first, self.transport.last = info.first_t, info.last_t
+        self.transport.position = begin if start is None else start
         if start is None and not at_end and ended_badly(info):
-            self._transport.message = AT_ITS_END
+            self.transport.message = AT_ITS_END
         self._readers: list[Reader] = []
-        self._playback = Playback(self._open, describe(info), self._transport, self._transport.position)
+        self._playback = Playback(self._open, describe(info), self.transport, self.transport.position)
         self._play = play
-        self._commands: dict[str, CommandRecord] = {}
+        self.commands: dict[str, CommandRecord] = {}
         self._since = time.time()
         self._missing = info.missing
 
@@ -92,38 +95,22 @@ class ReplaySource:
         return self._playback.model
 
     @property
-    def transport(self) -> Transport:
-        return self._transport
-
-    @property
     def connection(self) -> Connection:
         left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
         return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
-    @property
-    def commands(self) -> dict[str, CommandRecord]:
-        return self._commands
-
-    @property
-    def folder(self) -> Path | None:
-        return self._path.parent
-
-    @property
-    def can_command(self) -> bool:
-        return False
-
     def start(self) -> None:
         self._playback.start()
         if self._play:
-            self._transport.play()
+            self.transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
         return self._playback.pump(budget_s)
 
     def send(self, verb: Verb) -> str:
-        number = f"replay-{len(self._commands) + 1}"
+        number = f"replay-{len(self.commands) + 1}"
         refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
-        self._commands[number] = CommandRecord(number, verb, time.time(), refusal)
+        self.commands[number] = CommandRecord(number, verb, time.time(), refusal)
         return number
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from ..drawing.theme import Theme
 from ..lines.alert_lines import alert_line
 from ..lines.scrubber import scrubber
 from ..lines.summary import Summary, first_line, summary_lines
-from ..state.view_models import playback_of, summary_of
+from ..state.view_models import summary_of
 from .canvas import Canvas
 
 
@@ -74,12 +74,12 @@ class ReplayBar(Canvas):
         source = self.app_state.source
         if source is None:
             return ()
-        playback = playback_of(source.transport, source.model)
-        return int(playback.now), int(playback.last), playback.playing, playback.speed, playback.step, playback.marks
+        at, step = source.transport, source.model.leading_step
+        return int(at.position), int(at.last), at.playing, at.speed, step, tuple(at.marks)
 
     def draw(self, width: int, height: int) -> list[Line]:
         source = self.app_state.source
-        return [scrubber(playback_of(source.transport, source.model), width, self.theme)] if source else []
+        return [scrubber(source.transport, source.model.leading_step, width, self.theme)] if source else []
 
 
 class KeyBar(Canvas):

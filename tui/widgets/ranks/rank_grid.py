@@ -10,7 +10,7 @@ from ..drawing.line import Line
 from ..lines.log_lines import log_line
 from ..state.app_state import AppState
 from ..state.rank_view import RankView
-from ..state.view_models import History, scale_of
+from ..state.view_models import History, rank_views, scale_of
 from . import heat, rows
 from .card import FIXED_LINES, card
 
@@ -227,7 +227,7 @@ class RankGrid(Container):
         width, height = self.size
         if not width or not height:
             return
-        self._views = app_state.views.ranks(app_state.model)
+        self._views = rank_views(app_state.model)
         self.plan = plan(len(self._views), width, height, app_state.view)
         shape = (self.plan, width, height)
         if shape != self._shape:

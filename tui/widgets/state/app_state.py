@@ -11,7 +11,7 @@ from ...model.run import RunModel
 from ...source.base import Source
 from ...source.dry_runs import DryRuns
 from ..drawing.theme import Theme
-from .view_models import Views, nice_top
+from .view_models import nice_top
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Choices of the seconds per graph column."""
@@ -29,7 +29,6 @@ class AppState:
         self.source = source
         self.theme = theme
         self.read_only = read_only
-        self.views = Views()
         self.selected = 0
         """The selected rank of every screen; initially the first."""
         self.chosen = False
