@@ -18,6 +18,9 @@ from .source.base import Source
 from .source.transport import Transport
 from .widgets.state.app_state import AppState
 
+FPS = 4
+"""Paints per second."""
+
 FIRST_POLLS = 100
 """Polls per second until the first ranks have reported, so that they are painted at once."""
 
@@ -40,19 +43,15 @@ class FtmonApp(ThemedApp):
         *,
         ascii: bool = False,  # noqa: A002  (the name of the option)
         read_only: bool = False,
-        fps: float = 4,
         light: bool = False,
         play: bool = False,
-        open_run: "Callable[[RunDir], Source] | None" = None,
         notices: TerminalNotices | None = None,
         ends: "Callable[[], bool]" = lambda: False,
     ) -> None:
         super().__init__(source, ascii=ascii, light=light, read_only=read_only)
-        self.fps = fps
         self._play = play
         self._notices = notices
         self._ends = ends
-        self._open_run = open_run or open_live_or_recorded
 
     def get_default_screen(self) -> Screen[Any]:
         if self.app_state.source is not None:
@@ -67,7 +66,7 @@ class FtmonApp(ThemedApp):
             transport = self.app_state.source.transport
             if self._play and transport.mode == "replay" and not transport.at_end:
                 transport.play()
-        self.set_interval(1 / self.fps, self.pump)
+        self.set_interval(1 / FPS, self.pump)
         self._hurry_until = time.monotonic() + FIRST_SECONDS
         self._hurry = self.set_interval(1 / FIRST_POLLS, self._until_first)
 
@@ -138,25 +137,8 @@ class FtmonApp(ThemedApp):
 
     # Keys of every screen.
 
-    def action_toggle_play(self) -> None:
-        self._transport("toggle")
-
-    def action_step(self, count: int) -> None:
-        self._transport("step", count)
-
-    def action_skip(self, seconds: float) -> None:
-        self._transport("skip", seconds)
-
-    def action_speed(self, direction: int) -> None:
-        self._transport("faster" if direction > 0 else "slower")
-
-    def action_alert(self, direction: int) -> None:
-        self._transport("next_alert" if direction > 0 else "previous_alert")
-
-    def action_live(self) -> None:
-        self._transport("live")
-
-    def _transport(self, what: str, *args: float) -> None:
+    def action_transport(self, what: str, *args: float) -> None:
+        """Play, pause or seek: a method of the transport."""
         source = self.app_state.source
         if source is None:
             self.app_state.show_message("no run is open", "warning")
@@ -298,9 +280,11 @@ class FtmonApp(ThemedApp):
         self.open_run(event.run)
 
     def open_run(self, run: RunDir) -> None:
-        """Show another run, and close the present one."""
+        """Show another run, live or its recording, and close the present one."""
+        from .source.live import LiveSource
+
         try:
-            source = self._open_run(run)
+            source = LiveSource(run)
         except FtmonError as error:
             self.app_state.show_message(str(error), "error")
             return
@@ -328,17 +312,6 @@ class FtmonApp(ThemedApp):
             self.app_state.show_message(why, "warning")
             self.pump()
         return not why
-
-
-def open_live_or_recorded(run: RunDir) -> Source:
-    """Return the source of a run directory: live, or its recording if the run has ended.
-
-    Raises:
-        FtmonError: it cannot be opened.
-    """
-    from .source.live import LiveSource
-
-    return LiveSource(run)
 
 
 def run_app(

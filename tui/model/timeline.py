@@ -85,19 +85,20 @@ class Timeline:
         index = first - level.first
         end = last - level.first
         self.version += 1
-        if index < 0 or end >= len(level.allocated):
+        if index < 0 or end >= len(level):
             self._add_slowly(first, last, allocated, reserved, resident)
             return
         if self._dirty is None or first < self._dirty:
             self._dirty = first
         # Inlined for speed: this runs several times for every step of every rank.
+        of_allocated, of_reserved, of_resident = level.figures
         while index <= end:
-            if allocated > level.allocated[index]:
-                level.allocated[index] = allocated
-            if reserved > level.reserved[index]:
-                level.reserved[index] = reserved
-            if resident > level.resident[index]:
-                level.resident[index] = resident
+            if allocated > of_allocated[index]:
+                of_allocated[index] = allocated
+            if reserved > of_reserved[index]:
+                of_reserved[index] = reserved
+            if resident > of_resident[index]:
+                of_resident[index] = resident
             index += 1
 
     def mark(self, mark: Mark) -> None:

@@ -15,7 +15,7 @@ from ..widgets.base.panes import pressing
 from ..widgets.base.prompt import Prompt
 from ..widgets.drawing.line import Line
 from ..widgets.lines.alert_lines import alert_detail, alert_line
-from .base import MonitorScreen, key
+from .base import ListScreen, key
 from .kill_targets import suggested
 from .memory import MemoryScreen
 
@@ -80,7 +80,7 @@ class AlertDetail(Canvas):
         return [rule, *shown]
 
 
-class AlertsScreen(MonitorScreen):
+class AlertsScreen(ListScreen):
     """All alerts."""
 
     NAME = "alerts"
@@ -168,18 +168,5 @@ class AlertsScreen(MonitorScreen):
     def in_question(self) -> set[int]:
         return suggested(self.app_state.model, self.app_state.selected, self.query_one(AlertList).chosen)
 
-    def action_filter(self) -> None:
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        self.query_one(AlertList).text = event.text
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = self.query_one(AlertList).text = ""
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.query_one(AlertList).text = text

@@ -106,7 +106,7 @@ class Targets:
                 words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
                 line.add(words, theme.style("dim"))
             elif rank.state_text:
-                line.add(cut(rank.state_text, max(0, width - line.width), theme.glyphs.ellipsis), theme.style("dim"))
+                line.add(theme.cut(rank.state_text, max(0, width - line.width)), theme.style("dim"))
             lines.append(line)
         if len(numbers) > _NAMED:
             left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)

@@ -46,13 +46,8 @@ class MemoryCanvas(Canvas):
             return chosen
         sample = model.device_of(rank)
         of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
-        state = id(rank), rank.memory.version, id(rank.last), self.app_state.source is not None and self._can_ask
+        state = id(rank), rank.memory.version, id(rank.last), self.app_state.can_act
         return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
-
-    @property
-    def _can_ask(self) -> bool:
-        source = self.app_state.source
-        return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
         rank, theme = self.rank, self.theme
@@ -95,7 +90,7 @@ class MemoryCanvas(Canvas):
         source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
             return "No step was analysed up to here: the recording has no composition of this rank yet."
-        if self._can_ask:
+        if self.app_state.can_act:
             return (
                 "Not analysed yet. The probe captures one of the first steps, then one from time to time, and one "
                 "after a spike; c captures the next step."

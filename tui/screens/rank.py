@@ -10,6 +10,7 @@ from textual.widget import Widget
 from ..model.rank import RankModel
 from ..widgets.base.canvas import Canvas
 from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import ruled
 from ..widgets.lines.log_lines import log_line
 from ..widgets.memory.phase_table import phase_table
 from ..widgets.plots.charts import Chart, Series, chart_lines
@@ -96,9 +97,7 @@ class RankLog(RankCanvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         theme = self.theme
-        rule = theme.style("rule")
-        head = Line(theme.glyphs.rule, rule).add(" output ", theme.style("dim"))
-        lines = [head.add(theme.glyphs.rule * max(0, width - head.width), rule)]
+        lines = [ruled(Line(" output ", theme.style("dim")), Line(), width, theme)]
         entries = self.app_state.model.logs.select(rank=self.app_state.selected, limit=height - 1)
         if not entries:
             return [*lines, Line(" no output yet", theme.style("dim"))]

@@ -11,10 +11,11 @@ from ...protocol.messages.telemetry import Stacks
 from ...protocol.text import counted
 from ..model.stacks import Row, rows
 from ..widgets.base.listing import Listing
-from ..widgets.drawing.line import Line, cut
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import ruled
 from ..widgets.lines.scrubber import time_of_day
 from ..widgets.state.app_state import AppState
-from .base import MonitorScreen, key
+from .base import ListScreen, key
 from .command_status import CommandStatus, refusal
 
 
@@ -61,26 +62,23 @@ class StackList(Listing):
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
         tone = {"group": "accent", "thread": "text"}.get(row.kind, "text" if selected else "dim")
         style = theme.style(tone, ground, bold=row.kind == "group")
-        return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
+        return Line(theme.cut(indent + row.text, width), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
         theme, stacks = self.theme, self.stacks()
-        line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)
-        line.add(f" stacks of {len(stacks)} of {counted(total, 'rank')} ", theme.style("text", bold=True))
+        line = Line(f" stacks of {len(stacks)} of {counted(total, 'rank')} ", theme.style("text", bold=True))
         if stacks:
             newest = max(stacks.values(), key=lambda one: one.time)
             why = f", {newest.reason}" if newest.reason else ""
-            text = cut(
-                f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 1), theme.glyphs.ellipsis
-            )
+            text = theme.cut(f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 2))
             line.add(text, theme.style("dim"))
         elif self.waiting:
             line.add("asked for ", theme.style("dim"))
-        return [line.add(theme.glyphs.rule * max(0, width - line.width), theme.style("rule"))]
+        return [ruled(line, Line(), width, theme)]
 
 
-class StacksScreen(MonitorScreen):
+class StacksScreen(ListScreen):
     """The stacks of every rank."""
 
     NAME = "stacks"
@@ -163,9 +161,3 @@ class StacksScreen(MonitorScreen):
     def in_question(self) -> set[int]:
         row = self.query_one(StackList).row()
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
-
-    def action_move(self, delta: int) -> None:
-        self.query_one(StackList).move(delta)
-
-    def action_page(self, direction: int) -> None:
-        self.query_one(StackList).page(direction)

@@ -7,7 +7,7 @@ from ...protocol.analysis.sweep.text import left_text
 from ...protocol.text import gib
 from ..model.sweep import Dots, SweepModel, TableRow, now
 from .base.canvas import Canvas
-from .drawing.line import Line, cut, spread, width_of
+from .drawing.line import Line, spread, width_of
 from .drawing.theme import Theme
 from .plots.plot import Curve, plot_cells, row_line, sign_of
 from .state.app_state import AppState
@@ -103,7 +103,7 @@ def table_lines(
             style = theme.style("text" if row.verdict == "done" else "dim")
             line.join(Line(cell, style).pad(cells + 2, style))
         if row.text:
-            line.add(cut(row.text, max(1, width - line.width), theme.glyphs.ellipsis), theme.style(tone))
+            line.add(theme.cut(row.text, max(1, width - line.width)), theme.style(tone))
         lines.append(line)
     return lines
 

@@ -19,6 +19,7 @@ from ...widgets.oom.console_input import ConsoleInput
 from ...widgets.oom.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
 from ...widgets.state.app_state import AppState
 from ..base import MonitorScreen, key
+from ..command_status import refusal
 from .captured import CapturedScreen, file_of, open_explorer, place_words
 from .release import ReleaseDialog
 from .what_if import begin
@@ -88,7 +89,7 @@ class OomScreen(MonitorScreen):
         if case is not None:
             self.app_state.select(case.oom.rank)
             self._report.place = place_words(case.oom, source.folder if source else None, model)
-            self._report.acts = source is not None and source.can_command and not self.app_state.read_only
+            self._report.acts = self.app_state.can_act
             if (runs := self.app_state.dry_runs.get(case.key)) is not None:
                 runs.poll()
             session = self._session(case.oom.rank)
@@ -164,8 +165,8 @@ class OomScreen(MonitorScreen):
         if case is None or source is None:
             return
         session = self._session(case.oom.rank)
-        if refusal := self._why_no_console(case):
-            session.note(refusal, "error")
+        if why := self._why_no_console(case):
+            session.note(why, "error")
         else:
             number = source.send(Console(event.code, case.oom.rank))
             session.sent(number, event.code, time.time())
@@ -199,10 +200,8 @@ class OomScreen(MonitorScreen):
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
             app_state.show_message("no rank waits at this error", "warning")
-        elif app_state.read_only:
-            app_state.show_message("read-only: release is refused", "warning")
-        elif app_state.source is None or not app_state.source.can_command:
-            app_state.show_message("cannot release it: the run has no hub that takes commands", "warning")
+        elif why := refusal(app_state, "release"):
+            app_state.show_message(why, "warning")
         else:
             self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()

@@ -11,13 +11,14 @@ from ...widgets.base.prompt import Prompt
 from ...widgets.snapshot.snapshot_list import SnapshotList
 from ...widgets.snapshot.snapshot_timeline import SnapshotTimeline
 from ...widgets.state.app_state import AppState
-from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
+from ..base import FILE_KEYS, ListScreen, TooSmall, key
 
 
-class SnapshotScreen(MonitorScreen, inherit_bindings=False):
+class SnapshotScreen(ListScreen, inherit_bindings=False):
     """A snapshot at the cursor's moment."""
 
     NAME = "memory snapshot"
+    inherits_keys = False
     WHAT = (
         "The curves are allocated and reserved memory after each entry of the allocator's trace. The list shows the "
         "state at the cursor: 1 live memory by allocating stack; 2 the largest blocks; 3 allocations and frees since "
@@ -27,13 +28,13 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
     BINDINGS: ClassVar[list[BindingType]] = [
         key("left", "column(-1)", "cursor", "move the cursor one column back", bar="← →"),
         key("right", "column(1)", "cursor on", "move the cursor one column forward", show=False),
-        key("up", "row(-1)", "up", "one row up", show=False),
-        key("down", "row(1)", "down", "one row down", show=False),
+        key("up", "move(-1)", "up", "one row up", show=False),
+        key("down", "move(1)", "down", "one row down", show=False),
         key("enter", "branch", "open", "open or close a branch of the tree"),
         key("p", "peak", "peak", "to the highest allocated figure"),
         key("o", "oom", "oom", "to the allocation that failed"),
         key("m", "mark", "mark", "mark this moment, for 3; on the mark: remove it"),
-        key("slash", "search", "search", "only stacks that contain a text"),
+        key("slash", "filter", "search", "only stacks that contain a text"),
         key("f", "fold", "fold", "fold frames of libraries, or show them all"),
         key("plus,equals_sign", "zoom(1)", "zoom", "show less of the timeline, in more detail", bar="+ -"),
         key("minus", "zoom(-1)", "zoom out", "show more of the timeline", show=False),
@@ -142,31 +143,11 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.refresh_bindings()
         self.tick()
 
-    def action_row(self, delta: int) -> None:
-        self.rows.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        self.rows.page(direction)
-
     def action_branch(self) -> None:
         row = self.rows.current()
         if row is not None and row.branch:
             self.explorer.toggle(row.path, row.shown)
             self.tick()
 
-    def action_search(self) -> None:
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        self.explorer.search(event.text)
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = ""
-            self.explorer.search("")
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.explorer.search(text)

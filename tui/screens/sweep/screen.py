@@ -20,6 +20,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
     """A sweep, read from its results file."""
 
     NAME = "sweep"
+    inherits_keys = False
     WHAT = (
         "Each line is a configuration: its axes, the highest peak of any rank and phase, the error of the prediction, "
         "the step time. A failed run shows how it failed. The curve shows measured and predicted peaks over the "

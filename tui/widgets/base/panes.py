@@ -5,7 +5,7 @@ from textual.binding import Binding
 from ....protocol.messages.control import Alert
 from ....protocol.text import counted
 from ..drawing.line import Line, spread
-from ..drawing.theme import Theme
+from ..drawing.theme import Theme, ruled
 from ..lines.alert_lines import alert_line
 from ..lines.scrubber import scrubber
 from ..lines.summary import Summary, first_line, summary_lines
@@ -47,9 +47,6 @@ class AlertStrip(Canvas):
 
     def _rule(self, width: int) -> Line:
         theme, counts = self.theme, self.app_state.model.alerts.counts()
-        rule = theme.style("rule")
-        dash = theme.glyphs.rule
-        left = Line(dash, rule).add(f" {self.app_state.scale_words} ", theme.style("dim"))
         right = Line()
         for severity in ("error", "warning"):
             if counts[severity]:
@@ -57,9 +54,7 @@ class AlertStrip(Canvas):
                 right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
         total = len(self.app_state.model.alerts)
         right.add(f" {'of ' if right.width else ''}{counted(total, 'alert')} ", theme.style("dim"))
-        right.add(dash, rule)
-        gap = max(0, width - left.width - right.width)
-        return spread(left.add(dash * gap, rule), right, width, theme.base)
+        return ruled(Line(f" {self.app_state.scale_words} ", theme.style("dim")), right, width, theme)
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:
@@ -95,7 +90,9 @@ class KeyBar(Canvas):
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            applies = self._can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            applies = (
+                self.app_state.can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            )
             if binding.show and enabled and applies:
                 found.setdefault(binding.action, binding)
         back = [binding for binding in found.values() if binding.action == "app.back"]
@@ -107,11 +104,6 @@ class KeyBar(Canvas):
         source = self.app_state.source
         later = source is not None and source.transport.mode == "replay" and source.transport.first_alert("oom")
         return bool(self.app_state.model.ooms or later)
-
-    @property
-    def _can_act(self) -> bool:
-        source = self.app_state.source
-        return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit, always with those that end the run, help and detach."""
@@ -136,7 +128,7 @@ class KeyBar(Canvas):
         key = binding.key_display or key_words(binding, self.theme)
         label = binding.description
         source = self.app_state.source
-        if binding.action == "app.toggle_play" and source is not None and not source.transport.playing:
+        if binding.action == "app.transport('toggle')" and source is not None and not source.transport.playing:
             label = "play"
         return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
 

@@ -63,12 +63,6 @@ class Prompt(Canvas, can_focus=True):
         self.tick()
         self.post_message(self.Changed(self.text))
 
-    def on_focus(self) -> None:
-        self.tick(force=True)
-
-    def on_blur(self) -> None:
-        self.tick(force=True)
-
     @staticmethod
     def _consume(event: Key) -> None:
         event.stop()

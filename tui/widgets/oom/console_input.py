@@ -130,9 +130,3 @@ class ConsoleInput(Canvas, can_focus=True):
             self.post_message(self.Entered(code.rstrip("\n")))
         else:
             self._put(code + "\n")
-
-    def on_focus(self) -> None:
-        self.tick(force=True)
-
-    def on_blur(self) -> None:
-        self.tick(force=True)

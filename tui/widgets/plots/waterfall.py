@@ -4,7 +4,7 @@ from ....protocol.analysis.estimates.live import FLOOR_BYTES
 from ....protocol.messages.prediction import PredictedPhase
 from ...model.waterfall import Waterfall
 from ..drawing.figures import gib_fixed, mib_fixed
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 
 _LABEL = 23
@@ -99,7 +99,7 @@ def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
         words = "  NVML has not been asked yet, or does not answer"
         if fall.ended:
             words = "  the rank has ended: go back in time to see it"
-        return line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim"))
+        return line.add(theme.cut(words, width - line.width), theme.style("dim"))
     line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", theme.style(bold=True))
     line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", theme.style("dim"))
     if fall.total:
@@ -127,7 +127,7 @@ def _row(
     more: Line,
 ) -> Line:
     style = theme.style("text" if length else "dim", bold=bold)
-    line = Line(f" {cut(label, _LABEL - 2, theme.glyphs.ellipsis):<{_LABEL - 1}}", style)
+    line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
     line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
     if more.width:
         line.join(more).add("  ", theme.base)

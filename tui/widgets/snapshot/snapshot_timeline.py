@@ -7,7 +7,7 @@ from ....protocol.text import duration, sanitize
 from ...model.snapshot_explorer import Explorer
 from ..base.canvas import Canvas
 from ..drawing.figures import gib
-from ..drawing.line import Line, beside, cut, spread
+from ..drawing.line import Line, beside, spread
 from ..plots.band_row import band_row
 from ..plots.memory_graph import Column, Scale, memory_graph
 from ..state.app_state import AppState
@@ -150,7 +150,7 @@ class SnapshotTimeline(Canvas):
         if words := explorer.annotation_words():
             # The figures at the ends are always drawn.
             most = min(40, room - figures[0].width - figures[-1].width - 3)
-            left.add(f"  {cut(words, most, theme.glyphs.ellipsis)}", theme.style("accent"))
+            left.add(f"  {theme.cut(words, most)}", theme.style("accent"))
             room = width - left.width - len(" GiB ")
         # The two in the middle are omitted first: they hardly differ from allocated.
         for optional in (2, 1):

@@ -45,6 +45,11 @@ class AppState:
         self._message: tuple[str, str, float] = ("", "", 0.0)
         self._empty = RunModel()
 
+    @property
+    def can_act(self) -> bool:
+        """Whether commands to the run are possible."""
+        return self.source is not None and self.source.can_command and not self.read_only
+
     def end_dry_runs(self) -> None:
         """End the predictions under way."""
         for one in self.dry_runs.values():

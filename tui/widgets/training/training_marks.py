@@ -8,7 +8,7 @@ from ...model.chartview import Axis, column_of
 from ...model.progress import early_stop_words
 from ...model.training import HistoryPoint
 from ..drawing.figures import count
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..plots.plot import row_line
 from .training_scene import GUTTER, Scene
 
@@ -122,7 +122,7 @@ def foot(scene: Scene) -> Line:
         more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
         latest = "latest mark: " if column is None else ""
         line.add(f"{sign} ", theme.style(tone)).add(latest, dim)
-        line.add(cut(words + more, scene.width - line.width - right.width - 1, theme.glyphs.ellipsis), theme.base)
+        line.add(theme.cut(words + more, scene.width - line.width - right.width - 1), theme.base)
     else:
         line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), theme.style("faint"))
     gap = scene.width - line.width - right.width
