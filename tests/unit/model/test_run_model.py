@@ -169,15 +169,6 @@ def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
     assert model.seconds_left is None
 
 
-def test_time_left_is_steps_left_at_the_recent_speed() -> None:
-    model = RunModel()
-    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
-    for number in range(1, 11):
-        begun = STARTED + number * 3.0
-        model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
-    assert model.seconds_left == pytest.approx(300.0)
-
-
 def test_no_time_is_left_after_an_early_stop() -> None:
     model = RunModel()
     model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=300, evaluate_every=10)))
@@ -265,12 +256,6 @@ def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
     assert rank.shares.clock == "device"
     assert rank.shares.parts["backward"] == pytest.approx(0.6)
     assert rank.shares.parts["other"] == pytest.approx(0.1)
-
-
-def test_the_phase_table_tells_growth_and_transient_of_the_true_figure() -> None:
-    record = PhaseRecord("optimizer", 0, 4000, Span(10, 30, 30), Span(50, 50, 50), resident=Span(100, 110, 400))
-    (row,) = folded(step(0, 1, record)).ranks[0].phases
-    assert (row.peak_span.growth, row.peak_span.transient, row.peak_span.peak) == (10, 290, 400)
 
 
 def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:

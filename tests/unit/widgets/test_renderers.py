@@ -80,9 +80,11 @@ def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> No
     assert "in data loading" in " ".join(text.split())
 
 
-def test_every_ascii_card_is_ascii() -> None:
-    for view in (VIEW, HUNG):
-        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), Theme(DARK, ASCII), selected=True)
+def test_every_ascii_card_and_row_is_ascii() -> None:
+    theme = Theme(DARK, ASCII)
+    for view in (VIEW, HUNG, replace(HUNG, state="unreachable")):
+        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), theme, selected=True)
+        lines += label(view, 12, 1, theme, selected=False)
         assert all(line.plain.isascii() for line in lines)
 
 
@@ -304,11 +306,6 @@ def test_spikes_and_the_host_stand_apart_in_a_row() -> None:
 def test_what_does_not_fit_of_the_health_is_left_out_whole() -> None:
     assert health_words(VIEW, 24, THEME) == "util 98 %  612 W  64 °C"
     assert health_words(VIEW, 22, THEME) == "util 98 %  612 W"
-
-
-def test_every_ascii_row_is_ascii() -> None:
-    (line,) = label(replace(HUNG, state="unreachable"), 12, 1, Theme(DARK, ASCII), selected=False)
-    assert line.plain.isascii()
 
 
 @pytest.mark.parametrize(
