@@ -10,11 +10,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import floor
 
+from ...protocol.messages.control import Severity
+from .alerts import SEVERITIES
 from .max_pyramid import EMPTY, KEEP, RATIO, Level
 
 __all__ = ["EMPTY", "Columns", "Mark", "Timeline"]
-
-_SEVERITY_ORDER = {"info": 0, "warning": 1, "error": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Mark:
 
     time: float
     kind: str
-    severity: str
+    severity: Severity
     alert_id: int
 
 
@@ -178,7 +178,7 @@ class Timeline:
             if index >= width:
                 break
             before = out.marks[index]
-            if before is None or _SEVERITY_ORDER[before.severity] <= _SEVERITY_ORDER[mark.severity]:
+            if before is None or SEVERITIES[before.severity] <= SEVERITIES[mark.severity]:
                 out.marks[index] = mark
         return out
 

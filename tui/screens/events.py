@@ -30,16 +30,14 @@ class EventsCanvas(Canvas):
     """The screen between summary and keys."""
 
     def key(self) -> object:
-        model = self.app_state.model
-        rank = model.ranks.get(self.app_state.selected)
+        model, rank = self.app_state.model, self.app_state.rank
         if rank is None:
             return ()
         others = sum(each.allocator.version for each in model.ranks.values())
         return id(rank), rank.allocator.version, id(rank.last), others
 
     def draw(self, width: int, height: int) -> list[Line]:
-        model, theme = self.app_state.model, self.theme
-        rank = model.ranks.get(self.app_state.selected)
+        model, rank, theme = self.app_state.model, self.app_state.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
         view = rank_view(model, rank, with_host=True)

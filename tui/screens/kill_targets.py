@@ -210,7 +210,8 @@ def _consequence(targets: Targets, model: RunModel) -> str:
         launcher = launcher_that_ends_all(model)
         reason = f" {launcher} would end it with any one rank." if launcher else ""
         return f"The run ends immediately; progress since its last checkpoint is lost.{reason}"
-    hosts = {rank.hello.host for rank in _ranks(model, targets.marked) if rank.hello}
+    marked = [rank for number, rank in model.ranks.items() if number in targets.marked]
+    hosts = {rank.hello.host for rank in marked if rank.hello}
     same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
     if launcher := launcher_that_ends_all(model):
         where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
@@ -219,7 +220,3 @@ def _consequence(targets: Targets, model: RunModel) -> str:
             "cannot continue without them, so the run ends."
         )
     return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
-
-
-def _ranks(model: RunModel, numbers: set[int]) -> list[RankModel]:
-    return [model.ranks[number] for number in numbers if number in model.ranks]

@@ -34,13 +34,8 @@ class MemoryCanvas(Canvas):
     bars = False
     top = 0
 
-    @property
-    def rank(self) -> RankModel | None:
-        """The selected rank; None before the first one."""
-        return self.app_state.model.ranks.get(self.app_state.selected)
-
     def key(self) -> object:
-        model, rank = self.app_state.model, self.rank
+        model, rank = self.app_state.model, self.app_state.rank
         chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:
             return chosen
@@ -50,7 +45,7 @@ class MemoryCanvas(Canvas):
         return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        rank, theme = self.rank, self.theme
+        rank, theme = self.app_state.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
         view = rank_view(self.app_state.model, rank, with_host=True)
@@ -169,14 +164,14 @@ class MemoryScreen(SelectedRankScreen):
         self.tick()
 
     def _phases(self) -> list[str]:
-        rank = self._canvas.rank
+        rank = self.app_state.rank
         fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
         return [phase for phase, _ in fall.standing] if fall is not None else []
 
     @property
     def phase(self) -> str:
         """The visible phase; empty before the first step."""
-        rank = self._canvas.rank
+        rank = self.app_state.rank
         fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
         return fall.phase if fall is not None else ""
 

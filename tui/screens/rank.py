@@ -7,7 +7,6 @@ from textual.binding import BindingType
 from textual.containers import Container
 from textual.widget import Widget
 
-from ..model.rank import RankModel
 from ..widgets.base.canvas import Canvas
 from ..widgets.drawing.line import Line
 from ..widgets.drawing.theme import ruled
@@ -21,20 +20,11 @@ from ..widgets.state.view_models import rank_view
 from .base import SelectedRankScreen, key
 
 
-class RankCanvas(Canvas):
-    """A part of the screen that draws the selected rank."""
-
-    @property
-    def rank(self) -> RankModel | None:
-        """The selected rank; None before the first one."""
-        return self.app_state.model.ranks.get(self.app_state.selected)
-
-
-class RankHead(RankCanvas):
+class RankHead(Canvas):
     """Title, figures and the phase table."""
 
     def key(self) -> object:
-        rank = self.rank
+        rank = self.app_state.rank
         if rank is None:
             return ()
         return (
@@ -45,7 +35,7 @@ class RankHead(RankCanvas):
         )
 
     def draw(self, width: int, height: int) -> list[Line]:
-        rank = self.rank
+        rank = self.app_state.rank
         if rank is None:
             return [Line(" no rank yet", self.theme.style("dim"))]
         view = rank_view(self.app_state.model, rank, with_host=True)
@@ -56,14 +46,14 @@ class RankHead(RankCanvas):
         return [*lines, *table][:height]
 
 
-class StepChart(RankCanvas):
+class StepChart(Canvas):
     """Step time over the recent steps."""
 
     def key(self) -> object:
-        return self.rank and (self.rank.rank, id(self.rank.last))
+        return self.app_state.rank and (self.app_state.rank.rank, id(self.app_state.rank.last))
 
     def draw(self, width: int, height: int) -> list[Line]:
-        steps = list(self.rank.steps) if self.rank else []
+        steps = list(self.app_state.rank.steps) if self.app_state.rank else []
         times = [step.host_us / 1000 for step in steps]
         chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
         return chart_lines(chart, width, height, self.theme)
@@ -73,7 +63,7 @@ class MemoryChart(StepChart):
     """Each step's peak, with reserved or resident memory behind it."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        rank = self.rank
+        rank = self.app_state.rank
         steps = [step for step in (rank.steps if rank else ()) if step.phases]
         gib = 2**30
         cpu = rank is not None and rank.on_cpu
@@ -89,7 +79,7 @@ class MemoryChart(StepChart):
         return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.theme)
 
 
-class RankLog(RankCanvas):
+class RankLog(Canvas):
     """The last lines of the rank's output."""
 
     def key(self) -> object:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from ...protocol.errors import FtmonError
 from ...protocol.messages.telemetry import Step
 from ...protocol.messages.wire import Frame
-from ...protocol.recording.results import RecordingInfo
 from ..model.run import RunInfo, RunModel
 from . import positions
 from .history import History
@@ -210,11 +209,10 @@ class Playback:
             if history is not None:
                 history.close()
 
-    def _read_span(self, history: History) -> RecordingInfo:
+    def _read_span(self, history: History) -> None:
         info = history.info()
         self._first = info.first_t
         self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
-        return info
 
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()

@@ -71,7 +71,7 @@ class ReplaySource:
         self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
     ) -> None:
         self._path = Path(path)
-        self.folder = self._path.parent
+        self.folder: Path | None = self._path.parent
         reader = Reader(self._path)
         try:
             info = reader.info()

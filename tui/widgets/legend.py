@@ -133,18 +133,15 @@ def part_legend(theme: Theme) -> list[Line]:
 def training_legend(theme: Theme) -> list[Line]:
     """Explain the curves and marks of a training."""
     lines = [_head("curves and marks", theme)]
+    points = "loss of single steps; where several share a dot, the lowest and the highest"
     for sign, tone, words in (
-        (
-            sign_of("points", theme),
-            "dim",
-            "loss of single steps; where several share a dot, the lowest and the highest",
-        ),
+        (sign_of("points", theme), "dim", points),
         (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
         (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
         ("E", "accent", "the training stopped early"),
     ):
-        lines.append(Line("  ", theme.base).add(sign, theme.style(tone)).add(f"   {words}", theme.style("dim")))
+        lines.append(_sign(sign, theme.style(tone), f" {words}", theme))
     return lines
 
 

@@ -17,26 +17,27 @@ _STATE_TONES = {"running": "good", "predicting": "accent", "done": "dim", "kille
 _TICK_WIDTH = 10
 
 
-class SweepHead(Canvas):
-    """Two lines: name, state and progress; used and remaining budget."""
+class SweepCanvas(Canvas):
+    """A part of the screen, drawn from the sweep."""
 
     def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
         super().__init__(app_state, name=name)
         self._model = model
+
+
+class SweepHead(SweepCanvas):
+    """Two lines: name, state and progress; used and remaining budget."""
 
     def draw(self, width: int, height: int) -> list[Line]:
         return head_lines(self._model, now(), width, self.theme)
 
 
-class SweepTable(Canvas):
+class SweepTable(SweepCanvas):
     """A line per configuration; if not all fit, those around the current one, until the user scrolls."""
 
-    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(app_state, name=name)
-        self._model = model
-        self._below: int | None = None
-        """Lines between the last visible one and the table's end; None: follow the current configuration."""
-        self._shown_below = 0
+    _below: int | None = None
+    """Lines between the last visible one and the table's end; None: follow the current configuration."""
+    _shown_below = 0
 
     def scroll(self, lines: int) -> None:
         """Scroll up by lines, or down if negative."""
@@ -49,12 +50,8 @@ class SweepTable(Canvas):
         return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.theme)
 
 
-class SweepChart(Canvas):
+class SweepChart(SweepCanvas):
     """Peaks over the integer axis."""
-
-    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(app_state, name=name)
-        self._model = model
 
     def key(self) -> Any:
         return len(self._model.rows), self._model.state

@@ -15,12 +15,13 @@ from ...model.console import ConsoleSession
 from ...model.held import first_to_show, held_since
 from ...model.oom import CaseKey, OomCase
 from ...model.snapshot_explorer import Explorer
+from ...source.snapshot import open_replays
 from ...widgets.oom.console_input import ConsoleInput
 from ...widgets.oom.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
 from ...widgets.state.app_state import AppState
 from ..base import MonitorScreen, key
 from ..command_status import refusal
-from .captured import CapturedScreen, file_of, open_explorer, place_words
+from .captured import CapturedScreen, file_of, place_words
 from .release import ReleaseDialog
 from .what_if import begin
 
@@ -246,7 +247,7 @@ class OomScreen(MonitorScreen):
     def _read(self, path: Path, view: str) -> None:
         """Read a snapshot, in a separate thread."""
         try:
-            found: Explorer | str = open_explorer(path)
+            found: Explorer | str = Explorer(open_replays(path))  # a large one needs seconds
         except FtmonError as error:
             found = str(error)
         self.app.call_from_thread(self._opened, path, view, found)

@@ -7,6 +7,7 @@ from ...model.chartview import ChartView
 from ...model.console import ConsoleSession
 from ...model.held import HeldWatch
 from ...model.oom import CaseKey
+from ...model.rank import RankModel
 from ...model.run import RunModel
 from ...source.base import Source
 from ...source.dry_runs import DryRuns
@@ -60,6 +61,11 @@ class AppState:
     def model(self) -> RunModel:
         """The state to draw; read again at every paint, since a seek replaces it."""
         return self.source.model if self.source is not None else self._empty
+
+    @property
+    def rank(self) -> RankModel | None:
+        """The selected rank; None before the first one."""
+        return self.model.ranks.get(self.selected)
 
     @property
     def zoom(self) -> bool:

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from math import floor, log10
 
 from ....protocol.text import duration, gib, sanitize
+from ...model.alerts import SEVERITIES
 from ...model.chartview import Axis, column_of
 from ...model.progress import early_stop_words
 from ...model.training import HistoryPoint
@@ -13,7 +14,6 @@ from ..plots.plot import row_line
 from .training_scene import GUTTER, Scene
 
 _TICK_CELLS = 14
-_SEVERITIES = ("info", "warning", "error")
 _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
 
 
@@ -31,7 +31,7 @@ def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
     stop = scene.model.training.early_stop
     if stop is not None and (moment := scene.moment_of(stop.step)) is not None:
         found.append((scene.column(moment), "E", "accent", early_stop_words(stop)))
-    alerts = sorted(scene.model.alerts, key=lambda alert: _SEVERITIES.index(alert.severity))
+    alerts = sorted(scene.model.alerts, key=lambda alert: SEVERITIES[alert.severity])
     for alert in alerts:
         moment = _moment_of_alert(scene, alert.step, alert.time)
         if moment is not None:
