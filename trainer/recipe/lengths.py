@@ -16,6 +16,7 @@ from ...protocol.errors import ConfigError
 from .data.collate import Batch
 from .data.positions import WithCounts
 from .model.loss import IGNORED
+from .monitor import probe
 from .progress import ProgressLines
 from .rehearse import Sampled
 from .step import Stepper
@@ -80,13 +81,13 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
         ConfigError: the data have no rows of the longest length.
         torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
     """
-    config, world, monitor = stepper.config, stepper.world, stepper.monitor
+    config, world = stepper.config, stepper.world
     micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation
     rows = long_rows(data, micro_batch * accumulation * world.data_ranks, max(config.debug.lengths))
     collate = WithCounts(data.collate, world.sequence)
     lines = ProgressLines(total_steps, config.output.log_every, world)
-    monitor.plan(total_steps, 0.0, "")
-    monitor.normalised_over_ranks()
+    probe().plan(total_steps, 0.0, "")
+    probe().normalise_over_ranks()
     stepper.engine.train()
     step = 0
 

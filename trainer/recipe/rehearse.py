@@ -27,6 +27,7 @@ from .engine.make import forget_module_order
 from .evaluation.evaluate import Evaluator
 from .model.compiling import compile_ahead
 from .model.layers import decoder_layers
+from .monitor import activity, probe
 from .state import TrainState
 from .step import Stepper
 
@@ -77,8 +78,8 @@ def rehearse(
     parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
     world.log(f"rehearsal: {'; '.join(parts)}")
     with (
-        stepper.monitor.rehearsal(),
-        stepper.monitor.activity("rehearsal", parts[0], total=len(parts)) as progress,
+        probe().rehearsal(),
+        activity("rehearsal", parts[0], total=len(parts)) as progress,
         _restored(stepper),
     ):
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
@@ -106,9 +107,9 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
     """
     rows = data.longest(stepper.config.training.micro_batch)
     stepper.engine.train()
-    with stepper.monitor.rehearsal(), _same_random_numbers(stepper.world):
+    with probe().rehearsal(), _same_random_numbers(stepper.world):
         batch = stepper.prepare(data.batch(rows))
-        compile_ahead(model, decoder_layers(model), batch, stepper.world, stepper.monitor)
+        compile_ahead(model, decoder_layers(model), batch, stepper.world)
     forget_module_order(stepper.engine)
 
 

@@ -13,7 +13,7 @@ from .engine.distributed import World
 from .model import attention, sequence_parallel
 from .model.compiling import mark_varying
 from .model.inputs import on_device
-from .monitor import Monitor
+from .monitor import probe
 from .state import StepResult
 
 
@@ -43,10 +43,9 @@ def make_collate(model: Any, config: Config, world: World, padding: Collate, fus
 class Stepper:
     """Runs optimizer steps with DeepSpeed's engine on given batches."""
 
-    def __init__(self, config: Config, world: World, monitor: Monitor, engine: Any) -> None:
+    def __init__(self, config: Config, world: World, engine: Any) -> None:
         self.config = config
         self.world = world
-        self.monitor = monitor
         self.engine = engine
 
     def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
@@ -65,10 +64,10 @@ class Stepper:
         loss_sum = torch.zeros((), device=self.world.device)
         skipped_before = engine.skipped_steps
         for fetch in batches:
-            with self.monitor.phase("data"):
+            with probe().phase("data"):
                 fetched = fetch()
                 if "counts" in fetched:
-                    self.monitor.micro_batch(*fetched.pop("counts").tolist())
+                    probe().micro_batch(*fetched.pop("counts").tolist())
                 batch = self.prepare(fetched)
             loss: torch.Tensor = engine(**batch, use_cache=False).loss
             loss_sum += loss.detach()

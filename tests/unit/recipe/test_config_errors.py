@@ -57,6 +57,14 @@ REFUSALS = [
     ("zero: *nothing", "train.yaml:1: not valid YAML"),
     ("model: {config: &a {b: *a}}", "is nested too deeply"),
     ("? [a, b]\n: 1", "train.yaml:1: a key must be a word, not a list"),
+    (f"model:\n  name: {'x' * 100_000}", "model.name must be text of at most 4,096 characters"),
+    (f"zero:\n  {'k' * 1000}: 1", "unknown key zero.kkk"),
+    ('"zero\\nforged: everything is well": 1', "unknown key zero\ufffdforged"),
+    ('zero:\n  stage: "\\e[2J\\x9b2J\\u202e"', "must be 0, 1, 2 or 3"),
+    ('model:\n  name: "a\\0b"', "without a NUL"),
+    ("model:\n  name: a\0b", "not valid YAML"),
+    ("model:\n  config: " + "[" * 20_000, "is nested too deeply"),
+    ("model: !!python/object/apply:os.system ['true']", "must be a section"),
 ]
 
 
@@ -72,7 +80,8 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(folder: Path, text: st
     with pytest.raises(ConfigError) as raised:
         load("train.yaml")
     assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
 
 
 def test_a_mistake_on_the_command_line_says_so() -> None:
@@ -131,10 +140,10 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
 
 
 def test_a_value_of_the_command_line_that_is_nested_too_deeply_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"^command line: data\.path=\[\[\[.*: is nested too deeply: no setting"):
+    with pytest.raises(ConfigError, match=r"^command line: is nested too deeply in data\.path=\[\[\["):
         load(None, ["data.path=" + "[" * 5000])
 
 
 def test_a_value_of_the_command_line_that_is_not_yaml_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"command line: data\.path=\*\.jsonl: not valid YAML: .*; a text with such"):
+    with pytest.raises(ConfigError, match=r"^command line: not valid YAML: .* in data\.path=\*\.jsonl; a text with"):
         load(None, ["data.path=*.jsonl"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.config.resolve import resolve
-from ftmon.trainer.recipe.engine import ds_keys
+from ftmon.trainer.recipe.preflight import ds_keys
+from ftmon.trainer.recipe.preflight.resolve import resolve
 
 
 @pytest.fixture

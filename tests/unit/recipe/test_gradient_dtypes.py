@@ -2,10 +2,10 @@
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.engine.ds_config import deepspeed_config
+from ftmon.trainer.recipe.preflight import resolve
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.errors import UsageError
+from ftmon.trainer.recipe.config.schema import Data
 from ftmon.trainer.recipe.data import formats
-from ftmon.trainer.recipe.data.config import Data
 from ftmon.trainer.recipe.data.messages import Conversation, RefusedError, Text
 
 LLAMA2 = "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Bye [/INST] Goodbye. </s>"

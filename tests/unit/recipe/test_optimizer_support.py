@@ -2,11 +2,11 @@
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.engine.ds_config import deepspeed_config
-from ftmon.trainer.recipe.optim import support
+from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 BF16 = "training.precision=bf16"
@@ -87,7 +87,7 @@ def test_what_does_not_go_together_is_refused_with_its_place_and_the_fix(words: 
 @pytest.mark.parametrize("kind", ["adamw_bf16", "adamw_8bit", "muon"])
 def test_fp16_is_refused(kind: str) -> None:
     config = load(None, [*BASE, f"optimizer.kind={kind}"]).config
-    assert support.refusal(config, "fp16") == (
+    assert optimizer_refusal(config, "fp16") == (
         "training.precision",
         f"fp16 cannot be used with optimizer.kind={kind}; use bf16",
     )

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import hardware
-from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import Loaded, load
 from ftmon.trainer.recipe.data import formats
 from ftmon.trainer.recipe.demo import DATA
+from ftmon.trainer.recipe.preflight import resolve
 
 MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
 

@@ -11,11 +11,11 @@ pytest.importorskip("deepspeed")
 
 import torch
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model import layers
 from ftmon.trainer.recipe.model.compiling import mark_varying
 from ftmon.trainer.recipe.model.offload import HostOffload
+from ftmon.trainer.recipe.preflight import resolve
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -10,14 +10,15 @@ pytest.importorskip("torch")
 
 import torch
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import sequence_parallel
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.config.resolve import resolve
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.collate import Collate
 from ftmon.trainer.recipe.data.positions import WithPositions
 from ftmon.trainer.recipe.data.slices import Sliced
+from ftmon.trainer.recipe.engine.division import heads_refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.preflight import sequence_parallel
+from ftmon.trainer.recipe.preflight.resolve import resolve
 
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
 KEY = "training.sequence_parallel_size"
@@ -60,7 +61,7 @@ def test_ranks_that_are_no_multiple_are_refused_with_a_number_that_is(settings: 
     ],
 )
 def test_heads_are_divided_or_key_value_heads_repeated(heads: int, groups: int, size: int, text: str) -> None:
-    assert sequence_parallel.heads_refusal(heads, groups, size) == text
+    assert heads_refusal(heads, groups, size) == text
 
 
 def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(

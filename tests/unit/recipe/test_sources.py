@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.config.schema import Config, Data, File
 from ftmon.trainer.recipe.data import sources
-from ftmon.trainer.recipe.data.config import Data, File
 from ftmon.trainer.recipe.data.lines import PlainLines
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.data.sources import Records

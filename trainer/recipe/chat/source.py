@@ -9,7 +9,7 @@ from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, 
 from ....protocol.run import run_store
 from ....protocol.run.rundir import RunDir
 from ..checkpoint import folder as folders
-from ..config.inputs import hub_refusal
+from ..preflight.inputs import hub_refusal
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

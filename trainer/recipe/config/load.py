@@ -13,8 +13,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError
 from . import yaml_nodes
-from .fields import MOST_WHOLE
-from .schema import Config
+from .schema import MOST_WHOLE, Config
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _TRUE = ("true", "yes", "on")

@@ -4,12 +4,12 @@ import ast
 import inspect as source
 import json
 import re
-import sys
 import textwrap
 from typing import Any
 
 import msgspec
 
+from . import schema
 from .schema import Config
 
 _WIDTH = 110
@@ -79,9 +79,7 @@ def _comment(text: str, indent: str) -> list[str]:
 def field_docs() -> dict[tuple[str, str], str]:
     """Return the docstring behind each field, read from the source: Python does not keep them elsewhere."""
     docs: dict[tuple[str, str], str] = {}
-    sections = [type(getattr(Config(), section.name)) for section in msgspec.structs.fields(Config)]
-    modules = {Config.__module__, *(kind.__module__ for kind in sections if kind is not dict)}
-    for node in (node for name in sorted(modules) for node in ast.parse(source.getsource(sys.modules[name])).body):
+    for node in ast.parse(source.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for found, behind in zip(node.body, node.body[1:], strict=False):

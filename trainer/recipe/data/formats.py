@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ....protocol.errors import UsageError
+from ..config.schema import Data
 from . import markers
-from .config import Data
 from .decode import parse
 from .messages import (
     ASSISTANT,

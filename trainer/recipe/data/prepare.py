@@ -11,15 +11,13 @@ from ....protocol.errors import ConfigError, FtmonError
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..model import tokenizer
-from ..monitor import Monitor
+from ..monitor import activity
 from . import handover, pipeline, sources
 from .encode import Encoder
 from .pipeline import Examples
 
 
-def prepare(
-    config: Config, world: World, monitor: Monitor, output: Path, resumed: Path | None
-) -> tuple[Any, Path, Examples]:
+def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:
     """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this.
 
     Raises:
@@ -31,7 +29,7 @@ def prepare(
 
     def encode() -> Path:
         nonlocal made
-        made, folder = _encode(config, trained, kept, world.log, monitor)
+        made, folder = _encode(config, trained, kept, world.log)
         return folder
 
     folder = first_encodes(world, encode)
@@ -39,7 +37,7 @@ def prepare(
         made = tokenizer.load(config, kept)
     # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
-    with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
+    with activity("data", "packing" if config.data.packing else "reading the tokens"):
         # Every rank reads and hashes whole files, so only if their weights differ.
         weighted = any(file.weight != 1 for file in config.data.files)
         result = pipeline.examples(folder, sources.read(config) if weighted else None, config)
@@ -80,13 +78,13 @@ def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
     return Path(status.folder)
 
 
-def _encode(config: Config, trained: Path | None, keep: Path, say: Any, monitor: Monitor) -> tuple[Any, Path]:
+def _encode(config: Config, trained: Path | None, keep: Path, say: Any) -> tuple[Any, Path]:
     records = sources.read(config)
     forms = pipeline.record_formats(records, config)
-    with monitor.activity("data", "the tokenizer"):
+    with activity("data", "the tokenizer"):
         made = pipeline.load_tokenizer(config, records, forms, trained)
     encoder = Encoder(made, config, forms)
     if not (config.tokenizer.name or config.model.name):
         made.save_pretrained(str(keep))
-    with monitor.activity("data", "tokenizing", total=len(records)) as progress:
+    with activity("data", "tokenizing", total=len(records)) as progress:
         return made, pipeline.encode(records, encoder, made, config, say, progress.report)

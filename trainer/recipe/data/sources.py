@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ....protocol.errors import ConfigError
-from ..config.schema import Config
-from .config import File
+from ..config.schema import Config, File
 from .lines import JsonLines, PlainLines, Rows
 from .messages import RefusedError
 from .tables import delimited, is_json_list, json_list

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.errors import ConfigError
+from ..config.schema import Data
 from ..model.tokenizer import special_tokens, start_token
-from .config import Data
 from .instrument import RenderError, Template
 from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
 from .shipped import NONE, TEMPLATES, shipped

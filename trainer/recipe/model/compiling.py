@@ -14,7 +14,7 @@ from deepspeed.utils import set_z3_leaf_module
 from ....protocol.errors import ConfigError
 from ....protocol.text import duration
 from ..engine.distributed import World
-from ..monitor import Monitor
+from ..monitor import activity
 
 
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
@@ -50,7 +50,7 @@ def mark_varying(batch: dict[str, Any]) -> None:
         torch._dynamo.maybe_mark_dynamic(borders, 0)
 
 
-def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World, monitor: Monitor) -> None:
+def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
     """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
 
     Args:
@@ -58,7 +58,6 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
         layers: its decoder layers.
         batch: the micro-batch, as the model's arguments.
         world: the ranks.
-        monitor: shows that it is compiling.
 
     Raises:
         ConfigError: the layers of this model cannot be compiled.
@@ -67,7 +66,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
     world.log("compiling decoder layers (model.compile)")
     # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
     hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
-    with monitor.activity("compilation", "decoder layers"):
+    with activity("compilation", "decoder layers"):
         try:
             model(**batch, use_cache=False)
         except torch.OutOfMemoryError:

@@ -20,10 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..config.sequence_parallel import KEY, heads_refusal
 from ..data.collate import Batch
 from ..data.slices import ROWS_KEY, cut
 from ..engine.distributed import World
+from ..engine.division import SEQUENCES, heads_refusal
 from ..engine.sequence_group import SequenceGroup
 from . import attention
 from .fused import causal_model
@@ -117,7 +117,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     """
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
-        raise ConfigError(f"{KEY} {problem}")
+        raise ConfigError(f"{SEQUENCES} {problem}")
     whole = _Reference(inner, world, config.data.packing) if world.has_values else None
     windows: list[int] = []
     varlen = config.data.packing and world.on_gpu and attention.can_varlen(inner)
@@ -133,7 +133,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     except ValueError as error:  # transformers refuses the attention
         problem = str(error).strip().splitlines()[0]
     if problem:
-        raise ConfigError(f"{KEY} cannot be used with {inner.config.model_type}: {problem}; use 1")
+        raise ConfigError(f"{SEQUENCES} cannot be used with {inner.config.model_type}: {problem}; use 1")
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     return varlen
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .config import Optimizer
+from ..config.schema import Optimizer
 
 
 def make(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:

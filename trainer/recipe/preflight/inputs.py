@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ....protocol.errors import UsageError
+from ..config.load import Loaded
 from ..data import formats
 from ..data.first import first_record
 from ..data.shipped import NONE, shipped
-from .load import Loaded
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
@@ -62,8 +62,6 @@ def check_data(loaded: Loaded) -> None:
     if is_path(data.name) and not (folder := Path(data.name).expanduser()).is_dir():
         what = "is a file; give it as data.path" if folder.exists() else "no such folder; give a file as data.path"
         raise loaded.error("data.name", f"{data.name}: {what}")
-    if data.train_on_prompt and data.train_on != "assistant":
-        raise loaded.error("data.train_on_prompt", f"and data.train_on={data.train_on} differ; leave the former out")
     template = Path(data.chat_template).expanduser()
     if data.chat_template and data.chat_template not in (NONE, *shipped()) and not template.is_file():
         raise loaded.error(

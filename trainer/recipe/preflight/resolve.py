@@ -6,14 +6,12 @@ from pathlib import Path
 import msgspec
 
 from .. import hardware
+from ..config.load import Loaded
+from ..config.schema import Config
 from ..data.shipped import NONE, shipped
-from ..engine import ds_keys
-from ..optim import support
-from . import sequence_parallel
-from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings
+from . import ds_keys, sequence_parallel
+from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 from .inputs import check_data, check_file, check_model, is_path
-from .load import Loaded
-from .schema import Config
 
 _GPU_THREADS = 4
 
@@ -58,7 +56,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     ds_keys.check(config.deepspeed, loaded.error)
     precision = _precision(config, device)
     check_dtypes(loaded, precision)
-    for refused in (support.refusal(config, precision), sequence_parallel.refusal(config, ranks, precision)):
+    for refused in (optimizer_refusal(config, precision), sequence_parallel.refusal(config, ranks, precision)):
         if refused is not None:
             raise loaded.error(*refused)
     _check_evaluation(loaded)

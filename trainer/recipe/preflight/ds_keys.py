@@ -148,12 +148,3 @@ def _check_offload(keys: Mapping[str, Any], error: Callable[[str, str], Exceptio
             )
         if "device" in values:
             raise error(f"{path}.device", f"is decided by zero.{setting}; set that")
-
-
-def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with the keys of ``over``, section by section."""
-    result = dict(base)
-    for key, value in over.items():
-        inner = result.get(key)
-        result[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
-    return result

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import numpy
 
-from .....protocol.errors import ConfigError
-from ...config.schema import Config
-from ...model.shape import check
-from ...model.tokenizer import special_tokens
-from .. import formats, pipeline, sources, store
-from ..encode import Encoded, Encoder
-from ..lines import JsonLines
-from ..messages import Conversation, RefusedError
-from ..packing import best_fit
-from ..report import Report
-from ..sources import Records
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..data import formats, pipeline, sources, store
+from ..data.encode import Encoded, Encoder
+from ..data.lines import JsonLines
+from ..data.messages import Conversation, RefusedError
+from ..data.packing import best_fit
+from ..data.report import Report
+from ..data.sources import Records
+from ..model.shape import check
+from ..model.tokenizer import special_tokens
 from .findings import Facts, Lengths
 
 _MARKERS = re.compile(

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ..report import Listed, Report
+from ..data.report import Listed, Report
 
 _REPEATED_SHARE, _REPEATED_LEAST = 0.05, 4
 
