@@ -72,11 +72,6 @@ def label_tokens(row: Row) -> int:
 def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
     """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
 
-    Args:
-        stepper: runs the steps.
-        data: examples for the steps.
-        total_steps: number of steps at all lengths together.
-
     Raises:
         ConfigError: the data have no rows of the longest length.
         torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.

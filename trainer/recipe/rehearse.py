@@ -57,13 +57,6 @@ def rehearse(
 ) -> None:
     """Rehearse a run that has done no step in this process. All ranks call this.
 
-    Args:
-        stepper: runs the steps.
-        data: examples for the steps.
-        evaluator: evaluates the run, or None.
-        checkpoints: writes the checkpoints.
-        state: position of the run.
-
     Raises:
         FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
         torch.OutOfMemoryError: with a note that names the rows.

@@ -32,9 +32,7 @@ from .preflight.resolve import resolve
 def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     """Check a configuration and start its run.
 
-    Args:
-        request: of kind ``train`` or ``demo``. Where it has no name, the run is called ``run.name``, or after the file.
-        loaded: the configuration.
+    Where the request has no name, the run is called ``run.name``, or after the file.
 
     Raises:
         UsageError: the configuration or the request does not hold, or packages are missing.

@@ -18,18 +18,7 @@ from .state import StepResult
 
 
 def make_collate(model: Any, config: Config, world: World, padding: Collate, fused_loss: bool) -> Collate:
-    """Return the collation that makes the model's batches. All ranks call this.
-
-    Args:
-        model: the model inside the engine; the attention of packed rows is selected and checked here.
-        config: the resolved configuration.
-        world: the ranks.
-        padding: pads rows to one length.
-        fused_loss: whether ``fused.set_up`` has switched the model to the fused loss.
-
-    Raises:
-        ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
-    """
+    """Return the collation that makes the model's batches. All ranks call this."""
     collate, group = padding, world.sequence
     if group.size > 1:
         varlen = sequence_parallel.set_up(model, config, world)

@@ -34,11 +34,7 @@ from .trainer import Course, Resuming, Trained, Trainer
 
 
 def train(config: Config, world: World) -> None:
-    """Train one rank's share of a resolved configuration. All ranks call this.
-
-    Raises:
-        ConfigError: a setting proved invalid.
-    """
+    """Train one rank's share of a resolved configuration. All ranks call this."""
     _silence_libraries()
     run = setup(config, world)
     if config.debug.lengths:
@@ -55,11 +51,7 @@ def output_folder(config: Config) -> Path:
 
 
 def setup(config: Config, world: World) -> Trainer:
-    """Prepare data, model, engine and position; all ranks call this.
-
-    Raises:
-        ConfigError: the data, the model or the checkpoint do not fit the configuration.
-    """
+    """Prepare data, model, engine and position; all ranks call this."""
     _, note = shape.check(config)
     if note:
         world.log(f"note: {note}")

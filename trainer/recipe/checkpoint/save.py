@@ -69,12 +69,7 @@ class Checkpoints:
             folders.remove_unfinished(folder)
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
-        """Write a checkpoint, in the background if possible; wait for the previous one first.
-
-        Args:
-            state: position of the run.
-            evaluation_loss: loss of an evaluation at this step, for ``checkpoint.keep_best``.
-        """
+        """Write a checkpoint, in the background if possible; wait for the previous one first."""
         self.wait()
         began = time.time()
         self._serial += 1

@@ -1,4 +1,7 @@
-"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values."""
+"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values.
+
+A wrong key, type or value raises ``ConfigError``.
+"""
 
 import difflib
 import math
@@ -53,10 +56,7 @@ class Loaded:
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
     """Read a configuration file and apply overrides.
 
-    Args:
-        path: the file, or None.
-        overrides: assignments ``key.sub=value`` of the command line; the last one wins.
-        base: YAML text to start from without a file (the demo's own configuration).
+    ``base`` is YAML text to start from without a file (the demo's own configuration).
 
     Raises:
         ConfigError: a key, a type or a value is wrong.
@@ -69,11 +69,7 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
 
 
 def decode(tree: Node | None, source: str) -> Loaded:
-    """Convert a node tree to the configuration.
-
-    Raises:
-        ConfigError: a key, a type or a value is wrong.
-    """
+    """Convert a node tree to the configuration."""
     places: dict[str, str] = {}
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
@@ -225,11 +221,7 @@ def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
 
 
 def plain_scalar(node: ScalarNode, path: str) -> str | int | float | bool | None:
-    """Convert a scalar by the rules of YAML 1.2's core schema.
-
-    Raises:
-        ConfigError: it is text that no value may be.
-    """
+    """Convert a scalar by the rules of YAML 1.2's core schema."""
     text = _text(node, path)
     if node.style is not None:
         return text

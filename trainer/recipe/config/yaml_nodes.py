@@ -2,6 +2,8 @@
 
 PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
 field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+
+What is not YAML, or not of the expected form, raises ``ConfigError``.
 """
 
 from pathlib import Path
@@ -19,11 +21,7 @@ COMMAND_LINE = "command line"
 
 
 def read(path: str) -> Node | None:
-    """Read a YAML file; None for an empty one.
-
-    Raises:
-        ConfigError: it cannot be read, or it is not YAML.
-    """
+    """Read a YAML file; None for an empty one."""
     try:
         return parse(Path(path).read_text("utf-8"), path)
     except FileNotFoundError:
@@ -39,13 +37,7 @@ def read(path: str) -> Node | None:
 def parse(text: str, source: str, fix: str = "") -> Node | None:
     """Parse YAML text.
 
-    Args:
-        text: the text.
-        source: its name in errors.
-        fix: advice in errors.
-
-    Raises:
-        ConfigError: it is not YAML.
+    ``source`` is its name in errors, ``fix`` advice in them.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -108,11 +100,7 @@ def override(tree: Node | None, assignment: str) -> Node:
 
 
 def pairs(node: MappingNode) -> list[tuple[ScalarNode, Node]]:
-    """List a mapping's keys and values.
-
-    Raises:
-        ConfigError: a key is not a scalar, or is given twice.
-    """
+    """List a mapping's keys and values."""
     seen: dict[str, str] = {}
     result: list[tuple[ScalarNode, Node]] = []
     for key, value in node.value:

@@ -17,12 +17,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """Return the length of a batch that is not packed, in tokens.
-
-    Args:
-        longest: tokens of its longest example.
-        limit: ``training.sequence_length``.
-    """
+    """Return the length of a batch that is not packed, in tokens."""
     return min(-(-longest // _PAD_TO) * _PAD_TO, max(limit, longest))
 
 

@@ -1,4 +1,7 @@
-"""Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages."""
+"""Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages.
+
+Functions raise ``ValueError``, whose text has the reason.
+"""
 
 import json
 from typing import Any
@@ -9,11 +12,7 @@ _DEPTH = 100
 
 
 def utf8(content: bytes) -> str:
-    """Return bytes as text.
-
-    Raises:
-        ValueError: they are not UTF-8, or contain a NUL, as UTF-16 without a byte order mark does.
-    """
+    """Return bytes as text."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -24,11 +23,7 @@ def utf8(content: bytes) -> str:
 
 
 def parse(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    """Return the value of JSON text."""
     deep = f"is nested too deeply: more than {_DEPTH} levels"
     try:
         value = json.loads(text)

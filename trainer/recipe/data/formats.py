@@ -1,4 +1,7 @@
-"""Converters of the record formats, and the detection of a record's format. Imports no training packages."""
+"""Converters of the record formats, and the detection of a record's format. Imports no training packages.
+
+Converters raise ``RefusedError`` for a record that does not match.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -39,11 +42,7 @@ _SENDERS = {
 
 
 def convert(record: Any, form: str, data: Data) -> Converted:
-    """Convert a record of the format ``form``.
-
-    Raises:
-        RefusedError: the record does not match.
-    """
+    """Convert a record of the format ``form``."""
     if not isinstance(record, dict):
         raise RefusedError(f"is {kind(record)}, not an object")
     content = _CONVERTERS[form](record, data)

@@ -18,11 +18,7 @@ from .pipeline import Examples
 
 
 def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:
-    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this.
-
-    Raises:
-        ConfigError: the data or the tokenizer do not fit the configuration; in all ranks.
-    """
+    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this."""
     kept = output / "tokenizer"
     trained = resumed.parent.parent / "tokenizer" if resumed else None
     made: Any = None
@@ -50,9 +46,6 @@ def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
     """Return what ``encode`` returns in rank 0. All ranks call this.
 
     The others wait without a collective, so that no timeout ends a run with slow data.
-
-    Raises:
-        ConfigError: it failed in rank 0, which raises its own error.
     """
     place = pipeline.cache_folder()
     status_file = Path(world.share_text(str(place / f"prepared-{secrets.token_hex(8)}")))

@@ -16,13 +16,6 @@ class Sliced(Collate):
     """Wraps another collation, and cuts rows into equal slices, one for each rank that shares them."""
 
     def __init__(self, collate: Collate, size: int, rank: int) -> None:
-        """Wrap a collation.
-
-        Args:
-            collate: makes whole rows.
-            size: number of slices.
-            rank: the slice to keep, from 0.
-        """
         self._inner = collate
         self._size = size
         self._rank = rank

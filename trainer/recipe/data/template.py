@@ -2,6 +2,8 @@
 
 The text is always the template's own; there is no fallback format. A turn generates its text without the header that
 the generation prompt supplies, up to and including the token that ends it.
+
+Unusable templates raise ``ConfigError``, records that a template rejects or of which it omits a part ``RefusedError``.
 """
 
 import json
@@ -102,11 +104,7 @@ class ChatTemplate:
         return self._templates[False].plain(_PROBE, **self._variables, tools=None).startswith(token)
 
     def render(self, chat: Conversation) -> Chat:
-        """Render a conversation.
-
-        Raises:
-            RefusedError: the template rejects it, or omits a part of it.
-        """
+        """Render a conversation."""
         template = self._templates[bool(chat.tools)]
         refusal: RefusedError | None = None
         # Most records need one attempt: the form of tool calls that worked last is tried first.

@@ -53,9 +53,7 @@ class Collected(msgspec.Struct):
 def collect(config: Config, shown: int) -> Collected:
     """Encode all records of a configuration.
 
-    Args:
-        config: the configuration, with resolved paths.
-        shown: number of documents to keep for display, from the first records.
+    The first ``shown`` documents are kept for display.
 
     Raises:
         ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.

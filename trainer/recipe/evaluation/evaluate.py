@@ -108,9 +108,7 @@ class Evaluator:
     def loss(self, most_batches: int | None = None, progress: Progress | None = None) -> tuple[float, int]:
         """Return the mean loss over the label tokens of all examples, and their number.
 
-        Args:
-            most_batches: of each rank, the largest first; None: all.
-            progress: called with the number of batches done.
+        With ``most_batches`` of the largest batches of each rank only.
         """
         # A sum over millions of tokens: fp32 would round off a batch's share.
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)

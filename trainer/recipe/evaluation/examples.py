@@ -18,14 +18,8 @@ from ..monitor import activity
 def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Examples | None:
     """Return the examples to evaluate on; None without evaluation. All ranks call this.
 
-    Args:
-        config: the resolved configuration.
-        world: the ranks; rank 0 encodes, the others read its results from disk.
-        tokens: the tokenizer.
-        trained: folder of the training's encoded documents, of which ``evaluation.share`` sets some aside.
-
-    Raises:
-        ConfigError: the evaluation data cannot be read, or there is nothing to evaluate on.
+    Rank 0 encodes; ``trained`` is the folder of the training's encoded documents, of which ``evaluation.share`` sets
+    some aside.
     """
     settings = config.evaluation
     if not settings.on:

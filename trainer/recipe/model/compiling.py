@@ -53,12 +53,6 @@ def mark_varying(batch: dict[str, Any]) -> None:
 def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
     """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
 
-    Args:
-        model: the model inside the engine.
-        layers: its decoder layers.
-        batch: the micro-batch, as the model's arguments.
-        world: the ranks.
-
     Raises:
         ConfigError: the layers of this model cannot be compiled.
     """

@@ -49,8 +49,5 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
     """Return the flat indices into [rows * length] of the positions whose outputs predict a label.
 
     On a GPU this synchronizes with the device.
-
-    Args:
-        shift_labels: from ``next_labels``.
     """
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)

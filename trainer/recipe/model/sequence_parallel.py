@@ -92,10 +92,7 @@ def attend(
 def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
     """Return the model's arguments of a slice on the device: with its group and the borders of packed documents.
 
-    Args:
-        batch: of packed rows with ``cu_seq_lens`` or ``sequence_ids``, both of the whole rows. The latter become a
-            mask, whose size is the square of the rows' length.
-        group: the ranks.
+    ``sequence_ids`` of packed rows become a mask, whose size is the square of the rows' length.
     """
     result: dict[str, Any] = {**batch, "sequence_group": group}
     if "cu_seq_lens" in batch:
@@ -168,11 +165,6 @@ def refusal(settings: Any, length: int, size: int) -> str:
     """Return the reason, from its configuration, why a model cannot use sliced rows; empty: to be checked by running.
 
     These are differences that a short row does not show.
-
-    Args:
-        settings: the configuration.
-        length: length of the longest row in tokens.
-        size: number of ranks that share a row.
     """
     settings = settings.get_text_config()
     heads = getattr(settings, "num_attention_heads", None)

@@ -23,12 +23,6 @@ _PATIENCE_S = 4.0
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters.
 
-    Args:
-        model: the model, under ZeRO-3 with partitioned parameters.
-        config: the resolved configuration.
-        world: the ranks.
-        log: prints a line.
-
     Raises:
         ConfigError: DeepSpeed's own Adam is configured and cannot be built here.
     """

@@ -1,4 +1,7 @@
-"""Checks that the settings of a configuration are compatible."""
+"""Checks that the settings of a configuration are compatible.
+
+A refusal is a ``ConfigError`` whose text names the place and the dotted path.
+"""
 
 from importlib import util
 
@@ -12,11 +15,7 @@ from ..optim.support import SMALL_STATES
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:
-    """Refuse a ``training.total_batch`` that the other settings do not yield.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a ``training.total_batch`` that the other settings do not yield."""
     training = loaded.config.training
     sharing = training.sequence_parallel_size
     total = training.micro_batch * training.grad_accumulation * ranks // sharing
@@ -30,11 +29,7 @@ def check_batch(loaded: Loaded, ranks: int) -> None:
 
 
 def check_settings(loaded: Loaded, device: str) -> None:
-    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support."""
     config = loaded.config
     if config.zero.offload_optimizer and config.zero.stage == 0:
         raise loaded.error("zero.offload_optimizer", "needs zero.stage 1, 2 or 3")
@@ -119,11 +114,7 @@ def _check_compile(loaded: Loaded, device: str) -> None:
 
 
 def check_dtypes(loaded: Loaded, precision: str) -> None:
-    """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes."""
     zero = loaded.config.zero
     for name, value in (("grad_accum_dtype", zero.grad_accum_dtype), ("communication_dtype", zero.communication_dtype)):
         if value not in ("auto", "fp32", precision):
@@ -136,11 +127,7 @@ def check_dtypes(loaded: Loaded, precision: str) -> None:
 
 
 def check_fault(loaded: Loaded, ranks: int) -> None:
-    """Refuse a fault that is impossible with this number of ranks and steps.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a fault that is impossible with this number of ranks and steps."""
     if not loaded.config.debug.fault:
         return
     try:
@@ -153,11 +140,7 @@ def check_fault(loaded: Loaded, ranks: int) -> None:
 
 
 def check_lengths(loaded: Loaded, precision: str) -> None:
-    """Refuse ``debug.lengths`` with settings under which lengths are not measured.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse ``debug.lengths`` with settings under which lengths are not measured."""
     config = loaded.config
     lengths = config.debug.lengths
     if not lengths:
@@ -177,10 +160,6 @@ def optimizer_refusal(config: Config, precision: str) -> tuple[str, str] | None:
     """Return the dotted path of a setting that is incompatible with the optimizer, and why; None: no such setting.
 
     docs/training.md, Optimizers, has the same as a table.
-
-    Args:
-        config: the configuration.
-        precision: ``training.precision`` with ``auto`` resolved.
     """
     kind, zero = config.optimizer.kind, config.zero
     if kind in (*SMALL_STATES, "muon"):

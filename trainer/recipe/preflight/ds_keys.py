@@ -108,9 +108,7 @@ _BELOW = {"": TOP, "zero_optimization": ZERO, "bf16": BF16, "fp16": FP16, "data_
 def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> None:
     """Refuse keys that DeepSpeed does not have or has removed, or that a setting of the trainer decides.
 
-    Args:
-        keys: the section ``deepspeed`` of the configuration.
-        error: makes the exception for a dotted path below ``deepspeed`` and a text.
+    ``error`` makes the exception for a dotted path below ``deepspeed`` and a text.
     """
     for section, known in _BELOW.items():
         values = keys.get(section, {}) if section else keys

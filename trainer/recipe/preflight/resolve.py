@@ -1,4 +1,7 @@
-"""Checks a configuration against itself, its files and this machine before anything is started, and resolves it."""
+"""Checks a configuration against itself, its files and this machine before anything is started, and resolves it.
+
+A refusal is a ``ConfigError`` whose text names the place and the dotted path.
+"""
 
 import os
 from pathlib import Path
@@ -38,9 +41,6 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         loaded: the configuration.
         elsewhere: number of ranks of another machine to check it for, without this one's GPUs, compiler, ports and
             output folder; 0: check it for this machine.
-
-    Raises:
-        ConfigError: something does not hold; the text names the place and the dotted path.
     """
     config = loaded.config
     check_model(loaded)
@@ -82,9 +82,6 @@ def settle_data(loaded: Loaded) -> Config:
     """Check and resolve a configuration, independent of this machine's hardware.
 
     Without ``run.ranks``, the number of ranks follows from ``training.total_batch`` and sequence parallelism.
-
-    Raises:
-        ConfigError: a check fails on any machine.
     """
     config = loaded.config
     training, ranks = config.training, 1

@@ -16,13 +16,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def refusal(config: Config, ranks: int, precision: str) -> tuple[str, str] | None:
-    """Return the dotted path of a setting that excludes sequence parallelism, and the reason; None: no such setting.
-
-    Args:
-        config: the configuration.
-        ranks: number of ranks of the run.
-        precision: ``training.precision`` with ``auto`` resolved.
-    """
+    """Return the dotted path of a setting that excludes sequence parallelism, and the reason; None: no such setting."""
     size = config.training.sequence_parallel_size
     if size == 1:
         return None
