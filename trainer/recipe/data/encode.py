@@ -112,6 +112,8 @@ class Encoder:
                 pieces.append(self._piece(formats.convert(record, self._forms[source], self._data)))
             except RefusedError as refusal:
                 pieces.append(refusal)
+            except RecursionError:
+                pieces.append(RefusedError("is nested too deeply"))
         texts = [piece.text for piece in pieces if not isinstance(piece, RefusedError)]
         encoding = (
             self._tokenizer(

@@ -12,7 +12,6 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..data import formats, pipeline, sources, store
 from ..data.encode import Encoded, Encoder
-from ..data.lines import JsonLines
 from ..data.messages import Conversation, RefusedError
 from ..data.packing import best_fit
 from ..data.report import Report
@@ -62,7 +61,7 @@ def collect(config: Config, shown: int) -> Collected:
     records = sources.read(config)
     facts = Facts(max_refused=config.data.max_refused, formats=pipeline.record_formats(records, config))
     for source in records.sources:
-        for place in source.blank() if isinstance(source, JsonLines) else ():
+        for place in source.blank:
             facts.blank_lines.add(place, "is blank")
     tokenizer = pipeline.load_tokenizer(config, records, facts.formats)
     facts.vocabulary, facts.model_vocabulary = len(tokenizer), _model_vocabulary(config, shape)
