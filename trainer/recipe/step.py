@@ -1,14 +1,15 @@
 """Runs optimizer steps."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .config.schema import Config
-from .data.collate import Batch, Collate
-from .data.positions import WithPositions
-from .data.slices import Sliced
+from .data.collate import Batch, Collate, Then
+from .data.positions import with_positions
+from .data.slices import cut
 from .engine.distributed import World
 from .model import attention, sequence_parallel
 from .model.compiling import mark_varying
@@ -22,11 +23,11 @@ def make_collate(model: Any, config: Config, world: World, padding: Collate, fus
     collate, group = padding, world.sequence
     if group.size > 1:
         varlen = sequence_parallel.set_up(model, config, world)
-        collate = Sliced(collate, group.size, group.rank)
-        collate = attention.Isolated(collate, varlen) if varlen else collate
+        collate = Then(collate, partial(cut, size=group.size, rank=group.rank))
+        collate = Then(collate, partial(attention.isolate, varlen=True)) if varlen else collate
     elif config.data.packing:
-        collate = attention.Isolated(collate, attention.set_up(model, config, world))
-    return WithPositions(collate) if fused_loss else collate
+        collate = Then(collate, partial(attention.isolate, varlen=attention.set_up(model, config, world)))
+    return Then(collate, with_positions) if fused_loss else collate
 
 
 class Stepper:

@@ -13,8 +13,8 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.collate import Collate
-from ftmon.trainer.recipe.data.positions import WithPositions
-from ftmon.trainer.recipe.data.slices import Sliced
+from ftmon.trainer.recipe.data.positions import with_positions
+from ftmon.trainer.recipe.data.slices import cut
 from ftmon.trainer.recipe.engine.division import heads_refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
 from ftmon.trainer.recipe.preflight import sequence_parallel
@@ -116,7 +116,7 @@ def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int,
     rows = [row(15, **({"lengths": [7, 8]} if packed else {})), row(10, **({"lengths": [10]} if packed else {}))]
     limit = 17  # no multiple of any size
     whole = Collate(0, limit)(rows)
-    slices: list[Any] = [WithPositions(Sliced(Collate(0, limit), size, rank))(rows) for rank in range(size)]
+    slices: list[Any] = [with_positions(cut(Collate(0, limit)(rows), size, rank)) for rank in range(size)]
     length = whole["input_ids"].shape[1]
     joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
     assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
@@ -141,7 +141,7 @@ def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int,
 def test_equal_slices_of_different_rows_are_told_apart() -> None:
     one, other = row(16), row(16)
     other["input_ids"][0] = 99
-    slices = [Sliced(Collate(0, 16), 2, 1)([each]) for each in (one, other)]
+    slices = [cut(Collate(0, 16)([each]), 2, 1) for each in (one, other)]
     assert torch.equal(slices[0]["input_ids"], slices[1]["input_ids"])
     assert int(slices[0]["rows_key"]) != int(slices[1]["rows_key"])
 

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..data.collate import Batch, Collate
+from ..data.collate import Batch
 from ..engine.distributed import World
 from .fused import causal_model
 
@@ -32,23 +32,11 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
 
 
-class Isolated(Collate):
-    """Wraps another collation, and converts ``sequence_ids`` of packed rows into arguments of attention.
-
-    With ``varlen``: to ``cu_seq_lens``, the borders of all documents in the flattened batch; padding is one of them.
-    """
-
-    def __init__(self, collate: Collate, varlen: bool) -> None:
-        self._inner = collate
-        self._varlen = varlen
-
-    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return the batch without ``sequence_ids``."""
-        return isolate(self._inner(examples), self._varlen)
-
-
 def isolate(batch: Batch, varlen: bool) -> Batch:
-    """Return a collated batch without ``sequence_ids``; with ``varlen`` they become ``cu_seq_lens``."""
+    """Return a collated batch without ``sequence_ids``.
+
+    With ``varlen`` they become ``cu_seq_lens``, the borders of all documents in the flattened batch; padding is one.
+    """
     result = {name: tensor for name, tensor in batch.items() if name != "sequence_ids"}
     if varlen and "sequence_ids" in batch:
         result["cu_seq_lens"] = borders(batch["sequence_ids"])
