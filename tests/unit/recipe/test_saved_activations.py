@@ -133,10 +133,6 @@ def test_every_second_layer_saves_half_of_what_every_layer_saves() -> None:
     assert every_2 == (none + layers_) // 2
 
 
-def test_selective_holds_less_than_everything_and_more_than_the_inputs() -> None:
-    assert 2 * INPUT < bytes_of_a_layer("selective") < 0.7 * bytes_of_a_layer("none")
-
-
 class Saved:
     """Records the tensors that are moved to the host, in place of autograd's own list."""
 
@@ -208,32 +204,6 @@ def test_a_model_whose_layers_transformers_does_not_mark_is_refused() -> None:
 )
 def test_the_setting_takes_a_boolean_too(word: str, mode: str) -> None:
     assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["model.gradient_checkpointing=some"],
-            r"model\.gradient_checkpointing must be layers, none or selective, not some",
-        ),
-        (["model.gradient_checkpointing='true'"], "must be layers, none or selective"),
-        (["model.checkpoint_every=2"], r"model\.checkpoint_every needs model\.gradient_checkpointing"),
-        (["model.compile=layers"], r"model\.compile needs data\.packing"),
-        ([*COMPILED, "model.gradient_checkpointing=selective"], r"model\.compile cannot be used with gradient_check"),
-        (["model.activation_memory_budget=0.5"], r"model\.activation_memory_budget needs model\.compile=layers"),
-        (
-            [*COMPILED, "model.activation_memory_budget=0.5", "model.gradient_checkpointing=layers"],
-            r"model\.activation_memory_budget cannot be used with model\.gradient_checkpointing",
-        ),
-        (["model.activation_offload=inputs"], r"model\.activation_offload is inputs, .* set model\.gradient_check"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(words: list[str], text: str, tmp_path: Any) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    base = ["model.config={model_type: llama}", f"data.path={tmp_path}/data.jsonl", "run.device=cpu"]
-    with pytest.raises(ConfigError, match=text):
-        resolve.resolve(load(None, [*base, *words]))
 
 
 def test_without_a_compiler_compilation_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
