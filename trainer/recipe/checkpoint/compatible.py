@@ -70,7 +70,7 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
         )
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
-    if saved.order and saved.order != now.order:
+    if saved.order != now.order:
         text = f"data.shuffle, data.group_by_length: the examples were {saved.order} and are {now.order}"
         changes.setdefault("data", text)
     sizes = ""
