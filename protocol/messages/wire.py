@@ -48,8 +48,6 @@ MESSAGE_TYPES = (
     hosts.HostState,
     telemetry.Closing,
     health.Compiles,
-    health.Checksum,
-    health.BatchLoss,
     health.DiskSpace,
     health.DeviceHealth,
     health.Xid,
@@ -93,8 +91,6 @@ Message = (
     | hosts.HostState
     | telemetry.Closing
     | health.Compiles
-    | health.Checksum
-    | health.BatchLoss
     | health.DiskSpace
     | health.DeviceHealth
     | health.Xid
