@@ -129,24 +129,10 @@ class Trainer(Stepper):
         stop = False
         skipped = 0
         self.engine.train()
-
-        def fetch() -> Batch:
-            faults.in_data()
-            return batches.next_batch()
-
         while not self.ended and not stop:
-            faults.begin(state.step + 1)
-            counts = self.order.counts(state.batches)
-            result = self.train_step([fetch] * config.training.grad_accumulation, counts.label_tokens)
-            state.batches += 1
-            state.samples += self.order.samples_per_step
-            state.tokens += counts.tokens
-            state.label_tokens += counts.label_tokens
-            if not result.skipped:
-                state.step += 1
-                lines.step(state.step, result, counts.tokens)
+            is_skipped = self._step(batches, faults, lines)
             termination.step()
-            skipped = skipped + 1 if result.skipped else 0
+            skipped = skipped + 1 if is_skipped else 0
             health.check_skipped(skipped, config, state.step)
             broken = lines.not_a_number >= config.training.stop_after_nan
             stop = flag.exchange(probe().stop_requested() or termination.requested, broken)
@@ -154,16 +140,10 @@ class Trainer(Stepper):
                 if flag.broken:
                     self.checkpoints.wait()
                     health.refuse_nan(state.step, self.output / "checkpoints")
-                evaluated = None if result.skipped else self._evaluate(lines)
-                every = config.checkpoint.every
-                due = not result.skipped and bool(
-                    (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
-                )
-                if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
-                    # After the last step of a run without other checkpoints, the exported model has the best weights.
-                    due = due or bool(every) or not (self.ended and config.output.save_model)
+                evaluated = None if is_skipped else self._evaluate(lines)
                 if stop:
                     termination.acknowledge()
+                due = not is_skipped and self._is_checkpoint_due(evaluated)
                 if (stop or due) and not self._is_broken(lines):
                     self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
         flag.finish()
@@ -174,6 +154,35 @@ class Trainer(Stepper):
             self.world.barrier()
         termination.close()
         return stop and not self.ended
+
+    def _step(self, batches: Ahead, faults: FaultMaker, lines: ProgressLines) -> bool:
+        """Train one step; return whether its update was skipped."""
+        state = self.state
+
+        def fetch() -> Batch:
+            faults.in_data()
+            return batches.next_batch()
+
+        faults.begin(state.step + 1)
+        counts = self.order.counts(state.batches)
+        result = self.train_step([fetch] * self.config.training.grad_accumulation, counts.label_tokens)
+        state.batches += 1
+        state.samples += self.order.samples_per_step
+        state.tokens += counts.tokens
+        state.label_tokens += counts.label_tokens
+        if not result.skipped:
+            state.step += 1
+            lines.step(state.step, result, counts.tokens)
+        return result.skipped
+
+    def _is_checkpoint_due(self, evaluated: Evaluated | None) -> bool:
+        """Return whether a checkpoint of the latest step is planned, or it has the best evaluation."""
+        settings = self.config.checkpoint
+        if (settings.every and self.state.step % settings.every == 0) or (settings.at_end and self.ended):
+            return True
+        # After the last step of a run without other checkpoints, the exported model has the best weights.
+        exported = self.ended and self.config.output.save_model and not settings.every
+        return evaluated is not None and evaluated.best and settings.keep_best and not exported
 
     @property
     def ended(self) -> bool:

@@ -1,17 +1,14 @@
 """Checks across keys, files and the machine, before anything starts."""
 
-import json
 import os
 import re
 import socket
 from pathlib import Path
 
-import msgspec
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import hardware
 from ftmon.trainer.recipe.config.load import Loaded, load
-from ftmon.trainer.recipe.data import formats
 from ftmon.trainer.recipe.preflight import resolve
 
 MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
@@ -158,18 +155,3 @@ def test_a_port_that_is_taken_is_refused(data: Path) -> None:
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_an_output_folder_that_cannot_be_written_is_refused(data: Path) -> None:
     assert "cannot be written" in refusal(data, "output.dir=/proc/out")
-
-
-@pytest.mark.parametrize(
-    ("record", "kind"),
-    [({"text": "a"}, "text"), ({"prompt": "a", "response": "b"}, "instruction"), ({"messages": []}, "chat")],
-)
-def test_the_columns_tell_what_a_record_is(data: Path, record: "dict[str, object]", kind: str) -> None:
-    data.write_text(json.dumps(record) + "\n")
-    config = resolve.resolve(loaded(data)).config
-    assert formats.detect(record, config.data) == kind
-
-
-def test_the_settled_configuration_is_still_a_valid_one(data: Path) -> None:
-    config = resolve.resolve(loaded(data)).config
-    assert msgspec.convert(msgspec.to_builtins(config), type(config)) == config
