@@ -67,10 +67,8 @@ class Progress:
 def activity(name: str, text: str = "", total: int = 0) -> Generator[Progress]:
     """Report an activity besides the steps for the length of a ``with`` block; only rank 0 sends it.
 
-    Args:
-        name: ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...
-        text: detail for a person.
-        total: number of its parts, which the block may report as they finish; 0: not known.
+    ``name`` is ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...; ``total`` is the number of its
+    parts, which the block may report as they finish (0: not known).
     """
     progress = Progress(name, total)
     progress.send(0, text)

@@ -41,9 +41,8 @@ class Stepper:
     def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
         """Run one optimizer step on the mean loss over ``label_tokens``.
 
-        Args:
-            batches: for each micro-step, a function that fetches this rank's micro-batch.
-            label_tokens: tokens that carry loss in the micro-batches of all ranks together.
+        ``batches`` has a function for each micro-step that fetches this rank's micro-batch; ``label_tokens`` are those
+        of all ranks together.
 
         DeepSpeed averages gradients over ranks, so the loss is scaled by their number; micro-steps are summed. Ranks
         that share sequences sum the losses of their slices.

@@ -134,9 +134,7 @@ class StopFlag:
     def exchange(self, asked: bool, broken: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
-        Args:
-            asked: whether this rank was asked to stop.
-            broken: whether this rank has found that training is broken and must end without a checkpoint.
+        ``broken``: this rank has found that training is broken and must end without a checkpoint.
 
         Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when all ranks
         have entered it, so the training thread does not wait here.

@@ -46,8 +46,7 @@ def isolate(batch: Batch, varlen: bool) -> Batch:
 def borders(sequence_ids: torch.Tensor) -> torch.Tensor:
     """Return the beginnings of documents in a flattened batch, and its end, in int32.
 
-    Args:
-        sequence_ids: of shape [rows, length]; consecutive tokens of a document have the same number.
+    ``sequence_ids``, of shape [rows, length], are equal for consecutive tokens of a document.
     """
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
@@ -140,18 +139,9 @@ def varlen_attention(
 
     A batch without borders and without a mask is padded on the right or not at all.
 
-    Args:
-        module: the attention layer.
-        query: of shape [rows, heads, length, head size]; ``key`` and ``value`` with as many heads or a divisor of them.
-        key: see ``query``.
-        value: see ``query``.
-        attention_mask: for batches without borders.
-        scaling: scale of the scores.
-        dropout: must be 0 with borders.
-        sliding_window: tokens that a token sees, itself included.
-        cu_seq_lens_q: borders of the documents in the flattened batch; None: none.
-        max_length_q: bound of a document's length.
-        others: arguments of other attention functions.
+    ``query`` has the shape [rows, heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of
+    them. ``cu_seq_lens_q`` are the borders of the documents in the flattened batch (None: none), ``max_length_q``
+    bounds a document's length, and ``sliding_window`` are the tokens that a token sees, itself included.
     """
     if cu_seq_lens_q is None:
         if attention_mask is None and sliding_window and key.shape[2] > sliding_window:

@@ -20,11 +20,8 @@ from ..monitor import activity
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
     """Set layers whose ``forward`` is a ``LayerForward`` to compiled code in training; nothing is compiled yet.
 
-    Args:
-        layers: the decoder layers.
-        partitioned: whether ZeRO-3 partitions their parameters. If so, those of a layer are gathered together, as
-            compiled code cannot wait for each module inside it.
-        budget: share of its activations that a compiled layer keeps; the backward pass computes the rest again.
+    If ZeRO-3 has ``partitioned`` their parameters, those of a layer are gathered together, as compiled code cannot wait
+    for each module inside it. ``budget`` is the share of its activations that a layer keeps.
     """
     import torch._dynamo.config as settings
     import torch._functorch.config as partitioner

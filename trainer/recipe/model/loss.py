@@ -21,11 +21,7 @@ def summed_loss(
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of all labels, in fp32.
 
-    Args:
-        logits: of shape [rows, length, vocabulary].
-        labels: of shape [rows, length], not shifted: position i's logits predict label i + 1.
-        vocab_size: passed by transformers and not used; the logits' last dimension counts.
-        shift_labels: the label that each position's logits predict, instead of ``labels``; of the same shape.
+    ``logits`` have the shape [rows, length, vocabulary]; position i predicts ``labels`` i + 1, or ``shift_labels`` i.
     """
     if shift_labels is not None:
         predicted, wanted = logits.float().flatten(0, 1), shift_labels.flatten().to(logits.device)

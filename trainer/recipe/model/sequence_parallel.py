@@ -50,16 +50,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally over whole rows, of which each rank of the group holds a slice (transformers' interface).
 
-    Args:
-        module: the attention layer.
-        query: of shape [rows, heads, length of a slice, head size]; ``key`` and ``value`` with as many heads or a
-            divisor of them.
-        key: see ``query``.
-        value: see ``query``.
-        attention_mask: must be None with a group.
-        sequence_group: the ranks; None: the tensors are whole rows.
-        document_mask: mask of the keys of each query of a whole row, of shape [rows, 1, length, length].
-        others: ``cu_seq_lens_q`` and the other arguments of ``attention.varlen_attention``.
+    Shapes are those of ``attention.varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query
+    of a whole row, of shape [rows, 1, length, length].
 
     Raises:
         NotImplementedError: the layer passes an argument that is not supported here.
