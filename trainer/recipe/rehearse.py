@@ -44,8 +44,9 @@ class Sampled(NamedTuple):
     collate: Collate
 
     def longest(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` longest rows."""
-        return longest_rows(self.examples.tokens.tolist(), count)
+        """Return the numbers of the ``count`` longest rows, longest first; fewer if there are fewer."""
+        tokens = self.examples.tokens.tolist()
+        return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
 
     def batch(self, rows: list[int]) -> Batch:
         """Return a batch of some rows."""
@@ -104,11 +105,6 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
         batch = stepper.prepare(data.batch(rows))
         compile_ahead(model, decoder_layers(model), batch, stepper.world)
     forget_module_order(stepper.engine)
-
-
-def longest_rows(tokens: list[int], count: int) -> list[int]:
-    """Return the numbers of the ``count`` rows with most tokens, longest first; fewer if there are fewer."""
-    return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
 
 
 def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:

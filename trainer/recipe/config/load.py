@@ -74,7 +74,9 @@ def decode(tree: Node | None, source: str) -> Loaded:
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
-        raise ConfigError(f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {_show(tree)}")
+        raise ConfigError(
+            f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {yaml_nodes.describe(tree)}"
+        )
     info = inspect.type_info(Config)
     assert isinstance(info, inspect.StructType)
     plain = _struct(tree, info, "", places)
@@ -147,7 +149,7 @@ def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, 
                 return value
     text = [str(value) for value in allowed]
     listed = f"{', '.join(text[:-1])} or {text[-1]}"
-    close = difflib.get_close_matches(_show(node), text, 1)
+    close = difflib.get_close_matches(yaml_nodes.describe(node), text, 1)
     raise _wrong(node, path, f"must be {listed}", f"; did you mean {close[0]}?" if close else "")
 
 
@@ -265,9 +267,5 @@ def _is_null(node: Node) -> bool:
     return isinstance(node, ScalarNode) and node.style is None and node.value in _NULLS
 
 
-def _show(node: Node) -> str:
-    return yaml_nodes.describe(node)
-
-
 def _wrong(node: Node, path: str, rule: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {_show(node)}{hint}")
+    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {yaml_nodes.describe(node)}{hint}")

@@ -34,7 +34,7 @@ def commented_default() -> str:
             lines.extend(_comment(docs["Config", section.name], ""))
             lines.append(f"{section.name}: {{}}")
             continue
-        lines.extend(_comment(class_doc(kind), ""))
+        lines.extend(_comment(" ".join((kind.__doc__ or "").split()), ""))
         lines.append(f"{section.name}:")
         for found in msgspec.structs.fields(kind):
             lines.extend(_comment(docs[kind.__name__, found.name], "  "))
@@ -56,11 +56,6 @@ def dump(config: Config) -> str:
             f"  {found.name}: {_inline(getattr(value, found.name))}" for found in msgspec.structs.fields(type(value))
         )
     return "\n".join(lines) + "\n"
-
-
-def class_doc(kind: type) -> str:
-    """Return a class's docstring in one line."""
-    return " ".join((kind.__doc__ or "").split())
 
 
 def _inline(value: Any) -> str:

@@ -63,7 +63,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler and its backends raise many types
-            if not _is_of_compiler(error):
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
                 raise
             kind = model.config.model_type
             text = (str(error).strip() or repr(error)).splitlines()[0]
@@ -83,7 +83,3 @@ def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None
     if wanted:
         out: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))

@@ -272,5 +272,6 @@ def _update_8bit(
     scales[0].copy_(scale)
     root = square.sqrt()
     codes, scale = blocks.encode(root, bits[2], tables[1])
-    averages[1].copy_(blocks.never_zero(codes, root))
+    # A positive root has at least the smallest positive code.
+    averages[1].copy_(torch.where(root > 0, codes.clamp(min=1), codes))
     scales[1].copy_(scale)

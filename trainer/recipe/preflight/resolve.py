@@ -65,6 +65,8 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         _check_output(loaded)
     check_fault(loaded, ranks)
     check_lengths(loaded, precision)
+    resume = config.checkpoint.resume
+    resume = resume if resume in ("never", "auto") else _absolute(resume)
     threads = config.run.threads or _threads(config, device, ranks)
     run = msgspec.structs.replace(config.run, device=device, ranks=ranks, threads=threads)
     settled = msgspec.structs.replace(
@@ -73,7 +75,9 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         training=msgspec.structs.replace(config.training, precision=precision),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
-        checkpoint=msgspec.structs.replace(config.checkpoint, resume=_resume_path(config.checkpoint.resume)),
+        checkpoint=msgspec.structs.replace(
+            config.checkpoint, resume=resume if resume in ("never", "auto") else _absolute(resume)
+        ),
     )
     return Resolved(settled, device, gpus)
 
@@ -92,12 +96,13 @@ def settle_data(loaded: Loaded) -> Config:
 
 
 def _settle_paths(config: Config) -> Config:
+    template = config.data.chat_template
     data = msgspec.structs.replace(
         config.data,
         path=_absolute(config.data.path),
         name=_absolute_if_folder(config.data.name),
         files=[msgspec.structs.replace(file, path=_absolute(file.path)) for file in config.data.files],
-        chat_template=_template_path(config.data.chat_template),
+        chat_template=template if template in ("", NONE, *shipped()) else _absolute(template),
     )
     return msgspec.structs.replace(
         config,
@@ -188,17 +193,9 @@ def _check_output(loaded: Loaded) -> None:
         )
 
 
-def _template_path(name: str) -> str:
-    return name if name in ("", NONE, *shipped()) else _absolute(name)
-
-
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _absolute_if_folder(name: str) -> str:
     return _absolute(name) if is_path(name) else name
-
-
-def _resume_path(resume: str) -> str:
-    return resume if resume in ("never", "auto") else _absolute(resume)
