@@ -14,7 +14,8 @@ from ..recipe.config.schema import Config
 from ..recipe.data.collate import Batch, Collate
 from ..recipe.engine.distributed import World
 from ..recipe.engine.make import make_engine
-from ..recipe.model import fused, load, tokenizer
+from ..recipe.model import fused, tokenizer
+from ..recipe.model.load import count_parameters
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.step import Stepper, make_collate
 from . import quantized
@@ -106,7 +107,7 @@ class DryStep:
             between = 3 if config.optimizer.kind == "adamw_8bit" else 0
             made.compiled_update = partial(_update, update, between)
         fused_loss = fused.set_up(self.model, config, world)
-        self.parameters = load.count_parameters(self.model)
+        self.parameters = count_parameters(self.model)
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         self.trainable = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
         self._padding = Collate(tokens.pad_token_id, config.training.sequence_length)

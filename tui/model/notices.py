@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from ...protocol.messages.control import RunState
+from ...protocol.messages import control
 from ...protocol.run.notices import TERMINAL, Notice, Notices, read_notify
 from ...protocol.run.rundir import RunDir
 from .run import RunModel
@@ -30,6 +30,8 @@ class TerminalNotices:
                 if notice is not None:
                     yield notice
         if model.ended and model.state_time >= self._since:
-            notice = self._notices.of(RunState(model.state, model.state_time, model.state_text, model.exit_code))
+            notice = self._notices.of(
+                control.RunState(model.state, model.state_time, model.state_text, model.exit_code)
+            )
             if notice is not None:
                 yield notice

@@ -6,8 +6,8 @@ from textual.binding import Binding, BindingType
 
 from ..widgets.base.panes import key_words
 from ..widgets.drawing.line import Line
+from ..widgets.drawing.wrapping import wrap
 from ..widgets.legend import LEGENDS
-from ..widgets.lines.alert_lines import wrap
 from ..widgets.state.app_state import AppState
 from .base import MonitorScreen
 from .dialog import Dialog

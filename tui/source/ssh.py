@@ -27,7 +27,7 @@ from ..model.run import RunInfo
 from .endpoint import Endpoint, Hub
 from .history import History
 
-CHANNELS = ("stream", "control", "query")
+APP_CHANNELS = ("stream", "control", "query")
 """Channels of a hub that an app needs."""
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
@@ -105,7 +105,7 @@ class Session:
     """
 
     def __init__(self, command: SshCommand, folder: Path, unattended: bool) -> None:
-        self.sockets = {channel: folder / f"{channel}.sock" for channel in CHANNELS}
+        self.sockets = {channel: folder / f"{channel}.sock" for channel in APP_CHANNELS}
         control = folder / "control"
         for path in (*self.sockets.values(), control):
             path.unlink(missing_ok=True)  # from an earlier session

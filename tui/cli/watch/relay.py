@@ -11,7 +11,7 @@ from ....protocol.errors import FtmonError, UsageError
 from ....protocol.messages import wire
 from ....protocol.run import run_store
 from ....protocol.run.rundir import RunDir
-from ...source.ssh import CHANNELS, Greeting
+from ...source.ssh import APP_CHANNELS, Greeting
 from ..access.trainer_process import living_hub
 
 _POLL_SECONDS = 0.5
@@ -35,7 +35,7 @@ def relay(arguments: Namespace) -> int:
         created=content.created,
         host=content.host,
         read_only=hub.read_only,
-        sockets={channel: run.ipc_address(channel).removeprefix("ipc://") for channel in CHANNELS},
+        sockets={channel: run.ipc_address(channel).removeprefix("ipc://") for channel in APP_CHANNELS},
     )
     print(msgspec.json.encode(greeting).decode(), flush=True)
     while not _is_over(run):

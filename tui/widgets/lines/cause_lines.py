@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from ....protocol import text
 from ....protocol.messages.blocks import StackGroup
 from ....protocol.messages.memory import Cause
-from ....protocol.text import gib, sanitize
+from ....protocol.text import sanitize
 from ...model.cause import SpikeVerdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
 from ..drawing.line import Line
 from ..drawing.theme import Theme
@@ -45,13 +46,13 @@ def cause_head(cause: Cause, theme: Theme) -> Line:
     stayed = cause.reason == "leak"
     line = Line(f" {theme.glyphs.spike} ", theme.style("warning", bold=True))
     line.add(f"{sanitize(cause.phase, 20) or 'step'} ", theme.style(bold=True))
-    line.add(f"+{gib(cause.transient_bytes)}", theme.style("warning", bold=True))
+    line.add(f"+{text.gib(cause.transient_bytes)}", theme.style("warning", bold=True))
     what, by = ("stayed after", ", allocated by") if stayed else ("allocated and freed in", " by")
     return line.add(f" {what} step {cause.step:,}{by}", theme.base)
 
 
 def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:
-    line = Line(f"   {gib(size):>10} ", theme.base)
+    line = Line(f"   {text.gib(size):>10} ", theme.base)
     line.add(f"{theme.glyphs.times}{group.count:<5,} ", theme.style("dim"))
     innermost, own = group_parts(group)
     line.add(theme.cut(innermost, width - line.width), theme.base if group.frames else theme.style("dim"))

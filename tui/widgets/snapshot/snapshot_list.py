@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from ....protocol import text
 from ....protocol.analysis.allocator.snapshot.layout import Piece
 from ....protocol.snapshot.model import FREE, PENDING
-from ....protocol.text import gib
 from ...model.snapshot_explorer import Explorer
 from ...model.snapshot_rows import Row, rows_of
 from ..base.listing import Listing
@@ -101,7 +101,7 @@ class SnapshotList(Listing):
             return
         sign = "+" if row.signed and row.size > 0 else ""
         tone = "text" if not row.signed or not row.size else "warning" if row.size > 0 else "good"
-        line.add(f"{sign + gib(row.size):>12} ", theme.style(tone, ground, bold=row.head))
+        line.add(f"{sign + text.gib(row.size):>12} ", theme.style(tone, ground, bold=row.head))
         if not row.signed and row.share:
             line.add(f"{row.share * 100:>4.0f} % ", theme.style("dim", ground))
         line.add(f"{row.blocks:>6,}  " if row.blocks else " " * 8, theme.style("dim", ground))
@@ -109,7 +109,7 @@ class SnapshotList(Listing):
     def _segment(self, row: Row, piece: Piece, line: Line, width: int, ground: str) -> None:
         theme = self.theme
         taken = 1 - piece.free_bytes / piece.size if piece.size else 0.0
-        line.add(f"{gib(piece.size):>10} {taken * 100:>3.0f} %{row.blocks:>5,} ", theme.style("text", ground))
+        line.add(f"{text.gib(piece.size):>10} {taken * 100:>3.0f} %{row.blocks:>5,} ", theme.style("text", ground))
         words = f" {row.words}"
         room = max(10, width - line.width - max(16, min(34, len(words))))
         self._map(piece, room, line)
