@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +30,10 @@ class Guard:
     def adopt_thread(self) -> None:
         """Make the caller's thread the training thread."""
         self.thread = get_ident()
+
+    def thread_lives(self) -> bool:
+        """Return whether the training thread has not ended."""
+        return any(thread.ident == self.thread for thread in threading.enumerate())
 
     def disable(self, error: BaseException) -> None:
         """Switch the probe off after an error of its own."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
+from types import ModuleType
 from typing import Any
 
 from .. import active, guard
@@ -54,7 +55,7 @@ _inside: set[int] = set()
 """Threads inside a wrapped call."""
 
 
-def install() -> None:
+def install(_module: ModuleType | None = None) -> None:
     """Wrap the functions, once, in both modules that have them."""
     distributed: Any = sys.modules.get("torch.distributed")
     core: Any = sys.modules.get("torch.distributed.distributed_c10d")

@@ -64,19 +64,17 @@ class Notes:
         "added_ranks",
         "counts",
         "discarded",
-        "divisors",
         "fetch_ns",
         "fetches",
-        "first",
         "flops",
         "grad_norm",
-        "gradient_losses",
         "labels",
         "loss_scale",
         "losses",
         "lr",
         "micro_steps",
         "overflow",
+        "owner",
         "padded_tokens",
         "parts",
         "repeats",
@@ -92,11 +90,9 @@ class Notes:
 
     def __init__(self) -> None:
         self.losses: list[Any] = []
-        """Backpropagated losses (``losses.LossNote``)."""
-        self.gradient_losses: list[Any] = []
-        """Losses whose gradients the script took with ``autograd.grad``: those of the step if it has no backward."""
+        """Scalars that ``backward`` was called on since the last update of any optimizer."""
         self.sum_losses = False
-        """Whether the script divides its micro-steps' losses itself, so that they add up to the step's loss."""
+        """Whether the losses add up to the step's although an engine updates (a Trainer has divided them)."""
         self.reported: list[Any] = []
         """Losses of micro-steps as the script reported them."""
         self.trainer_losses: list[Any] = []
@@ -105,15 +101,13 @@ class Notes:
         """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
         self.added_ranks = 1.0
         """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
-        self.divisors: set[int] = set()
-        """Numbers of micro-batches by which the script has divided losses; one set for all steps."""
         self.fetches: dict[int, int] = {}
         """Batches fetched for training, by dataloader iterator."""
         self.fetch_ns = 0
         """Host time in dataloaders."""
-        self.parts: list[PartNotes] = []
-        """With several engines or optimizers: the notes of each update of the step, in order."""
-        self.first = 0
+        self.parts: dict[int, Part] = {}
+        """With several engines or optimizers: the updates of each, by its ``id``, in the order of their first ones."""
+        self.owner = 0
         """Key of the engine or optimizer whose figures are the step's."""
         self.labels: list[Any] = []
         """Label tensors of the micro-batches whose loss is a mean over them."""
@@ -123,9 +117,9 @@ class Notes:
         self.loss_scale: Any = None
         self.overflow = False
         self.micro_steps = 0
-        self.discarded: Any = None
-        """Where gradients were set to zero after a backward and before any update (``rounds.Site``). The next backward
-        is of the same batch (SAM's second pass), or of another one if a batch is fetched or a loop advances."""
+        self.discarded = False
+        """Gradients were set to zero after a backward and before any update. The next backward is of the same batch
+        (SAM's second pass), or of another one if a batch was fetched."""
         self.repeats = 0
         """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
         self.shape: list[int] = []
@@ -140,10 +134,17 @@ class Notes:
         self.waits: list[tuple[str, Any, Any]] = []
         """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
 
-    def use_gradient_losses(self) -> None:
-        """At a step's end without a backward, use the losses whose gradients the script took."""
-        if self.gradient_losses and not self.micro_steps:
-            self.micro_steps, self.losses = len(self.gradient_losses), self.gradient_losses
+    def end_part(self, key: int, name: str) -> None:
+        """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
+        part = self.parts.get(key)
+        if part is None:
+            part = self.parts[key] = Part(name)
+        part.count += 1
+        part.losses.append(self.losses)
+        part.lr, part.accumulation = self.lr, self.accumulation
+        part.grad_norm, part.loss_scale, part.overflow = self.grad_norm, self.loss_scale, self.overflow
+        self.losses, self.accumulation, self.overflow = [], 0, False
+        self.lr = self.grad_norm = self.loss_scale = None
 
     def batches(self) -> BatchesNoted:
         """Return the state of the notes on batches, for ``restore_batches``."""
@@ -156,17 +157,25 @@ class Notes:
 
     def drop_batch(self) -> None:
         """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
-        self.discarded, self.micro_steps, self.losses = None, 0, []
+        self.discarded, self.micro_steps, self.losses = False, 0, []
         self.restore_batches(BatchesNoted())
 
 
-class PartNotes(NamedTuple):
-    """Notes of the part of a step that one of several engines or optimizers made."""
+class Part:
+    """The updates that one of several engines or optimizers made in a step; the latest figures count."""
 
-    key: int
-    """The ``id`` of the engine or optimizer."""
-    name: str
-    notes: Notes
+    __slots__ = ("accumulation", "count", "grad_norm", "loss_scale", "losses", "lr", "name", "overflow")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.losses: list[list[Any]] = []
+        """``Notes.losses`` before each update."""
+        self.accumulation = 0
+        self.lr: Any = None
+        self.grad_norm: Any = None
+        self.loss_scale: Any = None
+        self.overflow = False
 
 
 class ClosingRaw(NamedTuple):

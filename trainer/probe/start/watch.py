@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import os
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +58,18 @@ def _begin(name: str) -> Probe | None:
 
 
 def _attach(target: Any, model: Any) -> None:
-    training = switched_on()
-    if training is None:
+    events = switched_on()
+    if events is None:
         return
     if hasattr(target, "is_gradient_accumulation_boundary"):
         from ..hooks.deepspeed import attach
 
         attach(target)
-    elif hasattr(target, "param_groups"):
-        training.trained.primary = weakref.ref(target)
-        training.updates.found_optimizer(target)
-        training.guard.adopt_thread()
-        training.phases.check_device()
+    elif not hasattr(target, "param_groups"):
+        return
+    events.watch(target)
     if model is not None:
-        from ..hooks.trained_model import register_model
-
-        register_model(training, model)
-    training.outbox.send_hello()
+        events.trains("", model)
 
 
 def _join_run(name: str) -> RunDir:
