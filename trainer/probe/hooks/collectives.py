@@ -75,12 +75,7 @@ def install(_module: ModuleType | None = None) -> None:
 
 
 def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:
-    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call.
-
-    Args:
-        real: the function.
-        enter: called before it with its arguments; returns the name. It is the whole cost before the call.
-    """
+    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call."""
     counts = active.counts
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -42,16 +42,7 @@ class Captures(NamedTuple):
 
 
 class Commands:
-    """Answers each command twice, as in ``protocol.messages.control``: accepted (or the refusal), then its result.
-
-    Args:
-        context: the rank, its phases, and the function that sends messages.
-        captures: what records memory on request.
-        stop: receives a request to stop.
-        hold: the rank's hold at an out-of-memory error.
-        dumper: lets other processes capture its stacks.
-        send_hello: sends the rank's hello again.
-    """
+    """Answers each command twice, as in ``protocol.messages.control``: accepted (or the refusal), then its result."""
 
     def __init__(
         self,

@@ -53,16 +53,7 @@ TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
-    """Sends a rank's messages to the hub of its run, which may not be running.
-
-    Args:
-        training: the training thread.
-        pace: usual time of a step, filled in here.
-        stop: receives a request to stop.
-        hold: the rank's hold at an out-of-memory error.
-        oom_history: figures of earlier steps, filled in here.
-        phase_marks: the phases of the last steps, filled in here.
-    """
+    """Sends a rank's messages to the hub of its run, which may not be running."""
 
     def __init__(
         self,

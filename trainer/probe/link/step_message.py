@@ -27,21 +27,6 @@ _FIGURES = (0, 2, 4, 6, 8)
 class _Phase:
     """One phase under construction. ``figures``: start, end and peak of allocated, reserved, active and so on."""
 
-    __slots__ = (
-        "allocated_bytes",
-        "allocations",
-        "collective_ns",
-        "collectives",
-        "count",
-        "device_us",
-        "figures",
-        "frees",
-        "host_ns",
-        "name",
-        "start_ns",
-        "waited_us",
-    )
-
     def __init__(self, name: str, start_ns: int, at_start: Reading) -> None:
         self.name = name
         self.start_ns = start_ns

@@ -17,13 +17,7 @@ from .state import Loop
 
 
 class MicroSteps:
-    """Follows micro-steps, on the training thread alone.
-
-    Args:
-        loop: what the parts of the loop share.
-        loading: follows the dataloaders.
-        saw_forward: called at the first forward, with autocast's data type in it; empty: without autocast.
-    """
+    """Follows micro-steps, on the training thread alone."""
 
     def __init__(self, loop: Loop, loading: Loading, saw_forward: Callable[[str], None]) -> None:
         self.guard = loop.rank.guard

@@ -14,13 +14,7 @@ def _nothing() -> None:
 
 
 class Phases:
-    """The tracker's interface for the training thread.
-
-    Args:
-        rank: this rank.
-        tracker: the phase machine.
-        outbox: receives another hello once the device is known.
-    """
+    """The tracker's interface for the training thread."""
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
         self.guard = rank.guard

@@ -12,22 +12,6 @@ from .phases import Phases
 class LoopState:
     """Flags of the training thread; hooks, micro-steps and updates read and write them."""
 
-    __slots__ = (
-        "added_ranks",
-        "calls_module",
-        "closures",
-        "engine_steps",
-        "evaluations",
-        "forward_by",
-        "in_backward",
-        "in_forward",
-        "in_update",
-        "making_engine",
-        "normalised_over_ranks",
-        "rehearsing",
-        "sum_losses",
-    )
-
     def __init__(self) -> None:
         self.in_forward = False
         """A forward that a hook has seen is under way; forwards of modules inside it are parts of it."""

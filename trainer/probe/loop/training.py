@@ -26,12 +26,7 @@ def _nothing(_error: BaseException) -> None:
 
 
 class Training:
-    """Combines the parts that follow the training thread, and passes its steps to the publisher.
-
-    Args:
-        rank: this rank.
-        counts: the collective counters.
-    """
+    """Combines the parts that follow the training thread, and passes its steps to the publisher."""
 
     def __init__(self, rank: RankContext, counts: Counts) -> None:
         self.rank = rank

@@ -15,12 +15,7 @@ from .state import Loop
 
 
 class Updates:
-    """Follows updates, on the training thread alone.
-
-    Args:
-        loop: what the parts of the loop share.
-        updaters: ends steps.
-    """
+    """Follows updates, on the training thread alone."""
 
     def __init__(self, loop: Loop, updaters: Updaters) -> None:
         self.guard = loop.rank.guard

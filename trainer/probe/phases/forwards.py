@@ -45,11 +45,7 @@ class Seen(NamedTuple):
 
 
 class Forwards:
-    """Judges forwards and relabels the marks of a stretch once its kind is certain.
-
-    Args:
-        tracker: the phase machine.
-    """
+    """Judges forwards and relabels the marks of a stretch once its kind is certain."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker

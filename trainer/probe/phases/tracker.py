@@ -44,20 +44,6 @@ _new: Any = tuple.__new__
 class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
-    __slots__ = (
-        "entered",
-        "gathers",
-        "group",
-        "groups",
-        "host_ns",
-        "in_flight",
-        "last",
-        "recent",
-        "sequence",
-        "size",
-        "world",
-    )
-
     def __init__(self) -> None:
         self.entered = 0
         self.host_ns = 0
@@ -85,36 +71,7 @@ class Counts:
 
 
 class Tracker:
-    """Phases of the unfinished step.
-
-    Args:
-        memory: source of memory figures.
-        mark_event: records a device event and returns it, or returns None.
-        counts: the collective counters.
-        finish: called with each finished step.
-    """
-
-    __slots__ = (
-        "_ended_in_scope",
-        "_finish",
-        "cost_ns",
-        "counts",
-        "cpu_ns",
-        "crowded",
-        "depth",
-        "light",
-        "mark_event",
-        "marks",
-        "memory",
-        "notes",
-        "phase",
-        "phase_ns",
-        "progress",
-        "sample",
-        "step",
-        "step_collectives",
-        "watchers",
-    )
+    """Phases of the unfinished step."""
 
     def __init__(
         self,

@@ -30,12 +30,7 @@ def _nothing() -> None:
 
 
 class Updaters:
-    """Ends steps; for the training thread alone.
-
-    Args:
-        tracker: the training thread's phases.
-        met: called at the first update of each further engine, with the modules of all.
-    """
+    """Ends steps; for the training thread alone."""
 
     def __init__(self, tracker: Tracker, met: Callable[[list[Any]], None]) -> None:
         self._tracker = tracker
@@ -98,6 +93,7 @@ class Updaters:
         now, before = perf_counter_ns(), self._parameters
         groups = getattr(updater, "param_groups", ())
         self._owner, self._is_named = weakref.ref(updater), False
+        self._name(updater)  # the first of several has the first name
         self._parameters = [weakref.ref(each) for group in groups for each in group["params"]]
         self._others.clear()
         if any(reference() is not None for reference in before):

@@ -25,11 +25,7 @@ from . import ending
 
 
 def begin_rank(sends_logs: bool = False) -> Probe | None:
-    """Create this process's probe and start its publisher; return the existing probe if there is one.
-
-    Args:
-        sends_logs: whether to send the process's output too, because it is not redirected into files.
-    """
+    """Create this process's probe and start its publisher; return the existing probe if there is one."""
     if active.probe is not None or active.forked:
         return active.probe
     if not os.environ.get("FTMON_RUN"):
