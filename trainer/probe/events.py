@@ -151,10 +151,10 @@ class Events:
         is_eval = name == "generate" and training.tracker.phase == "eval"
         if is_eval and not self._loading.evaluated(trains=False):
             return _NOTHING  # outside an evaluation it is the rollout of a step
-        before = training.phases.open_scope(name)
+        before = training.phases.open(name)
         if before is None:
             return _NOTHING
-        return _Scope(lambda _: training.phases.close_scope(before))
+        return _Scope(lambda _: training.phases.close(before))
 
     def evaluating(self, model: Any) -> bool:
         """A module was put into evaluation mode; return whether an evaluation begins."""
@@ -359,6 +359,7 @@ class TorchEvents(Events):
         training = self._training
         state, trained = self._state, training.trained
         self.guard.adopt_thread()
+        training.updaters.made_engine()
         state.engine_steps, state.forward_by, training.tracker.light = True, "engine", DRIVEN
         trained.engine = weakref.ref(engine)
         trained.partitions = partitions or training.rank.world_size

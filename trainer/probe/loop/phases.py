@@ -32,24 +32,16 @@ class Phases:
             self.settle()
         self._tracker.interrupt(phase)
 
+    @guarded
     def open(self, phase: str) -> str:
-        """Begin an explicit phase; the result goes to ``close``."""
+        """Begin an explicit phase; the result, None after an error, goes to ``close``."""
         if not self._device.settled:
             self.settle()
         return self._tracker.open_scope(phase)
 
+    @guarded
     def close(self, before: str) -> None:
         """End an explicit phase."""
-        self._tracker.close_scope(before)
-
-    @guarded
-    def open_scope(self, phase: str) -> str:
-        """Begin an explicit phase from a hook; the result goes to ``close_scope``."""
-        return self.open(phase)
-
-    @guarded
-    def close_scope(self, before: str) -> None:
-        """End an explicit phase from a hook."""
         self._tracker.close_scope(before)
 
     @guarded

@@ -53,6 +53,11 @@ class Updaters:
         self._own(updater)
         self._is_named = True
 
+    def made_engine(self) -> None:
+        """Handle the creation of an engine: the next update makes an owner, unless the present one was named."""
+        if not self._is_named:
+            self._owner = _nothing
+
     def end(self, updater: Any, number: int | None, after: str = "idle") -> None:
         """Handle the end of an update.
 
