@@ -146,7 +146,7 @@ def main() -> None:
             active.events = events if on else None
             step()
             spent = block()
-            outbox.items.clear()
+            training.outbox.items.clear()
             if number >= 10:
                 blocks[on].append(spent)
     assert rank.guard.enabled, "the probe has switched itself off"
