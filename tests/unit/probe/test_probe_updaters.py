@@ -123,6 +123,17 @@ def test_an_engine_owns_the_steps_also_where_an_optimizer_has_stepped_before_it(
     assert loop.met == [[engine.module, second.module]]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_an_engine_that_is_made_later_owns_the_steps_unless_one_is_named(loop, named):
+    first, later = Engine(torch.nn.Linear(1, 1)), Engine(torch.nn.Linear(1, 1))
+    loop.update(first)
+    if named:
+        loop.updaters.watch(first)
+    loop.updaters.made_engine()
+    loop.update(later)
+    assert len(loop.steps) == (1 if named else 2)
+
+
 def test_a_second_optimizer_that_trains_after_the_first_owns_the_steps_in_the_end(loop):
     first, second = optimizer(), optimizer()
     loop.update(first)

@@ -30,6 +30,8 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
 
     Args:
         target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first one that steps.
+            A GAN has one row a step of this optimizer, and both losses if both are scalars that ``backward`` was called
+            on.
         name: name of a new run (default: the script's name).
         model: the model, for its name and size, if ``target`` is an optimizer.
 
