@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ....protocol.analysis.text.evidence_keys import Shown, shown
+from ....protocol.analysis.kinds import Shown, shown
 from ....protocol.messages.control import Alert
 from ....protocol.messages.memory import Cause
 from ....protocol.text import duration, sanitize

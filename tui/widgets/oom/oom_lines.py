@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from ....protocol.analysis.text.oom import shape_words
+from ....protocol.analysis.oom.words import shape_words
 from ....protocol.code_owner import library_of
 from ....protocol.messages.memory import PARTS
 from ....protocol.messages.oom import RankMoment, Remedy
