@@ -7,15 +7,11 @@ import torch
 
 from .device import rusage
 from .events import TorchEvents
+from .guard import nothing
 from .phases.tracker import Counts
 from .probe import Probe
 
-
-def _nothing() -> None:
-    return None
-
-
-become_rank: Callable[[], None] = _nothing
+become_rank: Callable[[], None] = nothing
 """Makes this process a rank if it is to be one and is not yet; hooks call it before an optimizer or engine is made."""
 events: TorchEvents | None = None
 """Receiver of the hooks' reports; None until the process turns out to be a rank."""

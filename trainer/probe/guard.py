@@ -13,6 +13,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def nothing(*_: object) -> None:
+    """Do nothing: stands for a function, or a weak reference, that is not there yet."""
+
+
 class Guard:
     """The probe's switch, and the training thread: only that thread moves phases."""
 

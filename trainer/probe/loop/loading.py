@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..guard import guarded
+from ..guard import guarded, nothing
 from ..phases.marks import Mark
 from ..values import batch
 from ..values.fetched_batches import FetchedBatches
@@ -17,10 +17,6 @@ from .loader_pass import LoaderPass
 from .state import Loop
 
 _is_grad_enabled = torch.is_grad_enabled
-
-
-def _nothing() -> None:
-    return None
 
 
 class Loading:
@@ -38,8 +34,8 @@ class Loading:
         self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
         self._fetching_ns = 0
         """When the latest fetch began."""
-        self._last_iterator: Callable[[], Any] = _nothing
-        self._data_iterator: Callable[[], Any] = _nothing
+        self._last_iterator: Callable[[], Any] = nothing
+        self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
         """The ``id`` of the data set that the latest backward's batch is of."""

@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..guard import guarded
+from ..guard import guarded, nothing
 from ..phases.outbox import Outbox
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
-
-
-def _nothing() -> None:
-    return None
 
 
 class Phases:
@@ -20,7 +16,7 @@ class Phases:
         self.guard = rank.guard
         self.enter: Callable[[str], None] = self._enter_unsettled
         """Moves to a phase; the tracker's own method once the device is settled."""
-        self.met_cuda: Callable[[], None] = _nothing
+        self.met_cuda: Callable[[], None] = nothing
         """Called once, when the script has CUDA running."""
         self._device = rank.device
         self._tracker = tracker

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..guard import guarded
+from ..guard import guarded, nothing
 from ..phases.forwards import Forwards
 from ..phases.marks import ClosingRaw
 from ..phases.outbox import Outbox
@@ -21,10 +21,6 @@ from .state import Loop
 from .updates import Updates
 
 
-def _nothing(_error: BaseException) -> None:
-    return None
-
-
 class Training:
     """Combines the parts that follow the training thread, and passes its steps to the publisher."""
 
@@ -36,7 +32,7 @@ class Training:
         self.trained = trained = Trained()
         self.optimized = Optimized()
         self.outbox = outbox = Outbox()
-        self.on_error: Callable[[BaseException], None] = _nothing
+        self.on_error: Callable[[BaseException], None] = nothing
         """Called with every exception that comes through a hook."""
         self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, outbox.hand_over_step)
         self.updaters = Updaters(tracker, self._met_engine)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..guard import nothing
 from ..rank.model import own_model
 from .tracker import Tracker
 
@@ -29,10 +30,6 @@ def updates_parameters(engine: Any) -> bool:
 
 def _first_parameter(optimizer: Any) -> Any:
     return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
-
-
-def _nothing() -> None:
-    return None
 
 
 class Seen(NamedTuple):
@@ -51,7 +48,7 @@ class Forwards:
         self._tracker = tracker
         self._seen: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._latest: Any = _nothing
+        self._latest: Any = nothing
         """Weak reference to the latest argument of ``add_optimizer``."""
         self._version = 0
         self._matched = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..guard import nothing
 from ..rank.model import own_class, own_model
 from .tracker import Tracker
 
@@ -25,17 +26,13 @@ MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
 
-def _nothing() -> None:
-    return None
-
-
 class Updaters:
     """Ends steps; for the training thread alone."""
 
     def __init__(self, tracker: Tracker, met: Callable[[list[Any]], None]) -> None:
         self._tracker = tracker
         self._met = met
-        self._owner: Callable[[], Any] = _nothing
+        self._owner: Callable[[], Any] = nothing
         """Weak reference to the engine or optimizer whose updates are the steps."""
         self._is_named = False
         self._others: dict[int, int] = {}
@@ -56,7 +53,7 @@ class Updaters:
     def made_engine(self) -> None:
         """Handle the creation of an engine: the next update makes an owner, unless the present one was named."""
         if not self._is_named:
-            self._owner = _nothing
+            self._owner = nothing
 
     def end(self, updater: Any, number: int | None, after: str = "idle") -> None:
         """Handle the end of an update.
