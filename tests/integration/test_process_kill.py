@@ -9,7 +9,7 @@ import pytest
 from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.end import kill as killer
-from ftmon.trainer.host.end.kill import Kill, Outcome, Target
+from ftmon.trainer.host.end.kill import Kill, KillScope, Outcome, Target
 from ftmon.trainer.host.end.terminate import sweep
 from ftmon.trainer.host.hardware.gpu_memory import GpuUse, verdict
 
@@ -39,7 +39,8 @@ def kill(run, targets, whole_run=False, number=None, others=()) -> Outcome:
         outcomes.append(outcome)
         finished.set()
 
-    Kill(run.path, targets, whole_run, [], [os.getpid()], number, False, done, others).start()
+    scope = KillScope(run.path, targets, [os.getpid()], whole_run, others=others)
+    Kill(scope, number, False, done).start()
     assert finished.wait(200)
     return outcomes[0]
 

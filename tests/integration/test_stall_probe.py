@@ -15,7 +15,7 @@ from stall_bench import Bench
 
 
 def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: Any) -> None:
-    bench = Bench(run)
+    bench = Bench(run, monkeypatch)
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
             process = processes.read(child.pid)
@@ -26,8 +26,8 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
 
             def observe() -> None:
                 found = activity.measure(child.pid, None, processes.table(), time.monotonic())
-                monkeypatch.setattr("ftmon.trainer.hub.ranks.stall_probe._activity_of", lambda _: found)
-                bench.look({}, monkeypatch)
+                bench.patch("_activity_of", lambda _: found)
+                bench.look({})
 
             def is_in(state: str) -> bool:
                 now = processes.read(child.pid)

@@ -20,7 +20,8 @@ STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py"
 class Bench:
     """A rank that stands still, and what it answers at each look."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self.rank = TrackedRank(0, time.time() - 5.0)
         self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
         self.says: dict[str, Any] | None = {}
@@ -28,8 +29,15 @@ class Bench:
         self.inspected = Inspection({}, {}, {})
         self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
         parts, self.emitted = self.parts, list[Any]()
-        emit = self.emitted.append
-        self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, emit, lambda call: call())
+        access: Any = SimpleNamespace(
+            run=run,
+            tracker=self.tracker,
+            rank_hosts=parts,
+            link=parts,
+            emit=self.emitted.append,
+            post=lambda call: call(),
+        )
+        self.stall_probe = StallProbe(access, parts)
 
     def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
@@ -40,9 +48,12 @@ class Bench:
     async def _see(self, _silent: set[int], _nccl_address: str) -> Inspection:
         return self.inspected
 
-    def look(self, says: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    def patch(self, name: str, value: object) -> None:
+        self._monkeypatch.setattr(f"ftmon.trainer.hub.ranks.stall_probe.{name}", value)
+
+    def look(self, says: dict[str, Any] | None) -> str:
         self.says = says
-        monkeypatch.setattr(self.stall_probe, "_next", 0.0)
+        self._monkeypatch.setattr(self.stall_probe, "_next", 0.0)
         self.stall_probe.tick()
         assert self.rank.evidence is not None
         return self.rank.evidence.calls.source

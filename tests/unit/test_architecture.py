@@ -80,7 +80,7 @@ def test_every_room_that_is_drawn_exists(document: str) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    assert exists("trainer.hub.hub.Hub._accept")
+    assert exists("trainer.hub.hub.Hub.run")
     assert exists("protocol/messages/wire.py")
     assert not exists("trainer.hub.hub.Hub._no_such_method")
     assert not exists("trainer.hub.no_such_module")

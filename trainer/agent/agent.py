@@ -77,13 +77,13 @@ class Agent:
         self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
         addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
-        self._route = Route(list(filter(None, addresses)), join.port_of("agents"), self._found_way)
+        self._route = Route(list(filter(None, addresses)), join.port_of("agents"), self._use_address)
         self._address = ""
         self._facts: dict[int, ProcessFact] = {}
         self._names: set[str] = set()
         self._needed_at = time.monotonic()
         self._next_beat = 0.0
-        self._over_at: float | None = None
+        self._end_at: float | None = None
         self._ending = False
         self._end_requested = False
 
@@ -126,7 +126,6 @@ class Agent:
                     raise
 
     def _turn(self, wait_ms: int) -> None:
-        """Wait for messages, and handle them."""
         poller = zmq.Poller()
         for each in (
             self._telemetry,
@@ -159,10 +158,10 @@ class Agent:
         with contextlib.suppress(ProtocolError):
             sender = wire.decode_header(header).src
             if sender not in self._names:
-                self._meet(sender)
+                self._register_rank(sender)
         self._uplink.put(header, body)
 
-    def _meet(self, sender: str) -> None:
+    def _register_rank(self, sender: str) -> None:
         found = _RANK.fullmatch(sender)
         if found is None:
             return
@@ -181,11 +180,11 @@ class Agent:
             self._beat(now)
         if self._supervisor.alive() or self._uplink.connected or self._commands.kills_under_way:
             self._needed_at = now
-        over = self._uplink.over
-        if over is not None and self._over_at is None:
-            self._over_at = now + over.grace
-        nothing_left = self._over_at is not None and not self._members()
-        past = self._over_at is not None and now >= self._over_at
+        end = self._uplink.run_end
+        if end is not None and self._end_at is None:
+            self._end_at = now + end.grace
+        nothing_left = self._end_at is not None and not self._members()
+        past = self._end_at is not None and now >= self._end_at
         self._ending = self._ending or nothing_left or past or now - self._needed_at > ALONE_SECONDS
 
     def _put_logs(self, last: bool = False) -> None:
@@ -240,7 +239,7 @@ class Agent:
             )
         )
 
-    def _found_way(self, address: str) -> None:
+    def _use_address(self, address: str) -> None:
         """Store the address found by the route; called in its thread."""
         self._mailbox.post(lambda: self._connect(address))
 
@@ -283,7 +282,6 @@ class Agent:
         self._ending = self._end_requested = True
 
     def _sweep(self) -> None:
-        """End the remaining processes of the run on this host."""
         left = self._members()
         if left:
             names = ", ".join(f"{process.pid} ({process.name})" for process in left[:8])
@@ -334,7 +332,6 @@ class Agent:
 
 
 def _sender(rank: int, pid: int, start_ticks: int) -> bytes:
-    """Return the name under which a rank sends."""
     return f"rank-{rank}-{pid}-{start_ticks}".encode()
 
 

@@ -17,7 +17,7 @@ from ...protocol.messages.control import Accepted, Command, Result
 from ...protocol.text import all_ranks
 from ..host import flow
 from ..host.end.interrupt import interrupt_job, interrupt_ranks
-from ..host.end.kill import Outcome, Target, kill
+from ..host.end.kill import KillScope, Outcome, Target, kill
 from ..host.flow import Flow, Post
 from ..host.inspection.rank_inspection import answer_look
 
@@ -27,12 +27,7 @@ _ANSWERS_KEPT = 64
 class Commands:
     """Executes the hub's commands on this host. Main loop only.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        join: the hub's keys, and ours.
-        identity: this agent's name, under which it listens on the ``ranks`` channel.
-        targets: returns the living processes of this host's ranks.
-        post: schedules a call in the main loop; any thread.
+    ``identity`` is this agent's name on the ``ranks`` channel; ``targets`` returns the living processes of its ranks.
     """
 
     def __init__(
@@ -120,7 +115,8 @@ class Commands:
         others, spared = set(known) - set(targets), [os.getpid()]
         self.kills_under_way += 1
         try:
-            return await kill(self._run, targets, not ranks, [], spared, verb.number, verb.on_gpu, self._post, others)
+            scope = KillScope(self._run, targets, spared, not ranks, others=others)
+            return await kill(scope, verb.number, verb.on_gpu, self._post)
         finally:
             self.kills_under_way -= 1
 

@@ -13,10 +13,7 @@ from ...protocol.link.join import JoinFile
 class Proxies:
     """Connections to the hub's ``ranks`` channel, one per rank of this host, under that rank's identity.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        join: the hub's keys, and ours.
-        ranks: the bound ROUTER that this host's ranks are connected to.
+    ``ranks`` is the bound ROUTER that this host's ranks are connected to.
     """
 
     def __init__(self, context: "zmq.Context[Any]", join: JoinFile, ranks: "zmq.Socket[Any]") -> None:

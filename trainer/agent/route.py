@@ -11,10 +11,7 @@ _PAUSE_SECONDS = 1.0
 class Route(threading.Thread):
     """Tries the hub's addresses on request, until one answers.
 
-    Args:
-        addresses: possible addresses of the hub, in order of preference.
-        port: a port on which the hub listens.
-        found: called, in this thread, with an address that accepted a connection.
+    ``addresses`` are in order of preference; ``found`` is called, in this thread, with one that accepted a connection.
     """
 
     def __init__(self, addresses: list[str], port: int, found: Callable[[str], object]) -> None:

@@ -39,11 +39,7 @@ class _Kept(NamedTuple):
 class Uplink:
     """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        join: the hub's keys, and ours.
-        identity: this agent's name.
-        kept_bytes: limit of waiting messages, bytes.
+    ``kept_bytes`` limits the waiting messages.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Uplink:
         self.clock_offset: float | None = None
         """Seconds to add to this host's clock to get the hub's time."""
         self.round_trip: float | None = None
-        self.over: AgentAck | None = None
+        self.run_end: AgentAck | None = None
         """The hub's message that the run is over."""
 
     @property
@@ -166,7 +162,7 @@ class Uplink:
                 self._bytes -= kept.popleft().size
                 self._moved_at = self._last_ack
         if ack.over:
-            self.over = ack
+            self.run_end = ack
         if ack.beat:
             self._learn_clock(ack)
 

@@ -7,7 +7,6 @@ from such a process.
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from . import processes
@@ -43,10 +42,7 @@ def escaped(
 ) -> dict[int, list[Process]]:
     """Return, by rank, the living processes that the ranks started and that no longer descend from them.
 
-    Args:
-        origins: the ranks.
-        table: the process table.
-        known: ranks of processes already attributed, by pid and start time.
+    ``known`` has the ranks of processes already attributed, by pid and start time.
     """
     wanted = list(origins)
     if not wanted:
@@ -77,8 +73,5 @@ def _owner(process: Process, by_pid: Mapping[int, Origin], by_image: Mapping[int
 
 
 def _image(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-        return int(text[text.rindex(b")") + 2 :].split()[_START_STACK])
-    except (OSError, ValueError, IndexError):
-        return 0
+    read = processes.stat_fields(f"/proc/{pid}/stat")
+    return int(read[1][_START_STACK]) if read is not None else 0

@@ -59,11 +59,7 @@ def start(flow: Flow[object]) -> None:
 def in_thread(work: Callable[[], T], post: Post, name: str, otherwise: T) -> Reply[T]:
     """Do blocking work in a new thread; return the reply for its result.
 
-    Args:
-        work: the work.
-        post: schedules a call in the main loop.
-        name: name of the thread.
-        otherwise: the result if the work fails, or if no thread can be started.
+    The result is ``otherwise`` if the work fails, or if no thread can be started.
     """
     reply: Reply[T] = Reply()
 

@@ -81,7 +81,7 @@ class _File:
         lines = [skipped] if skipped else []
         return lines + _thinned(self._split(data, now), quota)
 
-    def rest(self) -> list[str]:
+    def take_unfinished(self) -> list[str]:
         """Return the unfinished line, if any."""
         text, self.partial = self._text(self.partial), b""
         return [text] if text and text != self.last_bar else []
@@ -130,7 +130,7 @@ class _File:
             return self._bar_state(now)
         if now - self.grew_at < PARTIAL_S:
             return []
-        return self.rest()
+        return self.take_unfinished()
 
     def _bar_state(self, now: float) -> list[str]:
         if not self.bar or self.skipping or now - self.bar_at < BAR_S:
@@ -155,10 +155,7 @@ class _File:
 class LogTail:
     """Reads the log files of one run as they grow. Stores nothing on disk; call it from one thread.
 
-    Args:
-        run: The run's directory.
-        offsets: Start offsets in bytes, by file name; other files are read from their beginning. After a hub restart
-            ``offsets_after`` returns them.
+    ``offsets`` are start offsets in bytes, by file name; other files are read from their beginning.
     """
 
     def __init__(self, run: RunDir, offsets: dict[str, int] | None = None) -> None:
@@ -170,8 +167,7 @@ class LogTail:
     def poll(self, *, last: bool = False) -> list[LogLine]:
         """Return the lines written since the last call, stamped with the time of reading; never waits.
 
-        Args:
-            last: whether this is the last call; then unfinished lines are returned too.
+        The ``last`` call returns unfinished lines too.
         """
         clock = time.monotonic()
         if last or clock >= self._scan_at:
@@ -186,7 +182,7 @@ class LogTail:
                 # One poll reads at most READ_LIMIT; the unread rest is at most BACKLOG_LIMIT.
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
-                texts += file.rest()
+                texts += file.take_unfinished()
             for text in texts:
                 lines.append(LogLine(file.rank, now, file.stream, text))
         return lines
@@ -207,9 +203,7 @@ def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
     A file without recorded lines is read from its beginning. If the last recorded line is not found in the file's last
     MiB (it was a bar's state, or cut), reading continues at the file's end: a gap is better than duplicate lines.
 
-    Args:
-        run: The run's directory.
-        recorded: The last recorded lines, oldest first.
+    ``recorded`` lines are the oldest first.
     """
     texts = {(line.rank, line.stream): line.text for line in recorded}
     offsets: dict[str, int] = {}

@@ -23,8 +23,7 @@ def end_with_parent(parent: int) -> None:
 def lower_priority(idle: bool = True) -> None:
     """Lower this process's CPU and disk priority, and make it the first to be killed when memory runs out.
 
-    Args:
-        idle: True: the idle class; False: only a low priority, because a user waits for the result.
+    ``idle``: the idle class; otherwise only a low priority, because a user waits for the result.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -11,8 +11,6 @@ _COMMAND_LIMIT = 200
 class PortHolder(NamedTuple):
     """A listening socket, and its process if it can be inspected."""
 
-    port: int
-    uid: int
     user: str
     """The socket's owner: user name, or the uid if it has no name."""
     pid: int
@@ -25,7 +23,7 @@ def holder_of(port: int) -> PortHolder | None:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for uid, inode in _listening(table, port):
             pid, command = _process_with(inode)
-            return PortHolder(port, uid, _user(uid), pid, command)
+            return PortHolder(_user(uid), pid, command)
     return None
 
 

@@ -51,10 +51,10 @@ class Process(NamedTuple):
         return self.state not in "ZX"
 
 
-def read(pid: int) -> Process | None:
-    """Read ``/proc/PID/stat`` (proc(5)); return None if there is no such process."""
+def stat_fields(path: str) -> tuple[str, list[str]] | None:
+    """Return the name in a ``stat`` file of proc(5), and the fields after it; None if it cannot be read."""
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -64,9 +64,16 @@ def read(pid: int) -> Process | None:
     finally:
         os.close(descriptor)
     end = text.rindex(")")
-    fields = text[end + 2 :].split()
+    return text[text.index("(") + 1 : end], text[end + 2 :].split()
+
+
+def read(pid: int) -> Process | None:
+    """Read ``/proc/PID/stat`` (proc(5)); return None if there is no such process."""
+    found = stat_fields(f"/proc/{pid}/stat")
+    if found is None:
+        return None
+    name, fields = found
     status = int(fields[49]) if len(fields) > 49 else 0
-    name = text[text.index("(") + 1 : end]
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0], int(fields[19]), status, name)
 
 
@@ -107,10 +114,7 @@ def table() -> dict[int, Process]:
 def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
     """Return all processes below ``roots`` (not the roots themselves), parents before children.
 
-    Args:
-        roots: process ids.
-        processes: the process table.
-        apart: pids to exclude with their descendants, such as other ranks.
+    Pids in ``apart``, such as other ranks, are excluded with their descendants.
     """
     children: dict[int, list[Process]] = {}
     for process in processes.values():
@@ -227,8 +231,7 @@ def _note(process: Process, number: signal.Signals) -> None:
 def status_of_reaped(pidfd: int) -> int | None:
     """Ask the kernel for the wait(2) status of a process that its parent has reaped.
 
-    Args:
-        pidfd: opened while the process existed (pidfd_open(2)).
+    ``pidfd`` was opened while the process existed (pidfd_open(2)).
 
     Returns:
         None if it has not been reaped, or if the kernel is older than 6.15.

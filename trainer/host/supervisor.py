@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...protocol.analysis.stalls.rank_tracker import ProcessFact
 from . import processes
@@ -30,25 +31,22 @@ _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 
 
+@dataclass(slots=True, eq=False)
 class _Watched:
-    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks", "traced_since")
-
-    def __init__(self, rank: int, pid: int, start_ticks: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.start_ticks = start_ticks
-        self.descriptor = -1
-        self.fact: ProcessFact | None = None
-        self.reported_at = 0.0
-        self.traced_since: float | None = None
-        """When it was first found stopped by a debugger or profiler that has not continued it since."""
+    rank: int
+    pid: int
+    start_ticks: int
+    descriptor: int = -1
+    fact: ProcessFact | None = None
+    reported_at: float = 0.0
+    traced_since: float | None = None
+    """When it was first found stopped by a debugger or profiler that has not continued it since."""
 
 
 class Supervisor(threading.Thread):
     """Yields facts about watched processes. ``watch``, ``read_words`` and ``poll`` are called by the main loop.
 
-    Args:
-        notify: called in this thread when a process stopped, continued or died; the main loop should then ``poll``.
+    ``notify`` is called in this thread when a process stopped, continued or died; the main loop should then ``poll``.
     """
 
     def __init__(self, notify: Callable[[], object]) -> None:
@@ -103,10 +101,7 @@ class Supervisor(threading.Thread):
 
     def poll(self) -> list[ProcessFact]:
         """Return the facts since the last call."""
-        facts: list[ProcessFact] = []
-        while self._facts:
-            facts.append(self._facts.popleft())
-        return facts
+        return [self._facts.popleft() for _ in range(len(self._facts))]
 
     def alive(self) -> list[tuple[int, int, int]]:
         """Return (rank, pid, start_ticks) of the watched processes not known dead."""

@@ -56,12 +56,9 @@ def read_history(run: RunDir) -> EarlierHistory:
     if not run.recording.exists():
         return EarlierHistory([], {})
     try:
-        reader = Reader(run.recording)
-        try:
+        with Reader(run.recording) as reader:
             frames = reader.state_at(time.time() + _FAR_SECONDS)
             lines = sorted(reader.logs(limit=_LOG_LINES), key=lambda frame: frame.seq)
-        finally:
-            reader.close()
     except FtmonError as error:
         print(error, file=sys.stderr)
         return EarlierHistory([], {})
@@ -99,10 +96,7 @@ def already_over(run: RunDir) -> bool:
     if run.read_exit() is None:
         return False
     try:
-        reader = Reader(run.recording)
-        try:
+        with Reader(run.recording) as reader:
             return reader.info().state in _FINAL_STATES
-        finally:
-            reader.close()
     except FtmonError:
         return False

@@ -19,10 +19,7 @@ TICK_SECONDS = 0.25
 class PollLoop:
     """Polls sources and calls their handlers.
 
-    Args:
-        tick: called every ``TICK_SECONDS`` with ``time.monotonic``.
-        before_wait: called before each wait for the sources.
-        after_read: called after the handlers of a round.
+    ``tick`` is called every ``TICK_SECONDS`` with ``time.monotonic``; the others around each wait for the sources.
     """
 
     def __init__(
@@ -33,7 +30,7 @@ class PollLoop:
         self._after_read = after_read
         self._handlers: dict[Any, Callable[[], object]] = {}
         self._failures = Failures()
-        self._over = False
+        self._stopped = False
 
     def add(self, source: Any, handler: Callable[[], object]) -> None:
         """Call ``handler`` when ``source`` (a socket or a descriptor) is readable; sources added first come first."""
@@ -41,7 +38,7 @@ class PollLoop:
 
     def stop(self) -> None:
         """End ``run`` after the current round."""
-        self._over = True
+        self._stopped = True
 
     def run(self) -> None:
         """Serve until stopped.
@@ -53,7 +50,7 @@ class PollLoop:
         for source in self._handlers:
             poller.register(source, zmq.POLLIN)
         next_tick = time.monotonic()
-        while not self._over:
+        while not self._stopped:
             now = time.monotonic()
             try:
                 if now >= next_tick:
@@ -67,7 +64,6 @@ class PollLoop:
                     raise
 
     def _round(self, poller: zmq.Poller, timeout_ms: int) -> None:
-        """Wait for the sources and call their handlers."""
         self._before_wait()
         ready = dict(poller.poll(timeout_ms))
         for source, handler in self._handlers.items():

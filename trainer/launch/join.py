@@ -1,15 +1,14 @@
 """Makes a run joinable from other hosts: its keys, its hub's addresses, and the join file with both."""
 
-import contextlib
 import os
 import shlex
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,7 +28,6 @@ SSH_ENV = "FTMON_SSH"
 _FIRST_PORT = 7420
 _BLOCKS = 200
 _PUSH_SECONDS = 20.0
-_KILL_SECONDS = 1.0
 
 
 def free_listen() -> str:
@@ -77,10 +75,7 @@ def prepare(run: RunDir, listen: str) -> Path:
 def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]:
     """Copy the run's key to hosts that do not share this file system: over ssh's or srun's standard input.
 
-    Args:
-        run: the run.
-        hosts: its hosts.
-        environ: environment; ``FTMON_SSH`` selects another ssh command.
+    ``FTMON_SSH`` in ``environ`` selects another ssh command.
 
     Returns:
         A line for each host whose copy failed; for SLURM, one line for all nodes of the job.
@@ -90,53 +85,31 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
     folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
     # On a shared directory the file exists already, and the copy sent is ignored.
     script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
-    problems: dict[str, str] = {}
-    with contextlib.ExitStack() as files:
-        under_way: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
-        for whom, words in _ways(hosts, script, environ).items():
-            try:
-                errors = files.enter_context(tempfile.TemporaryFile())
-                under_way[whom] = _send(words, content, errors, environ), errors
-            except OSError as error:
-                problems[whom] = f"{words[0]}: {error.strerror}"
-        deadline = time.monotonic() + _PUSH_SECONDS
-        for whom, (process, errors) in under_way.items():
-            why = _failure(process, errors, deadline)
-            if why:
-                problems[whom] = why
-    return [f"{whom} ({why})" for whom, why in problems.items()]
+    ways = _ways(hosts, script, environ)
+    if not ways:
+        return []
+    with ThreadPoolExecutor(len(ways)) as pool:
+        problems = pool.map(lambda words: _problem(words, content, environ), ways.values())
+        return [f"{whom} ({why})" for whom, why in zip(ways, problems, strict=True) if why]
 
 
-def _send(words: list[str], content: bytes, errors: IO[bytes], environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start a command with ``content`` on its standard input, which a pipe's buffer holds.
+def _problem(words: list[str], content: bytes, environ: Mapping[str, str]) -> str:
+    """Run a command with ``content`` on its standard input; return why it failed, empty if it did not.
 
     Its errors go to a file: a child that outlives it, such as ssh's ControlPersist master, would keep a pipe open.
-
-    Raises:
-        OSError: it cannot be started.
     """
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=dict(environ)
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(content)
-    return process
-
-
-def _failure(process: "subprocess.Popen[bytes]", errors: IO[bytes], deadline: float) -> str:
-    """Return why a command failed; empty if it ended with status 0 by ``deadline`` (``time.monotonic``)."""
-    try:
-        status = process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_SECONDS)
-        return f"no answer in {_PUSH_SECONDS:.0f} s"
+    with tempfile.TemporaryFile() as errors:
+        output: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors, "env": dict(environ)}
+        try:
+            status = subprocess.run(words, input=content, timeout=_PUSH_SECONDS, check=False, **output).returncode
+        except subprocess.TimeoutExpired:
+            return f"no answer in {_PUSH_SECONDS:.0f} s"
+        except OSError as error:
+            return f"{words[0]}: {error.strerror}"
+        errors.seek(0)
+        said = errors.read().decode("utf-8", "replace").strip().splitlines()
     if status == 0:
         return ""
-    errors.seek(0)
-    said = errors.read().decode("utf-8", "replace").strip().splitlines()
     return said[-1] if said else f"exit status {status}"
 
 

@@ -51,10 +51,7 @@ _TROUBLE_SECONDS = 0.2
 class Launcher:
     """One run's launcher.
 
-    Args:
-        run: the run.
-        starter: connection to the command that started it, if that command waits for the run.
-        stdin: whether the job reads this process's standard input.
+    ``starter`` connects to the command that started it, if that waits; ``stdin``: the job reads this process's input.
     """
 
     def __init__(self, run: RunDir, starter: LauncherEnd | None = None, stdin: bool = False) -> None:
@@ -135,7 +132,7 @@ class Launcher:
             print_own(text)
             return text
         finally:
-            _let_go_of_stdin()
+            _close_stdin()
         return ""
 
     def _install_signals(self) -> None:
@@ -149,12 +146,10 @@ class Launcher:
         self._requests.note(number)
 
     def _wait(self, timeout: float | None) -> None:
-        if self._reap_at is not None:
-            until_reap = max(0.0, self._reap_at - time.monotonic())
-            timeout = until_reap if timeout is None else min(timeout, until_reap)
-        if self._kill_at is not None:
-            until_kill = max(0.0, self._kill_at - time.monotonic())
-            timeout = until_kill if timeout is None else min(timeout, until_kill)
+        for due in (self._reap_at, self._kill_at):
+            if due is not None:
+                seconds = max(0.0, due - time.monotonic())
+                timeout = seconds if timeout is None else min(timeout, seconds)
         sources: list[Any] = [self._wakeup]
         if self._starter is not None and self._starter.open:
             sources.append(self._starter)
@@ -349,7 +344,7 @@ def _ignore_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def _let_go_of_stdin() -> None:
+def _close_stdin() -> None:
     """Close the launcher's copy of standard input, so that its writer gets EPIPE once the job closes it."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY)

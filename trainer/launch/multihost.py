@@ -18,10 +18,7 @@ _DEFAULT_HOSTFILE = "/job/hostfile"
 def find_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str | Path = ".") -> MultiHost | None:
     """Return the hosts that ``command`` trains on; None if nothing indicates several.
 
-    Args:
-        command: the job's arguments.
-        environ: its environment.
-        folder: its working directory; a hostfile's path may be relative to it.
+    A hostfile's path may be relative to ``folder``.
     """
     words = list(command)
     names = [os.path.basename(word) for word in words]

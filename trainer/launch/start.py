@@ -45,21 +45,12 @@ def check_request(request: StartRequest) -> None:
 
 
 def start_run(
-    request: StartRequest,
-    name: str,
-    command: Sequence[str],
-    config: str | None = None,
-    recipe: Recipe | None = None,
+    request: StartRequest, name: str, command: Sequence[str], config: str | None = None, recipe: Recipe | None = None
 ) -> RunDir:
     """Create a run directory and start the run's launcher, detached from this process and its terminal.
 
-    Args:
-        request: kind, options and notifications of the run. If the command trains on several hosts and the options
-            have no address to listen on, one is chosen.
-        name: the run's name; it becomes part of its identifier.
-        command: the job, as for exec.
-        config: text kept as the run's ``config.yaml``.
-        recipe: what ftmon's trainer was started with.
+    If the command trains on several hosts and the options have no address to listen on, one is chosen. ``config``
+    is kept as the run's ``config.yaml``; ``recipe`` is what ftmon's trainer was started with.
 
     Raises:
         UsageError: the command does not exist, the options are invalid, or the address to listen on is invalid or
@@ -121,10 +112,7 @@ def check_command(command: Sequence[str]) -> None:
 def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = None) -> None:
     """Start ``ftmon.trainer.launch`` for ``run`` in a new session, with its output in ``logs/launcher.log``.
 
-    Args:
-        run: the run.
-        line: descriptor of the launcher's end of the connection to the command that started the run.
-        stdin: descriptor of the job's standard input.
+    ``line`` is the launcher's end of the connection to the command that started the run, ``stdin`` the job's input.
     """
     words = [str(run.path)]
     words += ["--starter", str(line)] if line is not None else []

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from typing import NamedTuple
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Forwarded to the job's process only; its launcher (torchrun, deepspeed) decides what its children receive."""
@@ -13,23 +12,16 @@ _SAME_SECONDS = 0.5
 request reaches the launcher both directly and through the command that started the run."""
 
 
-class Request(NamedTuple):
-    """A received signal and its time (``time.monotonic``)."""
-
-    number: signal.Signals
-    at: float
-
-
 class Requests:
     """Signals waiting to be forwarded. ``note`` may be called from a signal handler."""
 
     def __init__(self) -> None:
-        self._waiting: list[Request] = []
+        self._waiting: list[tuple[signal.Signals, float]] = []
         self._last: dict[signal.Signals, float] = {}
 
     def note(self, number: int) -> None:
         """Record one signal."""
-        self._waiting.append(Request(signal.Signals(number), time.monotonic()))
+        self._waiting.append((signal.Signals(number), time.monotonic()))
 
     def drain(self) -> list[signal.Signals]:
         """Return the signals to forward, in order; simultaneous requests to end count as one.

@@ -4,7 +4,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from ftmon.protocol.link.join import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, LogLine
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 from ftmon.trainer.agent import uplink as uplink_module
 from ftmon.trainer.agent.uplink import Uplink
 from ftmon.trainer.hub.ranks import agents as agents_module
@@ -51,12 +50,6 @@ class Hub:
     def close(self) -> None:
         self.socket.close()
         self.authenticator.stop()
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return run_store.create("hosts", ["train.py"], "run")
 
 
 @pytest.fixture
@@ -192,9 +185,9 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     assert found is not None
     assert found.identity == NAME.encode()
     hub.agents.run_is_over(2.0)
-    turning(hub, uplink, lambda: uplink.over)
-    assert uplink.over is not None
-    assert uplink.over.grace == 2.0
+    turning(hub, uplink, lambda: uplink.run_end)
+    assert uplink.run_end is not None
+    assert uplink.run_end.grace == 2.0
 
 
 def test_the_kernel_s_part_in_a_death_on_another_host_is_known_here_and_cannot_command_a_terminal(
@@ -243,8 +236,8 @@ def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
     assert [agent.host for agent in hub.agents.missed()] == ["nodeb"]
     monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 60.0)
     uplink.connect(hub.address)
-    uplink.over = None
-    turning(hub, uplink, lambda: speak() or uplink.over)
+    uplink.run_end = None
+    turning(hub, uplink, lambda: speak() or uplink.run_end)
     assert [state.state for state in hub.agents.tick()] == ["reachable"]
     assert hub.agents.missed(), "it has been told, and still has to end what is there"
     turning(hub, uplink, lambda: speak(leaving=True) or "left" in [state.state for state in hub.agents.tick()])
@@ -350,7 +343,9 @@ def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub: Hub,
     hub.agents.tick()
     assert hub.agents.missed() == [known]
     uplink.connect(hub.address)
-    turning(hub, uplink, lambda: uplink.send_beat(beat(processes=[ProcessState(3, 12, 99, True, "S")])) or uplink.over)
+    turning(
+        hub, uplink, lambda: uplink.send_beat(beat(processes=[ProcessState(3, 12, 99, True, "S")])) or uplink.run_end
+    )
     assert [agent.identity for agent in hub.agents.all()] == [NAME.encode()]
     assert [state.state for state in hub.agents.tick()] == ["reachable"]
 

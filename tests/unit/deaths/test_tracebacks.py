@@ -1,6 +1,7 @@
 """The exception that ended a job, found in its output; and who holds a port."""
 
 import os
+import pwd
 import socket
 import sysconfig
 
@@ -229,7 +230,7 @@ def test_the_process_that_listens_on_a_port_is_named() -> None:
         found = holder_of(server.getsockname()[1])
     assert found is not None
     assert found.pid == os.getpid()
-    assert found.uid == os.getuid()
+    assert found.user == pwd.getpwuid(os.getuid()).pw_name
 
 
 def test_a_port_that_is_free_is_held_by_none() -> None:

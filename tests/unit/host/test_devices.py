@@ -32,7 +32,7 @@ def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSa
     def take() -> None:
         found.extend(one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == kind)
 
-    eventually(lambda: len(found) >= count, f"{count} samples of {kind}", each=take, state=lambda: sampler.problem)
+    eventually(lambda: len(found) >= count, f"{count} samples of {kind}", each=take)
     return found
 
 
@@ -134,7 +134,6 @@ def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.M
     try:
         samples = wait_for(sampler, "host", 3)
         assert all(sample.kind == "host" for sample in samples)
-        assert "not found" in sampler.problem.lower()
         assert samples[0].time < samples[2].time
     finally:
         sampler.close()
@@ -171,7 +170,6 @@ def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypat
     finally:
         sampler.close()
     assert looks[:6] == ["opened", "sampled", "sampled", "failed", "closed", "opened"]
-    assert sampler.problem == ""
 
 
 def test_a_table_of_ranks_that_changes_while_it_is_read_costs_one_look_at_most():

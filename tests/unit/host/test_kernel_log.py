@@ -34,6 +34,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def kills(root: Path) -> KernelKills:
+    """Kills of a host where the process was recorded once."""
+    found = KernelKills(root)
+    found.record(PID, 0.0)
+    return found
+
+
 def count(root: Path, kills: int) -> None:
     text = f"low 0\nhigh 0\nmax 49\noom {kills}\noom_kill {kills}\noom_group_kill 0\n"
     (root / "sys/fs/cgroup/limited/memory.events").write_text(text)
@@ -58,9 +66,7 @@ def test_a_record_of_the_kernels_log_says_who_was_killed_and_for_whose_limit() -
     assert not kill.of_group
 
 
-def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path) -> None:
-    kills = KernelKills(root)
-    kills.record(PID, 0.0)
+def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path, kills: KernelKills) -> None:
     log(root)
     found = kills.find(PID, 1.0)
     assert found is not None
@@ -70,9 +76,7 @@ def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path
     assert found.resident_bytes > 0
 
 
-def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path) -> None:
-    kills = KernelKills(root)
-    kills.record(PID, 0.0)
+def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path, kills: KernelKills) -> None:
     count(root, 1)
     kills.record(PID, 1.0)  # large processes still live for a moment after the kernel killed them
     found = kills.find(PID, 2.0)
@@ -80,9 +84,7 @@ def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path)
     assert (found.sure, found.exhausted, found.kills, found.recent_kills) == (False, "group", 1, 1)
 
 
-def test_a_kill_long_ago_explains_nothing(root: Path) -> None:
-    kills = KernelKills(root)
-    kills.record(PID, 0.0)
+def test_a_kill_long_ago_explains_nothing(root: Path, kills: KernelKills) -> None:
     count(root, 3)
     kills.record(PID, 5.0)
     for second in range(6, int(RECENT_SECONDS) + 40):
@@ -90,9 +92,7 @@ def test_a_kill_long_ago_explains_nothing(root: Path) -> None:
     assert kills.find(PID, RECENT_SECONDS + 40.0) is None
 
 
-def test_a_sigkill_without_evidence_is_not_the_kernels(root: Path) -> None:
-    kills = KernelKills(root)
-    kills.record(PID, 0.0)
+def test_a_sigkill_without_evidence_is_not_the_kernels(root: Path, kills: KernelKills) -> None:
     assert kills.find(PID, 1.0) is None
     (root / "dev/kmsg").write_text("6,1,1,-;something else\n")
     found = kills.find(PID, 1.0)

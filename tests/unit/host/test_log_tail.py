@@ -18,6 +18,11 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
+def tail(run: RunDir) -> LogTail:
+    return LogTail(run)
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr(log_tail.time, "monotonic", lambda: now[0])
@@ -43,8 +48,7 @@ def test_lines_carry_their_rank_and_stream_and_other_files_are_left_alone(run: R
     assert found == {(12, "out", "step 1"), (0, "err", "warning"), (-1, "launcher", "launching")}
 
 
-def test_a_line_is_given_once_and_only_when_it_is_whole(run: RunDir, clock: list[float]):
-    tail = LogTail(run)
+def test_a_line_is_given_once_and_only_when_it_is_whole(run: RunDir, tail: LogTail, clock: list[float]):
     append(run, "rank-0.out", b"first\nsec")
     assert texts(tail.poll()) == ["first"]
     append(run, "rank-0.out", b"ond\n")
@@ -52,8 +56,9 @@ def test_a_line_is_given_once_and_only_when_it_is_whole(run: RunDir, clock: list
     assert tail.poll() == []
 
 
-def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(run: RunDir, clock: list[float]):
-    tail = LogTail(run)
+def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(
+    run: RunDir, tail: LogTail, clock: list[float]
+):
     append(run, "rank-0.out", b"Continue? [y/n] ")
     assert tail.poll() == []
     clock[0] += log_tail.PARTIAL_S
@@ -62,8 +67,7 @@ def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(run
     assert texts(tail.poll(last=True)) == ["last words"]
 
 
-def test_a_progress_bar_counts_by_its_last_state(run: RunDir, clock: list[float]):
-    tail = LogTail(run)
+def test_a_progress_bar_counts_by_its_last_state(run: RunDir, tail: LogTail, clock: list[float]):
     for percent in range(0, 90, 3):
         append(run, "rank-0.err", f"\r{percent:3d}%|###| loss 1.2".encode())
     assert texts(tail.poll()) == [" 87%|###| loss 1.2"]
@@ -75,8 +79,7 @@ def test_a_progress_bar_counts_by_its_last_state(run: RunDir, clock: list[float]
     assert texts(tail.poll()) == ["100%|###| loss 1.0", "saved"]
 
 
-def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunDir, clock: list[float]):
-    tail = LogTail(run)
+def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunDir, tail: LogTail, clock: list[float]):
     up = "\x1b[A"
     for step in range(30):
         append(run, "rank-0.err", f"\rtrain {step}/30\n\rshard {step}/30{up}\n\n\rfiles {step}/30{up}{up}".encode())
@@ -85,8 +88,7 @@ def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunD
     assert texts(tail.poll(last=True)) == ["saved at step 30", "train 30/30", "all done"]
 
 
-def test_a_bar_that_ends_as_it_was_last_shown_is_not_shown_twice(run: RunDir, clock: list[float]):
-    tail = LogTail(run)
+def test_a_bar_that_ends_as_it_was_last_shown_is_not_shown_twice(run: RunDir, tail: LogTail, clock: list[float]):
     append(run, "rank-0.err", b"\r 50%\r100%")
     assert texts(tail.poll()) == ["100%"]
     append(run, "rank-0.err", b"\n")
@@ -105,8 +107,7 @@ def test_escape_sequences_do_not_reach_a_terminal(run: RunDir):
     assert line.text.startswith("red plain")
 
 
-def test_a_huge_line_is_cut_and_the_next_one_is_whole(run: RunDir):
-    tail = LogTail(run)
+def test_a_huge_line_is_cut_and_the_next_one_is_whole(run: RunDir, tail: LogTail):
     append(run, "rank-0.out", b"x" * 300_000)
     (line,) = tail.poll()
     assert len(line.text) == log_tail.LINE_LIMIT
@@ -124,9 +125,8 @@ def test_a_flood_of_lines_loses_its_middle_and_says_how_much(run: RunDir):
     assert len(found) <= log_tail.LINES_A_POLL + 1
 
 
-def test_a_backlog_of_many_mebibytes_is_skipped_not_read(run: RunDir):
+def test_a_backlog_of_many_mebibytes_is_skipped_not_read(run: RunDir, tail: LogTail):
     append(run, "rank-0.out", b"y" * 99 + b"\n")
-    tail = LogTail(run)
     assert len(tail.poll()) == 1
     append(run, "rank-0.out", (b"z" * 99 + b"\n") * 80_000 + b"end\n")
     found = texts(tail.poll())
@@ -135,8 +135,7 @@ def test_a_backlog_of_many_mebibytes_is_skipped_not_read(run: RunDir):
     assert all(set(text) <= {"z"} for text in found[1:-1] if not text.startswith("...")), "no torn line"
 
 
-def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run: RunDir):
-    tail = LogTail(run)
+def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run: RunDir, tail: LogTail):
     append(run, "rank-0.out", b"before the cut\n")
     tail.poll()
     (run.logs / "rank-0.out").write_bytes(b"anew\n")

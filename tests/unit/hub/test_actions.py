@@ -35,7 +35,8 @@ class Rig:
         self.emitted: list[Any] = []
         actions = Actions(self.link, self.emitted.append, lambda _verb: allowed)
         run = RunFile("run", "run", 0.0, ["x"], "/", "here", "run")
-        self.analysis = Analysis(run, lambda message: (0, 0.0), actions.send)
+        self.analysis = Analysis(run, lambda message: (0, 0.0))
+        self.analysis.act = actions.send
 
     def train(self) -> None:
         self.analysis.feed(1, 0.0, HELLO)

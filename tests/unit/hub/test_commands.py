@@ -24,11 +24,11 @@ class Rig:
         self.app.connect(f"ipc://{folder}/c")
         self.emitted: list[Any] = []
         self.ended = 0
-        host: Any = SimpleNamespace(emit=self.emitted.append, shut_down=self._end)
-        rank_hosts: Any = SimpleNamespace(ranks=[0, 1])
+        rank_hosts = SimpleNamespace(ranks=[0, 1])
+        core: Any = SimpleNamespace(run=run, file=run.read_run(), emit=self.emitted.append, rank_hosts=rank_hosts)
         nothing: Any = SimpleNamespace(check=lambda ranks: None)
         stack_requests, kills = parts.get("stack_requests", nothing), parts.get("kills", nothing)
-        self.commands = Commands(run, host, rank_hosts, nothing, stack_requests, kills, read_only=False)
+        self.commands = Commands(core, stack_requests, kills, self._end)
 
     def _end(self) -> None:
         self.ended += 1

@@ -15,11 +15,10 @@ def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     posted: list[Any] = []
-    tracker: Any = SimpleNamespace(ranks={})
-    rank_hosts: Any = SimpleNamespace(targets=list)
+    tracker, rank_hosts = SimpleNamespace(ranks={}), SimpleNamespace(targets=list)
+    access: Any = SimpleNamespace(tracker=tracker, rank_hosts=rank_hosts, post=posted.append)
     agents: Any = SimpleNamespace(reachable=list)
-    link: Any = None
-    inspection = HostInspection(tracker, rank_hosts, link, agents, posted.append)
+    inspection = HostInspection(access, agents)
     found: list[Inspection] = []
     monkeypatch.setattr(threading.Thread, "start", refused)
 

@@ -63,6 +63,12 @@ class Driver:
                     self.table.step(identity_of(hello), step)
         return began
 
+    def trained(self, steps: range) -> list[Hello]:
+        """Start two ranks that report these steps."""
+        ranks = self.start(100)
+        self.train(ranks, steps)
+        return ranks
+
     def finish(self, hellos: Sequence[Hello], step: int) -> None:
         """Let every rank end in order."""
         for hello in hellos:
@@ -216,8 +222,7 @@ def test_the_mean_step_time_is_without_the_first_step(driver: Driver) -> None:
 
 
 def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> None:
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 3))
+    ranks = driver.trained(range(1, 3))
     save = [PhaseRecord("save", 0, 10, Span(0, 0, 900 * MIB), Span(0, 0, 901 * MIB))]
     closing = Closing(rank=1, step=2, started=driver.now, host_us=10, phases=save)
     driver.table.add(identity_of(ranks[1]), closing)
@@ -294,8 +299,7 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
 
 
 def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 3))
+    ranks = driver.trained(range(1, 3))
     driver.finish(ranks[:1], 2)
     driver.table.add(
         identity_of(ranks[1]), Failure(rank=1, step=3, phase="forward", time=driver.now, error="ValueError: no labels")
@@ -312,8 +316,7 @@ def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
 
 def failed(driver: Driver, errors: dict[int, str]) -> tuple[Job, list[Hello]]:
     """Let ranks fail in that order; return their job, and what they said of themselves."""
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 3))
+    ranks = driver.trained(range(1, 3))
     for rank, error in errors.items():
         failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=error)
         driver.table.add(identity_of(ranks[rank]), failure)
@@ -337,8 +340,7 @@ def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> Non
 
 
 def test_a_job_whose_processes_went_on_to_another_stays_finished_for_the_next_hub(driver: Driver) -> None:
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 5))
+    ranks = driver.trained(range(1, 5))
     driver.train(ranks, range(1, 3))
     before = driver.described()
     driver.restarted([*before, *ranks])

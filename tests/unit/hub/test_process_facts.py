@@ -25,8 +25,9 @@ def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(
     emit: Any = lambda _: (1, 1.0)  # noqa: E731
     analysis = Analysis(run.read_run(), emit)
     monkeypatch.setattr(analysis, "fact", found.append)
+    core: Any = SimpleNamespace(run=run, analysis=analysis, emit=emit)
     supervisor = Supervisor(lambda: None)
-    facts = ProcessFacts(run, supervisor, analysis, emit)
+    facts = ProcessFacts(core, supervisor)
     supervisor.watch(3, os.getpid(), 1)  # no such process: this one began later
     supervisor.start()
     try:
@@ -42,7 +43,8 @@ def test_what_a_job_left_behind_is_never_seen_without_the_request_to_end_it(
     seen: list[str] = []
     emit: Any = lambda message: seen.append(message.verb)  # noqa: E731
     analysis: Any = SimpleNamespace(job_ended_first=lambda _: seen.append("left"), fact=lambda _: None)
-    facts = ProcessFacts(run, Supervisor(lambda: None), analysis, emit)
+    core: Any = SimpleNamespace(run=run, analysis=analysis, emit=emit)
+    facts = ProcessFacts(core, Supervisor(lambda: None))
     read = run.read_leftovers
 
     def both_written_meanwhile() -> Any:

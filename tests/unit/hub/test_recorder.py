@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 def put(recorder: Recorder, frames: list) -> None:
     for frame in frames:
-        recorder.append(frame.seq, frame.t, frame.message)
+        recorder.writer.append(frame.seq, frame.t, frame.message)
 
 
 def test_nobody_waits_for_a_disk_that_takes_its_time_and_nothing_is_lost(path: Path):
@@ -89,7 +89,7 @@ def test_what_cannot_be_held_is_let_go_and_counted_and_what_explains_the_run_sta
     with Reader(path) as reader:
         assert reader.frames(limit=10**6) == [frame for frame in FRAMES if frame not in bulky]
         assert f"{len(bulky)} messages" in reader.info().missing
-    assert recorder.recorded == len(FRAMES) - len(bulky)
+    assert recorder.writer.recorded == len(FRAMES) - len(bulky)
 
 
 def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(

@@ -12,30 +12,25 @@ FAILED_TASK = "srun: error: nodeb: task 1: Exited with exit code 1"
 
 
 @pytest.mark.parametrize(
-    ("why", "words"),
+    ("line", "words"),
     [
-        ("", "cancelled by SLURM"),
-        (" DUE TO TIME LIMIT", "cancelled by SLURM: time limit"),
-        (" DUE TO PREEMPTION", "cancelled by SLURM: preemption"),
-        (" DUE TO JOB REQUEUE", "cancelled by SLURM: job requeue"),
-        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", ""),
+        (CANCELLED.format(why=""), "cancelled by SLURM"),
+        (CANCELLED.format(why="").replace("slurmstepd:", "slurmstepd-nodea:"), "cancelled by SLURM"),
+        (CANCELLED.format(why=" DUE TO TIME LIMIT"), "cancelled by SLURM: time limit"),
+        (CANCELLED.format(why=" DUE TO PREEMPTION"), "cancelled by SLURM: preemption"),
+        (CANCELLED.format(why=" DUE TO JOB REQUEUE"), "cancelled by SLURM: job requeue"),
+        (CANCELLED.format(why=" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"), ""),
+        # Old versions name no node.
+        (
+            "srun: error: *** STEP 5.0 CANCELLED AT 2010-01-01T12:00:00 DUE TO TIME LIMIT ***",
+            "cancelled by SLURM: time limit",
+        ),
+        ("*** STEP 5.0 ON nodea CANCELLED AT noon ***", ""),
+        ("srun: error: nothing", ""),
     ],
 )
-def test_a_job_that_slurm_cancelled_is_told_as_that_with_the_reason(why, words):
-    lines = ["step 7", ABORTED, CANCELLED.format(why=why), "srun: error: nodea: task 0: Terminated"]
-    assert cancelled(lines) == words
-
-
-def test_a_daemon_that_is_named_after_its_node_says_the_same():
-    assert cancelled([ABORTED, CANCELLED.format(why="").replace("slurmstepd:", "slurmstepd-nodea:")]) == (
-        "cancelled by SLURM"
-    )
-
-
-def test_the_words_of_old_versions_name_no_node():
-    assert cancelled(["srun: error: *** STEP 5.0 CANCELLED AT 2010-01-01T12:00:00 DUE TO TIME LIMIT ***"]) == (
-        "cancelled by SLURM: time limit"
-    )
+def test_a_job_that_slurm_cancelled_is_reported_with_the_reason(line, words):
+    assert cancelled(["step 7", ABORTED, line, "srun: error: nodea: task 0: Terminated"]) == words
 
 
 @pytest.mark.parametrize(
@@ -51,10 +46,6 @@ def test_the_words_of_old_versions_name_no_node():
 def test_a_step_that_is_ended_because_a_task_failed_was_not_cancelled_by_anybody(trouble):
     assert cancelled([trouble, ABORTED, CANCELLED.format(why="")]) == ""
     assert cancelled([trouble, CANCELLED.format(why=" DUE TO TIME LIMIT")]) == "cancelled by SLURM: time limit"
-
-
-def test_what_else_is_printed_is_no_cancellation():
-    assert cancelled(["*** STEP 5.0 ON nodea CANCELLED AT noon ***", ABORTED, "srun: error: nothing"]) == ""
 
 
 def test_a_log_is_read_at_its_end(tmp_path: Path):

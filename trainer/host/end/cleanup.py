@@ -119,9 +119,7 @@ class OrphanReason(NamedTuple):
 def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
     """Return why a run's processes are orphans.
 
-    Args:
-        run: the run's directory; if it does not exist here, it is on another host or was removed.
-        join: the join file, if the run has several hosts.
+    A directory that does not exist here is on another host or was removed; ``join`` is the join file, if there is one.
     """
     try:
         if join and not (run.path / "run.json").exists():

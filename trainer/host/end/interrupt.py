@@ -18,10 +18,7 @@ def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:
 def interrupt_job(run: Path, roots: list[int], spared: Collection[int]) -> list[int]:
     """Send INT to all process groups of the run on this host; return them.
 
-    Args:
-        run: the run directory's path, found in its processes' environment.
-        roots: pids whose descendants all belong to the run; their own groups are spared.
-        spared: pids never to touch.
+    ``roots`` are pids whose descendants all belong to the run; their own groups and ``spared`` pids are not touched.
     """
     groups: list[int] = []
     for process in processes.of_run(run, roots, spared):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,40 +49,36 @@ class Outcome(NamedTuple):
     data: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class KillScope:
+    """Processes of one host that a kill ends."""
+
+    run: Path
+    """The run directory's path, found in its processes' environment."""
+    targets: list[Target]
+    """The ranks to end; for the whole run, all ranks known on this host."""
+    spared: Collection[int]
+    """Pids never to signal: hub and launcher."""
+    whole_run: bool = False
+    """Also end the job's launchers and all processes with the run in their environment."""
+    roots: Collection[int] = ()
+    """For the whole run, pids whose descendants all belong to it (the launcher)."""
+    others: Collection[Target] = ()
+    """The ranks of this host to spare, with their children, even if a target started them."""
+
+
 class Kill(threading.Thread):
     """One kill.
 
-    Args:
-        run: the run directory's path, found in its processes' environment.
-        targets: the ranks to end; for the whole run, all ranks known on this host.
-        whole_run: also end the job's launchers and all processes with the run in their environment.
-        roots: for the whole run, pids whose descendants all belong to it (the launcher).
-        spared: pids never to signal: hub and launcher.
-        number: the signal to send, or None to escalate INT, TERM, KILL.
-        on_gpu: whether to query NVML afterwards.
-        done: called once, in this thread, with the outcome.
-        others: the ranks of this host to spare, with their children, even if a target started them.
+    ``number`` is the signal to send, None to escalate INT, TERM, KILL; ``done`` is called once, in this thread.
     """
 
     def __init__(
-        self,
-        run: Path,
-        targets: list[Target],
-        whole_run: bool,
-        roots: Collection[int],
-        spared: Collection[int],
-        number: signal.Signals | None,
-        on_gpu: bool,
-        done: Callable[[Outcome], None],
-        others: Collection[Target] = (),
+        self, scope: KillScope, number: signal.Signals | None, on_gpu: bool, done: Callable[[Outcome], None]
     ) -> None:
         super().__init__(name="kill", daemon=True)
-        self._run_path = run
-        self._targets = targets
-        self._others = list(others)
-        self._whole_run = whole_run
-        self._roots = roots
-        self._spared = spared
+        self._scope = scope
+        self._targets = scope.targets
         self._number = number
         self._on_gpu = on_gpu
         self._done = done
@@ -115,9 +112,14 @@ class Kill(threading.Thread):
         """Return the targets' living processes, also those found earlier: workers of a dead rank lose their parent."""
         table = processes.table()
         mains = {target.pid for target in self._alive(self._targets, table)}
-        if self._whole_run:
-            roots = {p.pid for p in processes.descendants(self._roots, _without(table, self._spared, self._roots))}
-            found = processes.of_run(self._run_path, mains | roots, self._spared)
+        if self._scope.whole_run:
+            roots = {
+                p.pid
+                for p in processes.descendants(
+                    self._scope.roots, _without(table, self._scope.spared, self._scope.roots)
+                )
+            }
+            found = processes.of_run(self._scope.run, mains | roots, self._scope.spared)
         else:
             found = self._of_ranks(mains, table)
         for process in found:
@@ -125,23 +127,22 @@ class Kill(threading.Thread):
         living = {}
         for key in self._known:
             now = table.get(key[0])
-            if now is not None and now.start_ticks == key[1] and now.alive and now.pid not in self._spared:
+            if now is not None and now.start_ticks == key[1] and now.alive and now.pid not in self._scope.spared:
                 living[key] = now
         return list(living.values())
 
     def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
         """Return the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
-        others = {process.pid for process in self._alive(self._others, table)}
+        others = {process.pid for process in self._alive(self._scope.others, table)}
         others.update(process.pid for process in processes.descendants(others, table, apart=mains))
         found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
-        found += processes.marked(self._run_path, table.values(), [target.pid for target in self._targets])
+        found += processes.marked(self._scope.run, table.values(), [target.pid for target in self._targets])
         away = [daemon for daemons in escaped(self._origins, table).values() for daemon in daemons]
         found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
         return [process for process in found if process.pid not in others]
 
     @staticmethod
     def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
-        """Return the ranks' own processes that are alive."""
         found = [table.get(target.pid) for target in targets]
         return [
             process
@@ -153,7 +154,7 @@ class Kill(threading.Thread):
         # INT goes to the ranks only: they can clean up, and their launcher sees them end.
         mains = self._alive(self._targets, {process.pid: process for process in first})
         self._signal(mains or first, signal.SIGINT)
-        left = self._wait(first, INT_SECONDS, stop_early=not self._whole_run)
+        left = self._wait(first, INT_SECONDS, stop_early=not self._scope.whole_run)
         if left:
             self._signal(left, signal.SIGTERM)
             left = self._wait(left, TERM_SECONDS)
@@ -164,7 +165,7 @@ class Kill(threading.Thread):
 
     def _one_signal(self, first: list[Process], number: signal.Signals) -> list[Process]:
         mains = self._alive(self._targets, {process.pid: process for process in first})
-        everything = number is signal.SIGKILL or self._whole_run or not mains
+        everything = number is signal.SIGKILL or self._scope.whole_run or not mains
         self._signal(first if everything else mains, number)
         left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
         if left and (
@@ -214,7 +215,7 @@ class Kill(threading.Thread):
         if self._on_gpu:
             held, words = verdict(self._gpus_before, wait_until_free([process.pid for process in ended], _GPU_SECONDS))
             sentences.append(words)
-        strays = [] if self._whole_run else self._unattributed()
+        strays = [] if self._scope.whole_run else self._unattributed()
         if strays:
             names = ", ".join(f"pid {stray.pid} ({sanitize(stray.name, 40)})" for stray in strays[:8])
             sentences.append(
@@ -222,7 +223,7 @@ class Kill(threading.Thread):
             )
             data["strays"] = [stray.pid for stray in strays]
         elif not left:
-            sentences.append("nothing is left of the run" if self._whole_run else "no process of theirs is left")
+            sentences.append("nothing is left of the run" if self._scope.whole_run else "no process of theirs is left")
         return Outcome(not left and not held, "; ".join(sentences), data)
 
     def _unattributed(self) -> list[Process]:
@@ -231,13 +232,13 @@ class Kill(threading.Thread):
         They are children of the run's launcher, which did not start them, because it is a subreaper.
         """
         table = processes.table()
-        launchers = [pid for pid in self._spared if pid in table and processes.runs_module(pid, _LAUNCHER)]
+        launchers = [pid for pid in self._scope.spared if pid in table and processes.runs_module(pid, _LAUNCHER)]
         oldest = min((one.start_ticks for one in self._origins), default=0)
         ranks = {f"RANK={target.rank}".encode() for target in self._targets}
         found: list[Process] = []
         for process in table.values():
             started = process.parent in launchers and process.start_ticks > oldest
-            if not started or not process.alive or process.pid in self._spared:
+            if not started or not process.alive or process.pid in self._scope.spared:
                 continue
             variables = [one for one in processes.environment_of(process.pid) if one.startswith((b"RANK=", _RANK_PID))]
             if not variables or any(one in ranks for one in variables):
@@ -255,17 +256,7 @@ class Kill(threading.Thread):
         return f"pid {now.pid} ({now.name}) is still alive in state {now.state}{again}"
 
 
-def kill(
-    run: Path,
-    targets: list[Target],
-    whole_run: bool,
-    roots: Collection[int],
-    spared: Collection[int],
-    number: signal.Signals | None,
-    on_gpu: bool,
-    post: Post,
-    others: Collection[Target] = (),
-) -> Reply[Outcome]:
+def kill(scope: KillScope, number: signal.Signals | None, on_gpu: bool, post: Post) -> Reply[Outcome]:
     """Start a ``Kill``; return the reply for its outcome, which is set in the main loop through ``post``."""
     reply: Reply[Outcome] = Reply()
 
@@ -273,7 +264,7 @@ def kill(
         post(lambda: reply.arrive(outcome))
 
     try:
-        Kill(run, targets, whole_run, roots, spared, number, on_gpu, done, others).start()
+        Kill(scope, number, on_gpu, done).start()
     except RuntimeError:
         done(Outcome(False, "no thread can be started on this host", {}))
     return reply

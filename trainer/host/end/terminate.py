@@ -21,11 +21,7 @@ def sweep(
 ) -> list[Process]:
     """End all processes that ``find`` returns, calling it repeatedly, because a process may start others until it dies.
 
-    Args:
-        find: lists the living processes to end.
-        on_wait: called between polls (the launcher reaps its children there).
-        term_seconds: seconds between TERM and KILL; 0 starts with KILL.
-        kill_seconds: seconds to continue after the first KILL.
+    KILL follows TERM after ``term_seconds`` and is repeated for ``kill_seconds``; ``on_wait`` is called between polls.
 
     Returns:
         Processes still alive, usually in uninterruptible sleep (state D).

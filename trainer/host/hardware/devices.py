@@ -30,10 +30,7 @@ _KEPT = 4096
 class DeviceSampler(threading.Thread):
     """A thread that samples devices; ``start`` it, ``poll`` it, ``close`` it.
 
-    Args:
-        host: name of this host, for the samples.
-        rank_pids: returns the pid of each rank of the run on this host; called from this thread before each sample.
-        interval_s: seconds between samples.
+    ``rank_pids`` is called from this thread before each sample.
     """
 
     def __init__(self, host: str, rank_pids: Callable[[], dict[int, int]], interval_s: float = 1.0) -> None:
@@ -47,16 +44,10 @@ class DeviceSampler(threading.Thread):
         self._ending = threading.Event()
         self._nvml: Nvml | None = None
         self._retry_at = 0.0
-        self.problem = ""
-        """NVML's error, if no GPU can be sampled; empty otherwise."""
 
     def poll(self) -> list[DeviceSample | DeviceHealth]:
         """Return the samples since the last call, oldest first; never waits."""
-        samples: list[DeviceSample | DeviceHealth] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                samples.append(self._samples.popleft())
-        return samples
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def close(self) -> None:
         """End the thread; waits 2 s at most (a driver call may hang, and the thread is a daemon)."""
@@ -111,19 +102,13 @@ class DeviceSampler(threading.Thread):
                 return []
             try:
                 self._nvml = Nvml()
-            except pynvml.NVMLError as error:
-                self._give_up(error)
+            except pynvml.NVMLError:
+                self._retry_at = time.monotonic() + RETRY_SECONDS
                 return []
         try:
-            samples = self._nvml.samples(self._host, now, rank_of)
-        except pynvml.NVMLError as error:
+            return self._nvml.samples(self._host, now, rank_of)
+        except pynvml.NVMLError:
             self._nvml.close()
             self._nvml = None
-            self._give_up(error)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             return []
-        self.problem = ""
-        return samples
-
-    def _give_up(self, error: pynvml.NVMLError) -> None:
-        self.problem = str(error)
-        self._retry_at = time.monotonic() + RETRY_SECONDS

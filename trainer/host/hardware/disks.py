@@ -33,12 +33,7 @@ Place = tuple[str, str]
 class Disks:
     """Measures free space on this host's disks. Not thread-safe.
 
-    Args:
-        host: name of this host, for the messages.
-        run: the run's directory on this host.
-        rank_pids: returns the pid of each of the run's ranks on this host.
-        statvfs: ``os.statvfs``; replaceable in tests.
-        root: parent directory of ``proc``; differs only in tests.
+    ``root`` is the parent directory of ``proc``; it and ``statvfs`` differ only in tests.
     """
 
     def __init__(
@@ -67,11 +62,7 @@ class Disks:
             self._outputs[rank] = path
 
     def measure(self, now: float | None = None) -> DiskSpace | None:
-        """Return free space; None if it has not changed enough since the last message.
-
-        Args:
-            now: ``time.monotonic``; passed only by tests.
-        """
+        """Return free space; None if it has not changed enough since the last message."""
         now = time.monotonic() if now is None else now
         if now - self._searched >= SEARCH_SECONDS:
             self._searched = now
@@ -143,7 +134,6 @@ class Disks:
         return "/tmp"
 
     def _written(self, pid: int) -> Iterator[str]:
-        """Return the directories of regular files that a process has open for writing."""
         folder = self._root / f"proc/{pid}/fd"
         try:
             names = os.listdir(folder)[:MOST_FILES]

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,8 +80,7 @@ def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
 class KernelKills:
     """Records kill counters while processes live, and finds evidence once one has died. Use it from one thread.
 
-    Args:
-        root: directory of the kernel's files; differs only in tests.
+    ``root`` differs only in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -90,12 +90,7 @@ class KernelKills:
         self._resident: dict[int, int] = {}
 
     def record(self, pid: int, now: float) -> None:
-        """Record a living process's cgroup, its counters and the process's size; about once a second.
-
-        Args:
-            pid: the process.
-            now: ``time.monotonic``.
-        """
+        """Record a living process's cgroup, its counters and the process's size; about once a second."""
         groups = memory_groups(pid, self._root)
         if groups:
             self._groups[pid] = groups
@@ -169,21 +164,24 @@ def _log_records(root: Path) -> list[str]:
         descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return []
-    records: list[str] = []
     try:
-        while True:
-            try:
-                data = os.read(descriptor, 8192)  # one record per read; a plain file (in tests) is read in blocks
-            except BrokenPipeError:
-                continue  # records were overwritten; the next read returns the oldest one left
-            except OSError:  # EAGAIN: no more records
-                break
-            if not data:
-                break
-            records += data.decode("utf-8", "replace").splitlines()
+        return list(read_records(descriptor))
     finally:
         os.close(descriptor)
-    return records
+
+
+def read_records(log: int) -> Iterator[str]:
+    """Yield the records of an open, non-blocking ``/dev/kmsg`` until there are no more."""
+    while True:
+        try:
+            data = os.read(log, 8192)  # one record per read; a plain file (in tests) is read in blocks
+        except BrokenPipeError:
+            continue  # records were overwritten; the next read returns the oldest one left
+        except OSError:  # EAGAIN: no more records
+            return
+        if not data:
+            return
+        yield from data.decode("utf-8", "replace").splitlines()
 
 
 def _resident(pid: int, root: Path) -> int:

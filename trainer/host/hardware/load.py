@@ -11,11 +11,7 @@ from ....protocol.text import sanitize
 
 
 class HostLoad:
-    """Samples this host. Not thread-safe; use it from one thread.
-
-    Args:
-        root: Directory of the kernel's files; differs only in tests.
-    """
+    """Samples this host. Not thread-safe; use it from one thread. ``root`` differs only in tests."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -24,13 +20,7 @@ class HostLoad:
         psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def sample(self, host: str, now: float, rank_of: dict[int, int]) -> DeviceSample:
-        """Sample the host.
-
-        Args:
-            host: Name of this host, for the sample.
-            now: Seconds since the epoch, for the sample.
-            rank_of: The run's ranks by pid; their resident memory is listed.
-        """
+        """Sample the host."""
         memory = psutil.virtual_memory()
         used, total = int(memory.total - memory.available), int(memory.total)
         limited = group_memory(self._group) if self._group is not None else None

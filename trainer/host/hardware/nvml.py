@@ -52,11 +52,7 @@ class Nvml:
     def samples(self, host: str, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
         """Sample every GPU that answers.
 
-        Args:
-            host: Name of this host, for the samples.
-            now: Seconds since the epoch, for the samples.
-            rank_of: The run's ranks by pid in this namespace. If NVML reports pids of another namespace (in some
-                containers), none match, and its processes have rank None.
+        If NVML reports pids of another namespace (in some containers), no process has a rank.
 
         Raises:
             pynvml.NVMLError: no device answers any more.

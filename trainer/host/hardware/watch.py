@@ -1,6 +1,5 @@
 """Runs checks that may block in a thread: statvfs of a dead network disk must not delay the hub or GPU samples."""
 
-import contextlib
 import sys
 import threading
 import traceback
@@ -19,10 +18,7 @@ _KEPT = 1024
 class HostWatch(threading.Thread):
     """Watches this host's disks and the GPU driver's errors; ``start`` it, ``poll`` it, ``close`` it.
 
-    Args:
-        host: name of this host, for the messages.
-        run: the run's directory on this host.
-        rank_pids: returns the pid of each of the run's ranks on this host; called from this thread.
+    ``rank_pids`` is called from this thread.
     """
 
     def __init__(self, host: str, run: Path, rank_pids: Callable[[], dict[int, int]]) -> None:
@@ -34,11 +30,7 @@ class HostWatch(threading.Thread):
 
     def poll(self) -> list[DiskSpace | Xid]:
         """Return the messages since the last call, oldest first; never waits."""
-        found: list[DiskSpace | Xid] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._found.popleft())
-        return found
+        return [self._found.popleft() for _ in range(len(self._found))]
 
     def close(self) -> None:
         """End the thread; waits half a second at most (it is a daemon)."""

@@ -8,12 +8,14 @@ import contextlib
 import os
 import re
 import time
+from itertools import islice
 from typing import Any
 
 import pynvml
 
 from ....protocol.messages.health import Xid
 from ....protocol.text import sanitize
+from .kernel_log import read_records
 
 _LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)")
 _MOST = 256
@@ -30,12 +32,7 @@ def read_xid(record: str, host: str, now: float) -> Xid | None:
 
 
 class Xids:
-    """Watches for XIDs. Use it from one thread, and ``close`` it.
-
-    Args:
-        host: name of this host, for the messages.
-        log: the kernel log; differs only in tests.
-    """
+    """Watches for XIDs. Use it from one thread, and ``close`` it. ``log`` differs only in tests."""
 
     def __init__(self, host: str, log: str = "/dev/kmsg") -> None:
         self._host = host
@@ -65,21 +62,9 @@ class Xids:
             self._events = None
 
     def _from_log(self) -> list[Xid]:
-        found: list[Xid] = []
-        for _ in range(_MOST):
-            try:
-                data = os.read(self._log or 0, 8192)  # one record per read
-            except BrokenPipeError:
-                continue  # records were overwritten meanwhile
-            except OSError:  # EAGAIN: no more
-                break
-            if not data:
-                break
-            for line in data.decode("utf-8", "replace").splitlines():
-                xid = read_xid(line, self._host, time.time())
-                if xid is not None:
-                    found.append(xid)
-        return found
+        assert self._log is not None
+        lines = islice(read_records(self._log), _MOST)
+        return [xid for line in lines if (xid := read_xid(line, self._host, time.time())) is not None]
 
     def _register(self) -> None:
         try:

@@ -115,16 +115,14 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
         threads = []
     for thread in threads:
         folder = f"/proc/{pid}/task/{thread}"
-        try:
-            text = Path(folder, "stat").read_bytes().decode("utf-8", "replace")
-        except OSError:
+        read = processes.stat_fields(f"{folder}/stat")
+        if read is None:
             continue
-        end = text.rindex(")")
-        fields = text[end + 2 :].split()
+        name, fields = read
         number = int(thread)
         if number == training:
             state, own_ticks = fields[0], int(fields[11]) + int(fields[12])
-        if number == own or text[text.index("(") + 1 : end].startswith(_OWN_THREADS):
+        if number == own or name.startswith(_OWN_THREADS):
             continue
         waits = waits or fields[0] == "D"
         ticks += int(fields[11]) + int(fields[12])

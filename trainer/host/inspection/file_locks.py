@@ -22,12 +22,7 @@ class LockWaiter(NamedTuple):
 
 
 def blocked(table: Mapping[int, Process], locks: str | None = None) -> dict[int, LockWaiter]:
-    """Return, by pid, the processes that wait for a lock held by another process.
-
-    Args:
-        table: the process table.
-        locks: the text of /proc/locks; None: read here.
-    """
+    """Return, by pid, the processes that wait for a lock held by another process."""
     if locks is None:
         try:
             locks = Path("/proc/locks").read_text()

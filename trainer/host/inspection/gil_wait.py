@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from .. import processes
@@ -47,8 +46,7 @@ class Sample(NamedTuple):
 def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:
     """Return the ranks whose native code holds the GIL. Blocks for a fifth of a second; not for use in a main loop.
 
-    Args:
-        targets: the ranks, at most ``RANKS_AT_ONCE``.
+    Takes at most ``RANKS_AT_ONCE`` ranks.
     """
     samples: dict[DumpTarget, list[Sample]] = {target: [] for target in targets}
     begun = time.monotonic()
@@ -85,8 +83,7 @@ def _sample(target: DumpTarget) -> Sample:
         for name in os.listdir(f"/proc/{target.pid}/task"):
             if int(name) == receiver:
                 continue
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{target.pid}/task/{name}/stat").read_bytes().decode("utf-8", "replace")
-                fields = text.rpartition(")")[2].split()
-                threads[int(name)] = fields[0], int(fields[11]) + int(fields[12])
+            read = processes.stat_fields(f"/proc/{target.pid}/task/{name}/stat")
+            if read is not None:
+                threads[int(name)] = read[1][0], int(read[1][11]) + int(read[1][12])
     return Sample(begun, ended, wakeups, threads)

@@ -43,11 +43,7 @@ class _Job(msgspec.Struct):
 
 
 def query(address: str) -> str:
-    """Return the job's state as JSON, from any of its processes that answers; empty: none does. Blocks for 2 s at most.
-
-    Args:
-        address: host and port, as in ``NCCL_RAS_ADDR``.
-    """
+    """Return the job's state as JSON from any process that answers; empty: none does. Blocks for 2 s at most."""
     host, _, port = address.rpartition(":")
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(OSError, ValueError):
@@ -76,9 +72,7 @@ def launched(text: str, pids: Mapping[int, int]) -> dict[int, Calls]:
 
     A rank's last collective of a communicator is not done if another of its ranks has launched fewer.
 
-    Args:
-        text: the answer of ``query``.
-        pids: the process of each rank, by rank. A process of another job, and a pid that two hosts have, are left out.
+    ``pids`` are by rank. A process of another job, and a pid that two hosts have, are left out.
     """
     try:
         job = msgspec.convert(json.loads(_MISSING_COMMA.sub(r"\1,\2", text)), _Job)

@@ -78,12 +78,7 @@ def answer_look(look: verbs.Look) -> dict[str, Any]:
 
 
 def why_silent(target: DumpTarget, is_locked: bool) -> str:
-    """Return why a rank's stacks could not be captured, judged from its process.
-
-    Args:
-        target: the rank.
-        is_locked: whether native code holds the GIL.
-    """
+    """Return why a rank's stacks could not be captured, judged from its process."""
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:
         return "its process is gone"

@@ -32,22 +32,18 @@ _TRACEBACKS = 20
 class Analysis:
     """Passes messages to tracker and detectors in their order. Main loop only.
 
-    Args:
-        run_file: the run's command and options.
-        emit: appends a conclusion to the stream; returns its number and time.
-        act: sends the actions that detectors request.
-        keep: writes the report of an out-of-memory error to a file, and returns its path.
+    ``emit`` appends a conclusion to the stream and returns its number and time; ``keep`` writes an OOM report.
     """
 
     def __init__(
         self,
         run_file: RunFile,
         emit: Callable[[Message], tuple[int, float]],
-        act: Callable[[Iterable[Action]], None] = lambda _: None,
         keep: Callable[[OomReport], OomReport] | None = None,
     ) -> None:
         self._emit = emit
-        self._act = act
+        self.act: Callable[[Iterable[Action]], None] = lambda _: None
+        """Sends the actions that detectors request."""
         self._store = AlertStore()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
         self._detectors = Detectors(self.tracker, self._store, keep)
@@ -143,7 +139,7 @@ class Analysis:
                 self._emit(message)
         actions = self._detectors.drain_actions()
         if actions:
-            self._act(actions)
+            self.act(actions)
 
     def _guard(self, act: Callable[[], None]) -> None:
         self.flush()

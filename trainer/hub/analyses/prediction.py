@@ -22,13 +22,7 @@ _ON_CPU = "the ranks train on the CPU, whose peaks are of the resident set; pred
 
 
 class PredictionProcess:
-    """Starts the prediction once the ranks have reported their kind of GPU, and emits it. Main loop only.
-
-    Args:
-        run: the run.
-        file: its ``run.json``; the option ``predict`` enables the prediction.
-        emit: appends the message to the stream.
-    """
+    """Starts the prediction once the ranks have reported their kind of GPU, and emits it. Main loop only."""
 
     def __init__(self, run: RunDir, file: RunFile, emit: Callable[[Message], None]) -> None:
         self._run = run

@@ -32,9 +32,7 @@ class _Waiting(NamedTuple):
 class TraceAnalysis:
     """Runs the worker process that analyses traces, without delaying the main loop.
 
-    Args:
-        emit: appends a result to the stream; called in the main loop.
-        post: schedules a call in the main loop; any thread.
+    ``emit`` is called in the main loop.
     """
 
     def __init__(
@@ -55,9 +53,7 @@ class TraceAnalysis:
     def submit(self, sender: str, body: bytes) -> None:
         """Queue a trace for analysis. Main loop only.
 
-        Args:
-            sender: the process of its rank.
-            body: an encoded ``StepTrace`` as received.
+        ``body`` is an encoded ``StepTrace`` as received from the process ``sender``.
         """
         if self._bytes + len(body) > _MOST_BYTES:
             self.dropped += 1
@@ -72,12 +68,8 @@ class TraceAnalysis:
         """Discard the results of earlier traces because another job begins. Main loop only."""
         self._era += 1
 
-    def settle(self, seconds: float) -> None:
-        """Wait until the received traces are analysed, and post the results. Main loop only, at the end of the run.
-
-        Args:
-            seconds: time limit.
-        """
+    def finish(self, seconds: float) -> None:
+        """Wait until the received traces are analysed, and post the results. Main loop only, at the end of the run."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(seconds)

@@ -16,10 +16,7 @@ ANSWER_SECONDS = 120.0
 class Actions:
     """Sends actions and records their results. Main loop only.
 
-    Args:
-        link: sends commands to the ranks.
-        emit: appends a message to the stream.
-        allowed: returns whether a verb may be sent in this run.
+    ``allowed`` returns whether a verb may be sent in this run.
     """
 
     def __init__(self, link: RankLink, emit: Callable[[Message], object], allowed: Callable[[str], bool]) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -16,16 +16,15 @@ from ....protocol.errors import FtmonError, ProtocolError, UsageError
 from ....protocol.messages import verbs, wire
 from ....protocol.messages.control import Accepted, Command, Result
 from ....protocol.messages.telemetry import Hello
-from ....protocol.messages.wire import UNREADABLE, Message
+from ....protocol.messages.wire import UNREADABLE
 from ....protocol.run.end_request import write_end_request
-from ....protocol.run.rundir import RunDir
 from ....protocol.text import all_ranks
 from ...host import flow
 from ...host.end.interrupt import interrupt_job, interrupt_ranks
 from ...host.end.kill import Outcome
 from ...host.flow import Flow
-from ..ranks.rank_hosts import RankHosts
-from ..ranks.rank_link import Answers, RankLink
+from ..core import Core
+from ..ranks.rank_link import Answers
 from ..ranks.stack_requests import StackRequests
 from .kill import Kills, interrupted_on
 
@@ -36,26 +35,8 @@ _SNAPSHOT_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 _RELEASE_SECONDS = 15.0
 _CONSOLE_SECONDS = 60.0
-
-
-class Host(Protocol):
-    """Interface of the hub that the commands use."""
-
-    def emit(self, message: Message) -> None:
-        """Append a message of the hub's own to the stream."""
-        ...
-
-    def post(self, call: Callable[[], object]) -> None:
-        """Schedule a call in the main loop; any thread."""
-        ...
-
-    def shut_down(self) -> None:
-        """End only the hub, soon."""
-        ...
-
-    def last_step(self) -> int:
-        """Return a step late enough for every rank to receive a stop command before finishing it."""
-        ...
+_STOP_NOTICE_SECONDS = 5.0
+"""Lead time of a stop command to ranks on several hosts: every rank receives it before it finishes the last step."""
 
 
 class _Caller:
@@ -77,25 +58,16 @@ class _Caller:
 
 
 class Commands:
-    """Receives commands from ROUTER sockets. Main loop only."""
+    """Receives commands from ROUTER sockets. Main loop only. ``shut_down`` ends only the hub, soon."""
 
     def __init__(
-        self,
-        run: RunDir,
-        host: Host,
-        rank_hosts: RankHosts,
-        link: RankLink,
-        stack_requests: StackRequests,
-        kills: Kills,
-        read_only: bool,
+        self, core: Core, stack_requests: StackRequests, kills: Kills, shut_down: Callable[[], object]
     ) -> None:
-        self._run = run
-        self._host = host
-        self._rank_hosts = rank_hosts
-        self._link = link
+        self._core = core
+        self._rank_hosts = core.rank_hosts
         self._stack_requests = stack_requests
         self._kills = kills
-        self._read_only = read_only
+        self._shut_down = shut_down
         self._under_way = 0
         self._interrupted: set[int] | None = None
         """Pids of the ranks that a stop interrupted; None before."""
@@ -127,7 +99,7 @@ class Commands:
         caller = _Caller(socket, identity, source, command)
         try:
             verb = verbs.decode(command, verbs.HUB)
-            if self._read_only and command.verb not in verbs.READ_ONLY:
+            if self._core.file.options.read_only and command.verb not in verbs.READ_ONLY:
                 raise UsageError(
                     f"{command.verb}: this run was started with --read-only; its hub refuses commands that "
                     "act on the run"
@@ -138,11 +110,10 @@ class Commands:
             return
         caller.answer(Accepted(command.id, True, accepted))
         if command.verb not in verbs.READ_ONLY:
-            self._host.emit(command)
+            self._core.emit(command)
         flow.start(self._carry_out(caller, done))
 
     async def _carry_out(self, caller: _Caller, done: Flow[Outcome]) -> None:
-        """Execute an accepted command, and answer with its result."""
         command = caller.command
         self._under_way += 1
         try:
@@ -154,9 +125,9 @@ class Commands:
         result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
         caller.answer(result)
         if command.verb not in verbs.READ_ONLY:
-            self._host.emit(result)
+            self._core.emit(result)
         if command.verb == "shutdown":
-            self._host.shut_down()
+            self._shut_down()
 
     def _prepare(self, caller: _Caller, verb: verbs.Verb) -> tuple[str, Flow[Outcome]]:
         """Check a command's ranks; return the acceptance text and the coroutine that executes it.
@@ -202,7 +173,7 @@ class Commands:
 
     async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
         with contextlib.suppress(OSError):  # a full disk must not prevent a kill
-            write_end_request(self._run, "kill", caller.source, ranks)
+            write_end_request(self._core.run, "kill", caller.source, ranks)
         verb = verbs.Stacks(reason=f"kill asked by {caller.source}")
         stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, verb)
         outcome = await self._kills.kill(ranks, number)
@@ -213,10 +184,12 @@ class Commands:
 
     async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
-            write_end_request(self._run, "stop", caller.source)
+            write_end_request(self._core.run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
-        verb = verbs.Stop(self._host.last_step() if self._rank_hosts.any_elsewhere else 0)
-        answers = await self._link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)
+        verb = verbs.Stop(
+            self._core.analysis.tracker.step_in(_STOP_NOTICE_SECONDS) if self._rank_hosts.any_elsewhere else 0
+        )
+        answers = await self._core.link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
         if not agreed:
             return await self._interrupt()
@@ -236,7 +209,7 @@ class Commands:
         self._interrupted = {target.pid for target in told}
         agents = self._kills.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        away = await self._link.ask_agents(verbs.Stop(), peers, _STOP_SECONDS)
+        away = await self._core.link.ask_agents(verbs.Stop(), peers, _STOP_SECONDS)
         there = interrupted_on(agents, away)
         if told or there:
             here = [f"sent SIGINT to {all_ranks([t.rank for t in told])}"] if told else []
@@ -247,7 +220,7 @@ class Commands:
         text = "sent SIGINT to the job" if groups else "no process of the run was left"
         return Outcome(True, text, {"signalled": len(groups)})
 
-    def met(self, hello: Hello) -> None:
+    def rank_started(self, hello: Hello) -> None:
         """Process a rank's ``Hello``: if an elastic launcher restarted the rank after a stop, interrupt the job."""
         if self._interrupted and hello.pid not in self._interrupted:
             self._interrupted.add(hello.pid)
@@ -255,12 +228,12 @@ class Commands:
 
     def _interrupt_job(self) -> list[int]:
         """Send INT to all process groups of the run on this host; return them."""
-        return interrupt_job(self._run.path, *self._kills.launcher_and_spared())
+        return interrupt_job(self._core.run.path, *self._kills.launcher_and_spared())
 
     # ranks held at an out-of-memory error
 
     async def _release(self, asked: list[int]) -> Outcome:
-        answers = await self._link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
+        answers = await self._core.link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
         released = sorted(rank for rank, answer in answers.items() if answer.ok)
         missing = [rank for rank in asked if rank not in released]
         none = f"{all_ranks(asked)} {'is' if len(asked) == 1 else 'are'} not held" if asked else "no rank is held"
@@ -272,14 +245,14 @@ class Commands:
     def _prepare_console(self, caller: _Caller, verb: verbs.Console) -> tuple[str, Flow[Outcome]]:
         if caller.away:
             raise UsageError("console: not over TCP; attach on the run's host, or by ssh://")
-        if not self._run.read_run().options.allow_console:
+        if not self._core.run.read_run().options.allow_console:
             raise UsageError("console: this run was not started with --allow-console")
         if verb.rank not in self._rank_hosts.ranks:
             raise UsageError(f"console: rank must be one of {all_ranks(self._rank_hosts.ranks)}")
         return "running", self._run_code(verb.rank, verb.code)
 
     async def _run_code(self, rank: int, code: str) -> Outcome:
-        answers = await self._link.ask(verbs.Console(code), [rank], _CONSOLE_SECONDS)
+        answers = await self._core.link.ask(verbs.Console(code), [rank], _CONSOLE_SECONDS)
         answer = answers.get(rank)
         if answer is None:
             text = (
@@ -295,7 +268,7 @@ class Commands:
 
     async def _pass_on(self, verb: verbs.OnRanks, ranks: list[int]) -> Outcome:
         to_rank = msgspec.structs.replace(verb, ranks=[])
-        return _of_answers(verb.name, ranks, await self._link.ask(to_rank, ranks, _SNAPSHOT_SECONDS))
+        return _of_answers(verb.name, ranks, await self._core.link.ask(to_rank, ranks, _SNAPSHOT_SECONDS))
 
 
 async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
@@ -303,7 +276,6 @@ async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
 
 
 def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
-    """Merge the answers of several ranks."""
     good = sorted(rank for rank, answer in answers.items() if answer.ok)
     sentences = [f"{verb} of {all_ranks(good)}"] if good else []
     sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]

@@ -9,13 +9,12 @@ from ....protocol.errors import UsageError
 from ....protocol.host.process import is_alive
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
-from ....protocol.run.rundir import RunDir
 from ...host.end.interrupt import interrupt_ranks
-from ...host.end.kill import Outcome, Target, kill
-from ...host.flow import Post, Reply
+from ...host.end.kill import KillScope, Outcome, Target, kill
+from ...host.flow import Reply
+from ..core import Core
 from ..ranks.agents import BACK_SECONDS, Agent, Agents
-from ..ranks.rank_hosts import RankHosts
-from ..ranks.rank_link import Answers, RankLink
+from ..ranks.rank_link import Answers
 
 _AGENT_SECONDS = 30.0
 """Time limit of an escalation and its check of the GPUs."""
@@ -28,30 +27,14 @@ _CUT_OFF = (
 class Kills:
     """Kills ranks on all hosts. Main loop only.
 
-    Args:
-        run: the run.
-        rank_hosts: which ranks run here.
-        link: sends commands to the agents.
-        agents: the agents of other hosts.
-        post: schedules a call in the main loop; any thread.
-        left: called in the main loop with the pids of this host that a kill could not end.
+    ``left`` is called in the main loop with the pids of this host that a kill could not end.
     """
 
-    def __init__(
-        self,
-        run: RunDir,
-        rank_hosts: RankHosts,
-        link: RankLink,
-        agents: Agents,
-        post: Post,
-        left: Callable[[list[int]], object] = lambda _: None,
-    ) -> None:
-        self._left = left
-        self._run = run
-        self._rank_hosts = rank_hosts
-        self._link = link
+    def __init__(self, core: Core, agents: Agents, left: Callable[[list[int]], object]) -> None:
+        self._core = core
+        self._rank_hosts = core.rank_hosts
         self.agents = agents
-        self._post = post
+        self._left = left
 
     def check(self, ranks: list[int]) -> None:
         """Refuse to kill ranks that cannot be reached now.
@@ -75,9 +58,7 @@ class Kills:
     async def kill(self, ranks: list[int], number: signal.Signals | None) -> Outcome:
         """Kill ``ranks`` (empty: the whole run), on all hosts at the same time; return the outcome.
 
-        Args:
-            ranks: the ranks to end.
-            number: the signal to send, or None to escalate INT, TERM, KILL.
+        ``number`` is the signal to send, None to escalate INT, TERM, KILL.
         """
         targets = [target for target in self._rank_hosts.targets() if not ranks or target.rank in ranks]
         agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]
@@ -94,26 +75,27 @@ class Kills:
 
     def _kill_here(self, targets: list[Target], whole_run: bool, number: signal.Signals | None) -> Reply[Outcome]:
         roots, spared = self.launcher_and_spared()
-        on_gpu, others = self._rank_hosts.on_gpu, set(self._rank_hosts.targets()) - set(targets)
-        return kill(self._run.path, targets, whole_run, roots, spared, number, on_gpu, self._post, others)
+        others = set(self._rank_hosts.targets()) - set(targets)
+        scope = KillScope(self._core.run.path, targets, spared, whole_run, roots, others)
+        return kill(scope, number, self._rank_hosts.on_gpu, self._core.post)
 
     def _kill_away(self, agents: list[Agent], ranks: list[int], number: signal.Signals | None) -> Reply[Answers]:
         verb = verbs.Kill(ranks, number.name if number else "", self._rank_hosts.on_gpu)
         peers = {agent.identity: place for place, agent in enumerate(agents)}
         gone: Callable[[int], bool] = lambda place: agents[place].now.state != "reachable"  # noqa: E731
-        return self._link.ask_agents(verb, peers, _AGENT_SECONDS, gone)
+        return self._core.link.ask_agents(verb, peers, _AGENT_SECONDS, gone)
 
     def interrupt(self) -> bool:
         """Send INT to all ranks on all hosts; return whether any rank is known to have received it."""
         interrupted = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._link.ask_agents(verbs.Stop(), peers, _AGENT_SECONDS)
+        self._core.link.ask_agents(verbs.Stop(), peers, _AGENT_SECONDS)
         return bool(interrupted or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
         """Return the launcher's pid, if it is alive, and the pids that a kill must spare."""
-        launcher = self._run.read_run().launcher
+        launcher = self._core.run.read_run().launcher
         roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
         return roots, [*roots, os.getpid()]
 

@@ -37,11 +37,7 @@ class DeliveryError(Exception):
 class Notifier(threading.Thread):
     """Delivers the notices of one run.
 
-    Args:
-        notify: targets and their events.
-        run: the run's identifier.
-        host: this host's name.
-        failed: called, from this thread, with the target (``shown``: without what may be secret) and the reason.
+    ``failed`` is called, from this thread, with the target (``shown``: without what may be secret) and the reason.
     """
 
     def __init__(self, notify: Notify, run: str, host: str, failed: Callable[[str, str], object]) -> None:

@@ -22,13 +22,7 @@ _POLL_SECONDS = 1.0
 
 
 class Leftovers:
-    """Watches the leftover processes. Main loop only.
-
-    Args:
-        analysis: raises and resolves the alert.
-        find: lists the living processes of the run.
-        on_gpu: whether the run computes on GPUs.
-    """
+    """Watches the leftover processes. Main loop only. ``find`` lists the living processes of the run."""
 
     def __init__(self, analysis: Analysis, find: Callable[[], Iterable[Process]], on_gpu: Callable[[], bool]) -> None:
         self._analysis = analysis

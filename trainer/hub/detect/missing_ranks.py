@@ -13,10 +13,7 @@ PATIENCE_SECONDS = 60.0
 class MissingRanks:
     """Raises a note while ranks are missing. Main loop only.
 
-    Args:
-        analysis: raises and resolves it.
-        rank_hosts: the ranks that have reported.
-        listen: address on which the hub listens for other hosts; empty: none, then nothing is raised.
+    Nothing is raised for a hub that does not ``listen`` for other hosts.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:

@@ -13,10 +13,7 @@ _POLL_SECONDS = 1.0
 class Unhooked:
     """Searches this host for such a process until a rank has reported. Main loop only.
 
-    Args:
-        run: the run.
-        launcher: pid of its launcher; None: none, then there is no search.
-        analysis: raises and resolves the note.
+    Without a ``launcher`` (its pid) there is no search.
     """
 
     def __init__(self, run: RunDir, launcher: int | None, analysis: Analysis) -> None:

@@ -84,10 +84,7 @@ class EndDetector:
     def poll(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
         """Return the run's end, or None while it is running.
 
-        Args:
-            ranks_alive: ranks with a living process on this host.
-            ranks_elsewhere: whether some ranks have no visible process; they count as alive while they send messages.
-            received: number of messages received so far.
+        ``ranks_elsewhere``: some ranks have no visible process; they live while ``received`` (messages) grows.
         """
         found = self._run.read_exit()
         if found is not None:

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from math import isfinite
 
+import msgspec
+
 from ....protocol.analysis.deaths.detector import is_nearer_cause
 from ....protocol.messages.control import RankState
 from ....protocol.messages.jobs import Job, JobPhase, JobRank, JobStateName
 from ....protocol.messages.telemetry import Closing, DeviceInfo, Failure, Goodbye, Hello, Step
+from ....protocol.messages.wire import Message
 
 _TEXT_LIMIT = 500
 
@@ -68,13 +71,10 @@ class RankTally:
         self.host_us += step.host_us
         if step.loss is not None and isfinite(step.loss):
             self.loss = step.loss
-        self._add_phases(step)
+        self.add_phases(step)
 
-    def close(self, closing: Closing) -> None:
-        """Count the phases after the last step, such as a final evaluation or save."""
-        self._add_phases(closing)
-
-    def _add_phases(self, step: Step | Closing) -> None:
+    def add_phases(self, step: Step | Closing) -> None:
+        """Count the phases of a step, or those after the last one, such as a final evaluation or save."""
         for record in step.phases:
             phase = self.phases.get(record.name)
             if phase is None:
@@ -115,10 +115,7 @@ class RankTally:
 class JobTally:
     """One job: its ranks by number, and its state.
 
-    Args:
-        number: number of the job, 1 for the run's first.
-        started: time at which its first rank reported, seconds since the epoch.
-        shown: whether its telemetry is in the stream.
+    ``started`` is the time at which its first rank reported; ``shown``: its telemetry is in the stream.
     """
 
     def __init__(self, number: int, started: float, shown: bool) -> None:
@@ -163,32 +160,24 @@ class JobTally:
         self.ended = None
         self.version += 1
 
-    def step(self, step: Step) -> None:
-        """Count one finished step."""
-        rank = self.ranks.get(step.rank)
-        if rank is not None:
-            rank.add_step(step)
-            self.version += 1
-
-    def closing(self, closing: Closing) -> None:
-        """Count a rank's phases after its last step."""
-        rank = self.ranks.get(closing.rank)
-        if rank is not None:
-            rank.close(closing)
-            self.version += 1
-
-    def goodbye(self, goodbye: Goodbye) -> None:
-        """Record a rank's ``Goodbye``."""
-        rank = self.ranks.get(goodbye.rank)
-        if rank is not None:
-            rank.goodbye = goodbye.reason
-            if goodbye.reason == "failed":
-                self._failed(goodbye.rank, goodbye.text)
-            self.version += 1
-
-    def failure(self, failure: Failure) -> None:
-        """Record the exception that ended a rank's script."""
-        self._failed(failure.rank, failure.error)
+    def add(self, message: Message) -> None:
+        """Count a step, the phases after the last one, or the end of one of its ranks."""
+        if not isinstance(message, Step | Closing | Goodbye | Failure):
+            return
+        rank = self.ranks.get(message.rank)
+        if rank is None:
+            return
+        if isinstance(message, Step):
+            rank.add_step(message)
+        elif isinstance(message, Closing):
+            rank.add_phases(message)
+        elif isinstance(message, Failure):
+            self._failed(message.rank, message.error)
+        else:
+            rank.goodbye = message.reason
+            if message.reason == "failed":
+                self._failed(message.rank, message.text)
+        self.version += 1
 
     def state(self, state: RankState) -> None:
         """Record the state of a rank as the hub judges it."""
@@ -237,9 +226,7 @@ class JobTally:
     def restore(self, job: Job, hellos: dict[tuple[int, int], Hello]) -> None:
         """Restore the counts of an earlier hub.
 
-        Args:
-            job: its last recorded state.
-            hellos: known ``Hello`` messages, by pid and start time; other ranks get the values of the job.
+        ``hellos`` are by pid and start time; ranks without one get the values of the job.
         """
         self.ended = job.ended
         for known in job.ranks:
@@ -247,10 +234,7 @@ class JobTally:
             tally = RankTally(hello, job.first_step, known.step, known.steps, known.host_us, loss=known.loss)
             tally.first_us = max(0, known.host_us - job.step_us * max(0, known.steps - 1))
             for each in known.phases:
-                tally.phases[each.name] = _PhaseTally(
-                    *(each.name, each.allocated_peak, each.reserved_peak, each.resident_peak),
-                    *(each.peak_step, each.host_us),
-                )
+                tally.phases[each.name] = _PhaseTally(*msgspec.structs.astuple(each))
             _restore_end(tally, known, job.time)
             self.ranks[known.rank] = tally
         self._first_to_fail = job.failed_rank
@@ -261,14 +245,11 @@ class JobTally:
         self.followed = job.state == "finished" and not self.all_ended
 
     def _failed(self, rank: int, error: str) -> None:
-        tally = self.ranks.get(rank)
-        if tally is None:
-            return
+        tally = self.ranks[rank]
         tally.failure = tally.failure or error[:_TEXT_LIMIT]
         first = self.ranks.get(self._first_to_fail) if self._first_to_fail is not None else None
         if first is None or is_nearer_cause(error, first.failure):
             self._first_to_fail = rank
-        self.version += 1
 
     def _state(self, ranks: list[RankTally]) -> tuple[JobStateName, str]:
         if self.ended is None:
@@ -307,7 +288,6 @@ def _hello_of(job: Job, rank: JobRank) -> Hello:
 
 
 def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
-    """Restore a rank's end, if it had ended."""
     if known.state in ("finished", "failed", "stopped"):
         tally.goodbye = known.state
     if known.state in ("gone", "finished"):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ....protocol.messages.control import RankState
 from ....protocol.messages.jobs import Job
-from ....protocol.messages.telemetry import Closing, Failure, Goodbye, Hello, Step
+from ....protocol.messages.telemetry import Hello, Step
 from ....protocol.messages.wire import Message
 from ..ranks.rank_link import identity_of
 from .job_figures import JobTally
@@ -108,16 +108,8 @@ class JobTable:
     def add(self, sender: str, message: Message) -> None:
         """Count a message for the job of its sender."""
         job = self._of.get(sender)
-        if job is None:
-            return
-        if isinstance(message, Step):
-            job.step(message)
-        elif isinstance(message, Closing):
-            job.closing(message)
-        elif isinstance(message, Goodbye):
-            job.goodbye(message)
-        elif isinstance(message, Failure):
-            job.failure(message)
+        if job is not None:
+            job.add(message)
 
     def step(self, sender: str, step: Step) -> bool:
         """Count a step; True if it is the first of another training in the same processes."""

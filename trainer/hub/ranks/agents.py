@@ -76,8 +76,9 @@ class Agent:
         return sum(fact.alive for fact in self.facts.values())
 
     def describe(self, now: float) -> HostState:
-        """Return this host's state."""
+        """Return the state of this host, whose agent has sent a beat."""
         beat = self.beat
+        assert beat is not None
         text = {
             "reachable": "",
             "cut off": "no messages from its agent; its ranks may still be training",
@@ -92,21 +93,18 @@ class Agent:
             ranks=ranks,
             text=text,
             since=self.since,
-            version=beat.version if beat is not None else "",
-            clock_offset=beat.clock_offset if beat is not None else None,
-            round_trip=beat.round_trip if beat is not None else None,
-            dropped=beat.dropped if beat is not None else 0,
+            version=beat.version,
+            clock_offset=beat.clock_offset,
+            round_trip=beat.round_trip,
+            dropped=beat.dropped,
         )
 
 
 class Agents:
     """Serves the agents' channel. Main loop only.
 
-    Args:
-        sockets: bound ROUTERs.
-        accept: called with each forwarded message (header and body frames), once.
-        fact: called with an agent's report of a rank's process.
-        recorded: highest recorded sequence number per agent from an earlier hub, as returned by ``received``.
+    ``accept`` is called once with each forwarded message (header and body frames); ``recorded`` is what ``received``
+    returned in an earlier hub.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class Agents:
         self._fact = fact
         self._by_identity: dict[bytes, Agent] = {}
         self._ticked = time.monotonic()
-        self._over_grace: float | None = None
+        self._end_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
         """Called with both identities when one agent replaces another."""
         self.speaking: Agent | None = None
@@ -226,7 +224,7 @@ class Agents:
                 state = "cut off"
             if agent.beat is not None and agent.beat.leaving:
                 state = "left"
-            if self._over_grace is not None and (state == "cut off" or agent.restored) and agent.alive:
+            if self._end_grace is not None and (state == "cut off" or agent.restored) and agent.alive:
                 agent.missed = True
             if state != agent.state:
                 agent.state = state
@@ -239,8 +237,8 @@ class Agents:
 
     def run_is_over(self, grace: float) -> None:
         """Instruct every agent to end its host's processes after ``grace`` seconds, and then itself."""
-        if self._over_grace is None:
-            self._over_grace = grace
+        if self._end_grace is None:
+            self._end_grace = grace
             for agent in self.all():
                 self._answer(agent, 0.0)
 
@@ -296,7 +294,7 @@ class Agents:
                 self.replaced(identity, agent.identity)
 
     def _answer(self, agent: Agent, beat: float) -> None:
-        over, grace = self._over_grace is not None, self._over_grace or 0.0
+        over, grace = self._end_grace is not None, self._end_grace or 0.0
         ack = AgentAck(agent.confirmed, time.time(), beat, over, grace)
         # EHOSTUNREACH or EAGAIN: it is cut off; its next beat is answered.
         with contextlib.suppress(zmq.ZMQError):

@@ -5,53 +5,33 @@ from collections.abc import Collection
 
 import msgspec
 
-from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
-from ...host.flow import Post, in_thread
+from ...host.flow import in_thread
 from ...host.inspection import nccl_ras
 from ...host.inspection.activity import Activity
 from ...host.inspection.rank_inspection import Inspection, inspect_ranks
 from ...host.inspection.stack_dump import DumpTarget
 from .agents import Agents
-from .rank_hosts import RankHosts
-from .rank_link import Answers, RankLink
+from .rank_hosts import RankAccess
+from .rank_link import Answers
 
 AWAY_SECONDS = 3.0
 """Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
 
 
 class HostInspection:
-    """Inspects ranks. Main loop only.
+    """Inspects ranks. Main loop only. ``agents`` are those of other hosts."""
 
-    Args:
-        tracker: knows each rank's signal for writing its stacks.
-        rank_hosts: which ranks run on this host.
-        link: sends commands to the agents.
-        agents: the agents of other hosts.
-        post: schedules a call in the main loop; any thread.
-    """
-
-    def __init__(
-        self,
-        tracker: RankTracker,
-        rank_hosts: RankHosts,
-        link: RankLink,
-        agents: Agents,
-        post: Post,
-    ) -> None:
-        self._tracker = tracker
-        self._rank_hosts = rank_hosts
-        self._link = link
+    def __init__(self, access: RankAccess, agents: Agents) -> None:
+        self._access = access
+        self._tracker = access.tracker
         self._agents = agents
-        self._post = post
 
     async def inspect(self, silent: Collection[int], nccl_address: str = "") -> Inspection:
         """Inspect all ranks of this host and the silent ones of others; takes seconds.
 
-        Args:
-            silent: ranks to signal so that they write their stacks.
-            nccl_address: where NCCL's RAS service answers; empty: it is not asked.
+        Silent ranks are signalled to write their stacks; NCCL's RAS service is asked if its address is known.
         """
         here = self.targets()
         pids = {rank: tracked.hello.pid for rank, tracked in self._tracker.ranks.items() if tracked.hello is not None}
@@ -63,7 +43,7 @@ class HostInspection:
             nccl = nccl_ras.launched(nccl_ras.query(nccl_address), pids) if nccl_address else {}
             return seen._replace(nccl=nccl)
 
-        seen = await in_thread(inspect, self._post, "inspect", nothing)
+        seen = await in_thread(inspect, self._access.post, "inspect", nothing)
         return _together(seen, answers)
 
     async def _ask_agents(self, silent: Collection[int]) -> Answers:
@@ -74,11 +54,13 @@ class HostInspection:
         facts = [fact for agent in agents for fact in agent.facts.values()]
         away = [self._target(fact.rank, fact.pid, fact.start_ticks) for fact in facts]
         asked = [(target.rank, target.pid, target.start_ticks, target.dump) for target in away]
-        return await self._link.ask_agents(verbs.Look(asked, sorted(silent)), peers, AWAY_SECONDS)
+        return await self._access.link.ask_agents(verbs.Look(asked, sorted(silent)), peers, AWAY_SECONDS)
 
     def targets(self) -> list[DumpTarget]:
         """Return the ranks of this host, with their signals for writing stacks."""
-        return [self._target(target.rank, target.pid, target.start_ticks) for target in self._rank_hosts.targets()]
+        return [
+            self._target(target.rank, target.pid, target.start_ticks) for target in self._access.rank_hosts.targets()
+        ]
 
     def _target(self, rank: int, pid: int, start_ticks: int) -> DumpTarget:
         tracked = self._tracker.ranks.get(rank)

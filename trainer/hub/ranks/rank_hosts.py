@@ -1,10 +1,16 @@
 """Tracks the run's ranks and which of them run on this host, that is, whose messages no agent forwards."""
 
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.messages.telemetry import Hello
+from ....protocol.messages.wire import Message
+from ....protocol.run.rundir import RunDir
 from ...host.end.kill import Target
-from .rank_link import identity_of
+from ...host.flow import Post
+from .rank_link import RankLink, identity_of
 
 
 class RankHosts:
@@ -68,3 +74,17 @@ class RankHosts:
     def _is_here(self, hello: Hello) -> bool:
         # After a restart of the hub, ranks from the history have sent nothing yet: then the host's name decides.
         return hello.rank not in self._away and hello.host == self._host
+
+
+@dataclass(frozen=True)
+class RankAccess:
+    """The ranks of a run, the commands to them, and the stream for what they answer."""
+
+    run: RunDir
+    tracker: RankTracker
+    rank_hosts: RankHosts
+    link: RankLink
+    emit: Callable[[Message], object]
+    """Appends a message to the stream, and analyses it."""
+    post: Post
+    """Schedules a call in the main loop; any thread."""

@@ -87,11 +87,7 @@ class RankLink:
         return self._put(verb, known, timeout, None)
 
     def ask_agents(
-        self,
-        verb: Verb,
-        agents: dict[bytes, int],
-        timeout: float,
-        left: Callable[[int], bool] = lambda _: False,
+        self, verb: Verb, agents: dict[bytes, int], timeout: float, left: Callable[[int], bool] = lambda _: False
     ) -> Reply[Answers]:
         """Send a command to agents by their identities; answers arrive under the number assigned to each.
 
@@ -107,11 +103,7 @@ class RankLink:
                 ask.unsent = ask.unsent - {before} | {now}
 
     def _put(
-        self,
-        verb: Verb,
-        peers: dict[bytes, int],
-        timeout: float,
-        left: Callable[[int], bool] | None,
+        self, verb: Verb, peers: dict[bytes, int], timeout: float, left: Callable[[int], bool] | None
     ) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
         number = f"{self._name}-{next(self._numbers)}"

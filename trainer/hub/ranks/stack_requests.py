@@ -1,56 +1,34 @@
 """Collects stacks on request, also of ranks that cannot answer, or the reason why there are none."""
 
 import time
-from collections.abc import Callable
 
-from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
 from ....protocol.messages.telemetry import Stacks
-from ....protocol.messages.wire import Message
 from ...host.inspection.rank_inspection import Inspection
 from .host_inspection import HostInspection
-from .rank_link import Answers, RankLink
+from .rank_hosts import RankAccess
+from .rank_link import Answers
 from .stall_probe import StallProbe
 
 
 class StackRequests:
-    """Collects stacks of ranks. Main loop only.
+    """Collects stacks of ranks. Main loop only."""
 
-    Args:
-        tracker: knows each rank's signal for writing its stacks.
-        link: sends commands to the ranks.
-        inspection: inspects ranks that do not answer.
-        stall_probe: reads native frames.
-        emit: appends a message to the stream.
-    """
-
-    def __init__(
-        self,
-        tracker: RankTracker,
-        link: RankLink,
-        inspection: HostInspection,
-        stall_probe: StallProbe,
-        emit: Callable[[Message], object],
-    ) -> None:
-        self._tracker = tracker
-        self._link = link
+    def __init__(self, access: RankAccess, inspection: HostInspection, stall_probe: StallProbe) -> None:
+        self._access = access
         self._inspection = inspection
         self._stall_probe = stall_probe
-        self._emit = emit
 
     async def collect(self, ranks: list[int], seconds: float, verb: verbs.Stacks) -> Answers:
         """Return the stacks of ``ranks``, as results by rank.
 
         A result that is not ok has the reason; ranks of other hosts may be missing.
 
-        Args:
-            ranks: the ranks.
-            seconds: time limit for their answers before they are signalled.
-            verb: ``reason``, and ``native`` to read native frames with py-spy too.
+        Ranks that do not answer in ``seconds`` are signalled; ``verb.native`` reads native frames with py-spy too.
         """
         reason = verb.reason
-        answers = await self._link.ask(verbs.Stacks(reason=reason), ranks, seconds)
+        answers = await self._access.link.ask(verbs.Stacks(reason=reason), ranks, seconds)
         silent = [rank for rank in ranks if rank not in answers]
         if silent:
             seen = await self._inspection.inspect(silent)
@@ -69,10 +47,10 @@ class StackRequests:
         """Append to the stream the stacks that a rank wrote after a signal."""
         if answer.ok:
             text, thread = str(answer.data["text"]), str(answer.data["thread"])
-            self._emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
+            self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
 
     def _result(self, rank: int, seen: Inspection) -> Result:
-        tracked = self._tracker.ranks.get(rank)
+        tracked = self._access.tracker.ranks.get(rank)
         dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
         if rank in seen.stacks and dump is not None:
             words = "native code holds Python's lock; written on a signal"

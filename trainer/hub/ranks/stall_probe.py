@@ -6,7 +6,6 @@ verdict follows: then the stacks it is based on are saved first.
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,15 +14,12 @@ from ....protocol.analysis.stalls import python_stacks
 from ....protocol.analysis.stalls.activity import Work
 from ....protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Calls, Evidence, LockWait, read_calls
 from ....protocol.analysis.stalls.python_stacks import Frame, Place
-from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.analysis.stalls.verdicts import Verdict
 from ....protocol.analysis.stalls.words import of_verdict
 from ....protocol.host.process import is_alive
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
 from ....protocol.messages.telemetry import DeviceSample, Stacks
-from ....protocol.messages.wire import Message
-from ....protocol.run.rundir import RunDir
 from ....protocol.text import ranks_in_words
 from ...host import flow, processes
 from ...host.end.kill import Target
@@ -31,8 +27,8 @@ from ...host.inspection import activity, stack_dump
 from ...host.inspection.activity import Activity
 from ...host.inspection.rank_inspection import Inspection
 from .host_inspection import HostInspection
-from .rank_hosts import RankHosts
-from .rank_link import Answers, RankLink
+from .rank_hosts import RankAccess
+from .rank_link import Answers
 
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.5
@@ -94,35 +90,12 @@ class _Seen(NamedTuple):
 
 
 class StallProbe:
-    """Probes the ranks and passes the evidence to the tracker. Main loop only.
+    """Probes the ranks and passes the evidence to the tracker. Main loop only."""
 
-    Args:
-        run: the run.
-        tracker: suspects stalls, and receives the evidence.
-        rank_hosts: which ranks run on this host.
-        link: sends commands to the ranks.
-        inspection: inspects ranks that do not answer.
-        emit: appends a message to the stream.
-        post: schedules a call in the main loop; any thread.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        tracker: RankTracker,
-        rank_hosts: RankHosts,
-        link: RankLink,
-        inspection: HostInspection,
-        emit: Callable[[Message], object],
-        post: flow.Post,
-    ) -> None:
-        self._run = run
-        self._tracker = tracker
-        self._rank_hosts = rank_hosts
-        self._link = link
+    def __init__(self, access: RankAccess, inspection: HostInspection) -> None:
+        self._access = access
+        self._tracker = access.tracker
         self._inspection = inspection
-        self._emit = emit
-        self._post = post
         self._under_way = False
         self._unanswered = False
         """Whether a rank did not answer the last probe."""
@@ -169,12 +142,12 @@ class StallProbe:
     async def _probe(self) -> None:
         """Request stacks of all ranks, inspect those that do not answer, and assemble the evidence."""
         ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
-        elsewhere = self._rank_hosts.any_elsewhere
+        elsewhere = self._access.rank_hosts.any_elsewhere
         verb = verbs.Stacks(reason="a stall is suspected", calls=True, activity=elsewhere, quiet=True)
         seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
         self._under_way, reads = True, self._native_reads
         try:
-            answers = await self._link.ask(verb, ranks, seconds)
+            answers = await self._access.link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
             self._nccl_address = _nccl_address_of(answers) or self._nccl_address
@@ -258,13 +231,7 @@ class StallProbe:
         )
 
     def _compare(
-        self,
-        rank: int,
-        frames: tuple[Frame, ...],
-        place: Place,
-        calls: Calls,
-        action: Activity | None,
-        moved: float,
+        self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float
     ) -> _Seen | None:
         """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)
@@ -341,7 +308,7 @@ class StallProbe:
         why = of_verdict(verdict).title
         for rank in ranks:
             stacks = self._stacks[rank]
-            self._emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
+            self._access.emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
         self._saved.update(ranks)
         if is_new and verdict.hung and stack_dump.py_spy():
             flow.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
@@ -349,14 +316,10 @@ class StallProbe:
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
         """Read native frames of ranks on this host with py-spy.
 
-        Args:
-            ranks: the ranks.
-            reason: why they are read.
-
         Returns:
             For each rank its stacks, or an empty string and the reason.
         """
-        targets = [target for target in self._rank_hosts.targets() if target.rank in ranks]
+        targets = [target for target in self._access.rank_hosts.targets() if target.rank in ranks]
         training = {target.rank: self._training_thread(target) for target in targets}
         paused: dict[int, int] = {}
 
@@ -377,7 +340,7 @@ class StallProbe:
         self._native_reads += 1
         self._is_reading = True
         try:
-            found = await flow.in_thread(read, self._post, "py-spy", failed)
+            found = await flow.in_thread(read, self._access.post, "py-spy", failed)
         finally:
             self._is_reading = False
             self._native_reads += 1
@@ -385,7 +348,7 @@ class StallProbe:
             self._paused[rank] = self._paused.get(rank, 0) + switches
         for rank, (text, _) in found.items():
             if text:
-                self._emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
+                self._access.emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
         return found
 
     def _training_thread(self, target: Target) -> int:
@@ -405,7 +368,7 @@ class StallProbe:
     def launcher(self) -> str:
         """Return the state of the run's launcher: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         with contextlib.suppress(Exception):
-            launcher = self._run.read_run().launcher
+            launcher = self._access.run.read_run().launcher
             if launcher is None:
                 return ""
             process = processes.read(launcher.pid)

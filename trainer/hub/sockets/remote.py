@@ -15,13 +15,7 @@ from ...host.listen import parse_listen
 
 
 class RemoteSockets:
-    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run continues without.
-
-    Args:
-        context: ZeroMQ context of the sockets.
-        run: the run, with the hub's key pair.
-        listen: ``HOST:PORT``; empty: no TCP sockets.
-    """
+    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run continues without."""
 
     def __init__(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
         self.sockets: dict[str, zmq.Socket[Any]] = {}

@@ -6,6 +6,7 @@ from threading import Event
 
 from ....protocol.analysis.findings import Finding
 from ....protocol.analysis.hub_facts import RemovedRecordingFacts
+from ...host.flow import Post
 from ..analyses.analysis import Analysis
 from ..ranks.agents import Agents
 from .stream import Stream
@@ -14,13 +15,7 @@ from .stream import Stream
 class Commits:
     """Commits the stream. Main loop only, except ``then_set``.
 
-    Args:
-        stream: the stream to commit.
-        agents: receive confirmations of their recorded messages.
-        analysis: raises alerts.
-        report: reports the hub's own figures.
-        post: schedules a call in the main loop; any thread.
-        last_recorded: when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
+    ``last_recorded`` is when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
     """
 
     def __init__(
@@ -29,7 +24,7 @@ class Commits:
         agents: Agents,
         analysis: Analysis,
         report: Callable[[], None],
-        post: Callable[[Callable[[], object]], None],
+        post: Post,
         last_recorded: float,
     ) -> None:
         self._stream = stream
@@ -45,7 +40,9 @@ class Commits:
 
     def missed(self, count: int) -> None:
         """Record the loss of ``count`` messages that an earlier hub had received or that were in flight to it."""
-        self._stream.recorder.lose(count, self._last_recorded, time.time(), "a hub ended before it had recorded them")
+        self._stream.recorder.writer.lose(
+            count, self._last_recorded, time.time(), "a hub ended before it had recorded them"
+        )
         self._unreported = True
 
     def commit(self) -> None:
@@ -53,7 +50,7 @@ class Commits:
         self._report_missed()
         numbers = self._agents.unconfirmed()
         self._stream.commit((lambda: self._post(lambda: self._agents.confirm(numbers))) if numbers else None)
-        notice = self._stream.recorder.notice
+        notice = self._stream.recorder.writer.notice
         if notice != self._disk_notice:
             self._disk_notice = notice
             self._analysis.put(Finding("recording_removed", RemovedRecordingFacts(notice), severity="error"))

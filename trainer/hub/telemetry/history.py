@@ -30,17 +30,11 @@ _POLL_MS = 500
 class HistoryServer(threading.Thread):
     """Serves the query channel from bound ROUTER ``sockets``, which it owns from ``start`` on.
 
-    Args:
-        sockets: bound ROUTERs; closed by this thread when it ends.
-        recording: the recording's path.
-        request_commit: called with an event to set once everything published so far is committed; any thread.
+    ``request_commit`` gets an event to set once everything published so far is committed; any thread.
     """
 
     def __init__(
-        self,
-        sockets: "Sequence[zmq.Socket[Any]]",
-        recording: Path,
-        request_commit: Callable[[threading.Event], None],
+        self, sockets: "Sequence[zmq.Socket[Any]]", recording: Path, request_commit: Callable[[threading.Event], None]
     ) -> None:
         super().__init__(name="history", daemon=True)
         self._sockets = list(sockets)

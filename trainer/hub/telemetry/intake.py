@@ -18,23 +18,8 @@ from ....protocol.messages.telemetry import Goodbye, Heartbeat, Step
 from ....protocol.messages.wire import Header, LossCounter, Message, decode_body, decode_header
 from ....protocol.text import sanitize
 
-_NOT_FROM_RANKS = frozenset(
-    {
-        RankState,
-        RunState,
-        Alert,
-        HubStats,
-        Command,
-        Accepted,
-        Result,
-        Query,
-        Answer,
-        AgentBeat,
-        AgentAck,
-        HostState,
-        Job,
-    }
-)
+_OF_THE_HUB = (RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, Job)
+_NOT_FROM_RANKS = frozenset({*_OF_THE_HUB, AgentBeat, AgentAck, HostState})
 
 MAX_SENDERS = 4 * MAX_RANKS
 MAX_OTHERS = 64
@@ -121,7 +106,7 @@ class Intake:
             header = decode_header(frames[0])
             sender = header.src
             first = sender not in self._seen
-            if first and not self._meet(header):
+            if first and not self._register(header):
                 self._refuse_message(
                     "a stranger", f"{sanitize(sender, 80)} is not a valid rank, or exceeds the limit: ignored"
                 )
@@ -152,7 +137,7 @@ class Intake:
             return
         self._accept(message, now, sender, frames[1])
 
-    def _meet(self, header: Header) -> bool:
+    def _register(self, header: Header) -> bool:
         """Register a sender; False if its messages are refused."""
         found = _OF_RANK.fullmatch(header.src)
         rank = int(found.group(1)) if found else None

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 
-from ....protocol.messages.wire import Message
 from ....protocol.recording.batch import Batch
 from ....protocol.recording.writer import Writer
 
@@ -25,14 +24,11 @@ class Recorder(threading.Thread):
     """Thread in which ``writer`` writes the appended messages at each ``commit``.
 
     While the disk accepts no writes, rows are held and thinned out (``Batch.let_go``), as after disk errors.
-
-    Args:
-        writer: the recording.
     """
 
     def __init__(self, writer: Writer) -> None:
         super().__init__(name="recorder", daemon=True)
-        self._writer = writer
+        self.writer = writer
         self._lock = threading.Lock()
         self._next = Batch()
         self._then: list[Callable[[], object]] = []
@@ -54,34 +50,13 @@ class Recorder(threading.Thread):
         since = self._since
         waits = 0.0 if since is None else time.monotonic() - since
         if waits > _STUCK_SECONDS:
-            return (
-                f"{self._writer.path}: the disk has accepted no writes for {waits:.0f} s; recording resumes by itself"
-            )
-        return self._writer.error
-
-    @property
-    def notice(self) -> str:
-        """Warning about the recording's file; empty while it is intact."""
-        return self._writer.notice
-
-    @property
-    def recorded(self) -> int:
-        """Messages written to disk."""
-        return self._writer.recorded
-
-    def append(self, seq: int, t: float, message: Message) -> None:
-        """Queue one message for the next commit; the arguments are those of ``Writer.append``."""
-        self._writer.append(seq, t, message)
-
-    def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Queue a loss for the recording; the arguments are those of ``Writer.lose``."""
-        self._writer.lose(count, first_t, last_t, reason)
+            return f"{self.writer.path}: the disk has accepted no writes for {waits:.0f} s; recording resumes by itself"
+        return self.writer.error
 
     def commit(self, then: Callable[[], object] | None = None) -> None:
         """Write the appended messages. Returns at once.
 
-        Args:
-            then: called in the recorder's thread once they are on disk, or held back because of a disk error.
+        ``then`` is called in the recorder's thread once they are on disk, or held back because of a disk error.
         """
         self._hand_over(then, last=False)
 
@@ -104,19 +79,19 @@ class Recorder(threading.Thread):
                 then, self._then = self._then, []
             self._since = time.monotonic()
             try:
-                self._writer.write(batch)
-                self.bytes = self._writer.bytes
+                self.writer.write(batch)
+                self.bytes = self.writer.bytes
             except Exception:  # an error here loses one batch, not the recording
                 traceback.print_exc(file=sys.stderr)
             self._since = None
             for call in then:
                 call()
-        self._writer.close()
+        self.writer.close()
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
-        self._writer.note_agent_numbers(self.agent_numbers())
-        self._writer.note_received(self.received())
-        batch = self._writer.drain()
+        self.writer.note_agent_numbers(self.agent_numbers())
+        self.writer.note_received(self.received())
+        batch = self.writer.drain()
         with self._lock:
             self._next.add(batch)
             self._next.let_go("the disk accepted no writes for long")

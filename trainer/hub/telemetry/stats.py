@@ -29,7 +29,7 @@ class Stats:
             time=time.time(),
             pid=self._pid,
             received=self._intake.received,
-            recorded=self._stream.recorder.recorded,
+            recorded=self._stream.recorder.writer.recorded,
             published=self._stream.published,
             lost=self._intake.lost,
             unknown=self._intake.unknown,

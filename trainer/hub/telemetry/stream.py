@@ -22,16 +22,11 @@ class Stream:
 
     def __init__(self, sockets: "Sequence[zmq.Socket[Any]]", recorder: Recorder, first_seq: int) -> None:
         self._sockets = list(sockets)
-        self._recorder = recorder
+        self.recorder = recorder
         self._waiting = 0
         self._outbox: list[bytes] = []
         self.seq = first_seq - 1
         self.published = 0
-
-    @property
-    def recorder(self) -> Recorder:
-        """Recorder of the stream."""
-        return self._recorder
 
     @property
     def commit_due(self) -> bool:
@@ -41,14 +36,11 @@ class Stream:
     def put(self, message: Message, t: float, body: bytes | None = None) -> int:
         """Append ``message`` to the stream, to be published by the next ``flush``; return its number.
 
-        Args:
-            message: the message.
-            t: time of receipt by the hub, seconds since the epoch.
-            body: the encoded message as received, published unchanged; None: encoded here.
+        ``t`` is the time of receipt, seconds since the epoch; ``body`` the encoded message as received, if it was.
         """
         self.seq = seq = self.seq + 1
         if type(message) is not Heartbeat:  # the recording does not need heartbeats
-            self._recorder.append(seq, t, message)
+            self.recorder.writer.append(seq, t, message)
             self._waiting += 1
         if body is None:
             body = wire.encode_body(message)
@@ -79,8 +71,4 @@ class Stream:
     def commit(self, then: Callable[[], object] | None = None) -> None:
         """Write the messages appended since the last commit; ``then`` is called as by ``Recorder.commit``."""
         self._waiting = 0
-        self._recorder.commit(then)
-
-    def close(self) -> None:
-        """Commit and close the recording."""
-        self._recorder.close()
+        self.recorder.commit(then)

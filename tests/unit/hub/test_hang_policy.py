@@ -1,6 +1,7 @@
 """What is done about a hang that nobody looks at: when, what, and when not."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ftmon.protocol.run.run_options import RunOptions
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host.end.kill import Outcome
 from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.control.policy import STOP_SECONDS, SURE_SECONDS, Policy
+from ftmon.trainer.hub.control.hang_policy import STOP_SECONDS, SURE_SECONDS, HangPolicy
 
 VIEWS = {rank: RankView(rank, 12, "backward", 9.0, 8.0) for rank in (1, 0)}
 HANG = Verdict("missing", (0,), (1,), True, 9.0, Collective("all_reduce", 5), VIEWS)
@@ -61,8 +62,14 @@ class Bench:
         self.run = run
         self.analysis = Analysis(run.read_run(), self._emit)
         self.hands: Any = Hands()
-        emit = lambda message: self.analysis.feed(*self._emit(message), message)  # noqa: E731
-        self.policy = Policy(run, RunOptions(**options), self.analysis, self.hands, self.hands, self.hands, emit)
+        core: Any = SimpleNamespace(
+            run=run,
+            file=SimpleNamespace(options=RunOptions(**options)),
+            analysis=self.analysis,
+            rank_hosts=self.hands,
+            emit=lambda message: self.analysis.feed(*self._emit(message), message),
+        )
+        self.policy = HangPolicy(core, self.hands, self.hands)
         self.now = 100.0
         self.tracker = self.analysis.tracker
 

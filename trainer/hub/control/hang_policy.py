@@ -14,7 +14,6 @@ Stacks are saved first in every case.
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -26,14 +25,10 @@ from ....protocol.analysis.stalls.verdicts import Verdict
 from ....protocol.host.private_files import write_private
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
-from ....protocol.messages.wire import Message
 from ....protocol.run.end_request import read_end_request, write_end_request
-from ....protocol.run.run_options import RunOptions
-from ....protocol.run.rundir import RunDir
 from ....protocol.text import sanitize
 from ...host import flow
-from ..analyses.analysis import Analysis
-from ..ranks.rank_hosts import RankHosts
+from ..core import Core
 from ..ranks.stall_probe import StallProbe
 from .kill import Kills
 
@@ -46,39 +41,20 @@ _LONG_PHASES = ("eval", "generate", "checkpoint")
 Cause = Literal["hang", "hang-at-exit"]
 
 
-class Policy:
-    """Acts on hangs according to the run's options. Main loop only.
+class HangPolicy:
+    """Acts on hangs according to the run's options. Main loop only."""
 
-    Args:
-        run: the run.
-        options: the run's options.
-        analysis: has the tracker with the verdicts, and raises alerts.
-        stall_probe: captures the stacks.
-        kills: kills the ranks.
-        rank_hosts: which ranks run on this host.
-        emit: appends a message to the stream.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        options: RunOptions,
-        analysis: Analysis,
-        stall_probe: StallProbe,
-        kills: Kills,
-        rank_hosts: RankHosts,
-        emit: Callable[[Message], object],
-    ) -> None:
-        self._run = run
+    def __init__(self, core: Core, stall_probe: StallProbe, kills: Kills) -> None:
+        options = core.file.options
+        self._core = core
+        self._run = core.run
         self._on_hang = options.on_hang
         self._grace = options.hang_grace
         self._exit_timeout = options.exit_timeout
-        self._analysis = analysis
-        self._tracker = analysis.tracker
+        self._analysis = core.analysis
+        self._tracker = core.analysis.tracker
         self._stall_probe = stall_probe
         self._kills = kills
-        self._rank_hosts = rank_hosts
-        self._emit = emit
         self._standing: tuple[object, float] | None = None
         """The current verdict, by its kind and named ranks, and when it began."""
         self._acted: object = None
@@ -96,7 +72,7 @@ class Policy:
             return
         if self._kill_at is not None:
             if now >= self._kill_at:
-                self._kill(now)
+                self._kill()
             return
         self._check_hang(now)
         if self._exit_timeout and self._kill_at is None:
@@ -118,15 +94,15 @@ class Policy:
                 self._analysis.put(resolved(Condition("unproven_hang"), Resolution("resumed")))
             return
         # The waiting ranks may change while the same rank blocks them.
-        condition = (verdict.kind, verdict.hung)
-        if self._standing is None or self._standing[0] != condition:
-            self._standing = (condition, now)
-        if now - self._standing[1] < self._grace or self._acted == condition:
+        stall = (verdict.kind, verdict.hung)
+        if self._standing is None or self._standing[0] != stall:
+            self._standing = (stall, now)
+        if now - self._standing[1] < self._grace or self._acted == stall:
             return
         if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
-            self._report_unproven(condition, verdict, missing)
+            self._report_unproven(stall, verdict, missing)
             return
-        self._acted = condition
+        self._acted = stall
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
         self._act(now, self._on_hang, "--on-hang", verdict, cause)
 
@@ -148,11 +124,11 @@ class Policy:
             )
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, facts)
 
-    def _report_unproven(self, condition: object, verdict: Verdict, missing: str) -> None:
+    def _report_unproven(self, stall: object, verdict: Verdict, missing: str) -> None:
         """Report, once per verdict, which proof is missing for an action after the grace period."""
-        if self._spared == condition:
+        if self._spared == stall:
             return
-        self._spared = condition
+        self._spared = stall
         facts = UnprovenHangFacts(f"--on-hang {self._on_hang}", missing, verdict)
         self._analysis.put(Finding("unproven_hang", facts))
 
@@ -202,7 +178,7 @@ class Policy:
         option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
         facts = HangActionFacts(what, option, found, path)
         if what == "stacks":
-            flow.start(self._stall_probe.read_native(self._rank_hosts.ranks, why))
+            flow.start(self._stall_probe.read_native(self._core.rank_hosts.ranks, why))
             self._analysis.put(Finding("hang_action", facts))
             return
         self._why, self._cause = why, cause
@@ -210,15 +186,14 @@ class Policy:
             write_end_request(self._run, option, "hub", why=why, cause=cause)
         verb = verbs.Stop(reason=why) if what == "stop" else verbs.Kill(reason=why)
         self._analysis.put(Finding("hang_action", facts, severity="error"))
-        self._emit(verb.command("hub-policy"))
+        self._core.emit(verb.command("hub-policy"))
         if what == "stop":
             interrupted = self._kills.interrupt()
             self._kill_at = now + (STOP_SECONDS if interrupted else 0.0)
         else:
             self._kill_at = now
 
-    def _kill(self, now: float) -> None:
-        del now
+    def _kill(self) -> None:
         self._killed = True
         end_request = read_end_request(self._run)
         if end_request is None or not end_request.cause:
@@ -229,7 +204,7 @@ class Policy:
     async def _end_run(self) -> None:
         outcome = await self._kills.kill([], None)
         data = {**outcome.data, "asked_by": "hub"}
-        self._emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
+        self._core.emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
 
     def _save(self, why: str) -> str:
         """Write the latest stacks of all ranks to a file of the run; return its path, or an empty string."""

@@ -1,0 +1,414 @@
+"""The five assemblies of a hub: intake, judge, act, watch host, end. Each is built by a function, from the top down.
+
+Intake receives messages and records them, judge draws conclusions from them, act sends commands, the host watch reads
+this host's processes, devices and logs, and end finishes the run.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.hub_facts import NotNotifiedFacts, RefusedFacts
+from ...protocol.errors import FtmonError
+from ...protocol.messages.control import RankState
+from ...protocol.messages.step_trace import StepTrace
+from ...protocol.messages.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
+from ...protocol.messages.wire import Frame, Message
+from ...protocol.run.rundir import ExitFile, RunDir
+from ..host import processes
+from ..host.hardware.devices import DeviceSampler
+from ..host.hardware.watch import HostWatch
+from ..host.log_tail import LogTail
+from ..host.supervisor import Supervisor
+from .adopt import of_the_last_job
+from .analyses.prediction import PredictionProcess
+from .analyses.trace_analysis import TraceAnalysis
+from .control.actions import Actions
+from .control.commands import Commands
+from .control.hang_policy import HangPolicy
+from .control.kill import Kills
+from .control.notify import Notifier, make_notifier
+from .core import Core
+from .detect.leftovers import Leftovers
+from .detect.missing_ranks import MissingRanks
+from .detect.port_watch import PortWatch
+from .detect.process_facts import ProcessFacts
+from .detect.unhooked import Unhooked
+from .end.end_detector import EndDetector
+from .end.run_end import RunEnd
+from .jobs.job_stream import JobStream
+from .poll_loop import PollLoop
+from .ranks.agents import Agents
+from .ranks.host_inspection import HostInspection
+from .ranks.stack_requests import StackRequests
+from .ranks.stall_probe import StallProbe
+from .telemetry.commits import Commits
+from .telemetry.history import HistoryServer
+from .telemetry.intake import Intake
+from .telemetry.stats import Stats
+
+TRACES_SECONDS = 10.0
+"""Time limit at a run's end for analysing the traces of captured steps."""
+_RECORDED_SECONDS = 5.0
+"""Time limit at a run's end for the disk: whoever hears of the end finds it in the recording."""
+_DRAIN = 512
+"""Maximum messages received per socket before commands are handled again."""
+
+
+@dataclass
+class WatchAssembly:
+    """Watches this host: the ranks' processes, devices, disks and log files."""
+
+    core: Core
+    supervisor: Supervisor
+    facts: ProcessFacts
+    disks: HostWatch
+    devices: DeviceSampler
+    logs: LogTail
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in (self.supervisor, self.devices, self.disks):
+            thread.start()
+
+    def read_logs(self, last: bool = False) -> None:
+        """Emit the new lines of the log files; ``last``: unfinished lines too."""
+        for line in self.logs.poll(last=last):
+            self.core.emit(line)
+            if line.rank < 0 and not last:
+                self.supervisor.read_words(line.text)
+
+    def tick(self) -> None:
+        """Emit what was observed since the last call."""
+        self.read_logs()
+        for found in (*self.devices.poll(), *self.disks.poll()):
+            self.core.emit(found)
+        self.facts.collect()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.supervisor.stop()
+        self.devices.close()
+        self.disks.close()
+
+
+def build_watch(core: Core) -> WatchAssembly:
+    """Build the watch of this host."""
+    host = socket.gethostname()
+    supervisor = Supervisor(lambda: core.post(facts.collect))
+    facts = ProcessFacts(core, supervisor)
+
+    def rank_pids() -> dict[int, int]:
+        return {rank: pid for rank, pid, _ in supervisor.alive()}
+
+    disks, devices = HostWatch(host, core.run.path, rank_pids), DeviceSampler(host, rank_pids)
+    return WatchAssembly(core, supervisor, facts, disks, devices, LogTail(core.run, core.history.log_offsets))
+
+
+class JudgeAssembly:
+    """Assigns each message to its job, appends it to the stream, and judges it."""
+
+    def __init__(self, core: Core, watch: WatchAssembly) -> None:
+        self._core = core
+        self._watch = watch
+        analysis = core.analysis
+        launcher = core.file.launcher
+        self.end_detector = EndDetector(core.run, core.file)
+        self.ports = PortWatch(core.post, analysis.put)
+        self.leftovers = Leftovers(
+            analysis, lambda: processes.of_run(core.run.path, [], [os.getpid()]), lambda: core.rank_hosts.on_gpu
+        )
+        self.traces = TraceAnalysis(core.emit, core.post)
+        self.unhooked = Unhooked(core.run, launcher.pid if launcher is not None else None, analysis)
+        self.jobs = JobStream(core, self.end_detector, self.ports, self.register, self._end_job)
+        self._missing_ranks = MissingRanks(analysis, core.rank_hosts, core.file.options.listen)
+        self._prediction = PredictionProcess(core.run, core.file, core.emit)
+        self.agents: Agents | None = None
+        """Agents of other hosts, whose messages ``accept`` receives too."""
+        self.commands: Commands | None = None
+        """Receives the ``Hello`` of each rank on this host."""
+
+    def accept(self, message: Message, t: float, sender: str, body: bytes) -> None:
+        """Process one message of a rank or an agent."""
+        kind = type(message)
+        if kind is Hello:
+            assert isinstance(message, Hello)
+            if not self.jobs.join(message, t):
+                return
+            t = time.time()  # messages that start its job were appended first: times in the stream do not go back
+            self._add_rank(message)
+        elif sender in self.jobs.off_stream:
+            self.jobs.add(sender, message)
+            if kind is not LogLine:
+                return
+        elif sender not in self._core.rank_hosts.senders:
+            if sender.startswith("rank-"):
+                self._core.link.identify(sender)
+        elif kind is Step:
+            assert isinstance(message, Step)
+            if self.jobs.step(sender, message, t):
+                t = time.time()
+        elif kind in (Goodbye, Failure, Closing):
+            self.jobs.add(sender, message)
+            if isinstance(message, Failure):
+                self.ports.note(message)
+        if kind is Plan:
+            assert isinstance(message, Plan)
+            self._watch.disks.disks.note_output(message.rank, message.output_dir)
+        if kind is StepTrace:
+            self.traces.submit(sender, body)
+            return
+        if kind is Goodbye or not self.end_detector.stepped:
+            self.end_detector.note(message)
+        seq = self._core.stream.put(message, t, body)
+        self._core.analysis.feed(seq, t, message)
+
+    def register(self, hello: Hello, away: bool = False) -> None:
+        """Register the process of a rank in the stream; ``away``: an agent forwarded its ``Hello``."""
+        self._core.rank_hosts.register(hello, away)
+        self._core.link.register(hello)
+        self.end_detector.note(hello)
+        target = self._core.rank_hosts.target(hello.rank)
+        if target is not None:
+            self._watch.supervisor.watch(*target)
+
+    def refuse(self, sender: str, reason: str) -> None:
+        """Report a sender whose messages are refused."""
+        self._core.analysis.put(Finding("messages_refused", RefusedFacts(sender, reason), key=sender))
+
+    def restore(self, history: list[Frame]) -> None:
+        """Continue where an earlier hub of this run ended."""
+        self.jobs.restore(frame.message for frame in history)
+        known = of_the_last_job(history)
+        for frame in known:
+            if isinstance(frame.message, Hello):
+                self.register(frame.message)
+        for frame in history:
+            self.end_detector.note(frame.message)
+        self._core.analysis.restore(known)
+        self._prediction.restore(frame.message for frame in history)
+
+    def tick(self, now: float) -> None:
+        """Judge what depends on time; ``now`` is ``time.monotonic``."""
+        self._core.analysis.tick(time.time())
+        self.jobs.tick()
+        self._missing_ranks.tick(now)
+        self.unhooked.tick(now, bool(self._core.rank_hosts.senders))
+        self.leftovers.tick(now)
+        self._prediction.tick(self.end_detector.stepped)
+
+    def close(self) -> None:
+        """End the processes of the analyses."""
+        self._prediction.close()
+        self.traces.close()
+
+    def _add_rank(self, hello: Hello) -> None:
+        self.register(hello, self.agents is not None and self.agents.speaking is not None)
+        self._prediction.hello(hello)
+        if self.commands is not None and self._core.rank_hosts.target(hello.rank) is not None:
+            self.commands.rank_started(hello)
+
+    def _end_job(self) -> None:
+        """Collect the facts of a job's processes before another job enters the stream."""
+        self._watch.facts.collect()
+        self.traces.forget()
+
+
+def build_judge(core: Core, watch: WatchAssembly) -> JudgeAssembly:
+    """Build the judge, which observes the hub's own states and log lines too."""
+    judge = JudgeAssembly(core, watch)
+    core.observers[RankState] = judge.jobs.state
+    core.observers[LogLine] = judge.ports.note
+    return judge
+
+
+class IntakeAssembly:
+    """Receives the messages of ranks and agents, commits the stream, and answers the apps' queries."""
+
+    def __init__(self, core: Core, judge: JudgeAssembly) -> None:
+        self._core = core
+        known = {} if core.writer.received is None and _is_first(core.run) else core.writer.received
+        self.intake = Intake(judge.accept, judge.refuse, known, lambda count: self._commits.missed(count))
+        self.agents = Agents(
+            core.channels.of("agents"), self.intake.receive, core.analysis.fact, core.writer.agent_numbers
+        )
+        self._sources = [(each, self.agents.receive) for each in self.agents.sockets]
+        self._sources += [(each, self.intake.drain) for each in core.channels.of("telemetry")]
+        self._stats = Stats(self.intake, core.stream, judge.traces)
+        frames = core.history.frames
+        last = frames[-1].t if frames else core.file.created
+        self._commits = Commits(core.stream, self.agents, core.analysis, self.report, core.post, last)
+        self.history = HistoryServer(core.channels.of("query"), core.run.recording, self._commits.then_set)
+        self.commit = self._commits.commit
+
+    def add_sources(self, loop: PollLoop) -> None:
+        """Have the main loop receive from the sockets."""
+        for source, receive in self._sources:
+            loop.add(source, lambda source=source, receive=receive: receive(source, _DRAIN))
+
+    def after_read(self) -> None:
+        """Analyse the steps received in a round of the main loop, and commit if due."""
+        self._core.analysis.flush()
+        self._commits.commit_when_due()
+
+    def tick(self) -> None:
+        """Emit changed states of other hosts."""
+        for state in self.agents.tick():
+            self._core.emit(state)
+
+    def drain(self) -> None:
+        """Receive all messages in flight."""
+        for source, receive in self._sources:
+            while receive(source, _DRAIN):
+                self._core.stream.flush()
+
+    def report(self) -> None:
+        """Emit the monitor's own figures."""
+        self._core.emit(self._stats.measure())
+
+    def finish(self) -> None:
+        """Report and commit for the last time."""
+        self.report()
+        self._commits.commit_all(_RECORDED_SECONDS)
+
+
+def build_intake(core: Core, judge: JudgeAssembly) -> IntakeAssembly:
+    """Build the intake, whose messages the judge accepts and whose numbers are recorded."""
+    intake = IntakeAssembly(core, judge)
+    judge.agents = intake.agents
+    intake.agents.replaced = core.link.rename
+    core.stream.recorder.agent_numbers = intake.agents.received
+    core.stream.recorder.received = intake.intake.numbers
+    return intake
+
+
+class ActAssembly:
+    """Sends commands: of apps, of detectors, and of the hang policy; captures evidence of stalls; notifies."""
+
+    def __init__(self, core: Core, agents: Agents, leftovers: Leftovers, loop: PollLoop) -> None:
+        self._core = core
+        inspection = HostInspection(core.access, agents)
+        self.actions = Actions(core.link, core.emit, self._may_ask)
+        self.stall_probe = StallProbe(core.access, inspection)
+        self.notifier: Notifier | None = None
+        kills = Kills(core, agents, leftovers.note)
+        self._hang_policy = HangPolicy(core, self.stall_probe, kills)
+        self.commands = Commands(core, StackRequests(core.access, inspection, self.stall_probe), kills, loop.stop)
+
+    def start(self) -> None:
+        """Start the thread that notifies."""
+        if self.notifier is not None:
+            self.notifier.start()
+
+    def add_sources(self, loop: PollLoop) -> None:
+        """Have the main loop receive commands and answers."""
+        for source in self._core.channels.of("control"):
+            loop.add(source, lambda source=source: self.commands.receive(source))
+        for source in self._core.channels.of("ranks"):
+            loop.add(source, lambda source=source: self._core.link.receive(source))
+
+    def tick(self, now: float) -> None:
+        """Probe suspected stalls, act on hangs, expire commands; ``now`` is ``time.monotonic``."""
+        self.stall_probe.tick()
+        self._hang_policy.tick(now)
+        self._core.link.expire()
+
+    def close(self) -> None:
+        """Deliver the last notices."""
+        if self.notifier is not None:
+            self.notifier.close()
+            self._core.mailbox.drain()  # alerts about targets that failed
+
+    def _may_ask(self, verb: str) -> bool:
+        options = self._core.file.options
+        return not options.read_only and (options.allocator_events or verb not in ("arm", "compose"))
+
+
+def build_act(core: Core, intake: IntakeAssembly, judge: JudgeAssembly, loop: PollLoop) -> ActAssembly:
+    """Build the part that acts, and connect the detectors' requests and the notifications to it."""
+    act = ActAssembly(core, intake.agents, judge.leftovers, loop)
+    core.analysis.act, act.actions.answered = act.actions.send, core.analysis.answered
+    core.observers[DeviceSample] = act.stall_probe.sample
+    judge.commands = act.commands
+
+    def not_notified(target: str, why: str) -> None:
+        finding = Finding("not_notified", NotNotifiedFacts(target, why), key=target)
+        core.post(lambda: core.analysis.put(finding))
+
+    act.notifier = make_notifier(core.run, socket.gethostname(), not_notified)
+    if act.notifier is not None:
+        core.notify = act.notifier.note
+    return act
+
+
+class EndAssembly:
+    """Detects the run's end, receives the messages still in flight, and appends the end."""
+
+    def __init__(
+        self,
+        core: Core,
+        watch: WatchAssembly,
+        judge: JudgeAssembly,
+        intake: IntakeAssembly,
+        busy: Callable[[float], bool],
+    ) -> None:
+        self._core = core
+        self._watch = watch
+        self._judge = judge
+        self._intake = intake
+        self._sequence = RunEnd(intake.agents, self._detect, self._finish, busy)
+        self._is_removed = False
+
+    def tick(self, now: float) -> bool:
+        """Advance the end once the run has ended; True if the hub may exit. ``now`` is ``time.monotonic``."""
+        return self._sequence.tick(now) or self._is_removed
+
+    def _detect(self) -> ExitFile | None:
+        """Return the job's end, or None while it is running."""
+        try:
+            if not self._core.run.path.exists():
+                print(f"{self._core.run.path} was removed: there is nothing left to serve", file=sys.stderr)
+                self._is_removed = True
+                return None
+            alive = len(self._watch.supervisor.alive()) + self._intake.agents.ranks_alive
+            elsewhere = self._core.rank_hosts.any_elsewhere
+            return self._judge.end_detector.poll(alive, elsewhere, self._intake.intake.received)
+        except (FtmonError, OSError) as error:
+            print(error, file=sys.stderr)
+            return None
+
+    def _finish(self, end: ExitFile) -> None:
+        """Receive the messages still in flight, then append the run's end."""
+        core, judge = self._core, self._judge
+        self._intake.drain()
+        self._watch.read_logs(last=True)
+        judge.ports.finish()
+        judge.traces.finish(TRACES_SECONDS)
+        core.mailbox.drain()
+        self._watch.facts.collect()
+        without_step = judge.end_detector.no_step(end, judge.unhooked.found)
+        if without_step is not None:
+            core.analysis.put(without_step)
+        if end.left:
+            judge.leftovers.find_at_end()
+        core.analysis.ended(end)
+        judge.jobs.close()
+        self._intake.finish()
+
+
+def build_end(
+    core: Core, watch: WatchAssembly, judge: JudgeAssembly, intake: IntakeAssembly, act: ActAssembly
+) -> EndAssembly:
+    """Build the end, which waits for commands under way and for processes that a kill could not end."""
+    return EndAssembly(core, watch, judge, intake, lambda now: act.commands.busy or judge.leftovers.waiting(now))
+
+
+def _is_first(run: RunDir) -> bool:
+    try:
+        return run.read_hub() is None
+    except FtmonError:
+        return False
