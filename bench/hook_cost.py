@@ -111,25 +111,22 @@ def main() -> None:
     torch.set_num_threads(1)
     from ftmon.protocol.run.rundir import RunDir
     from ftmon.trainer.probe import active
+    from ftmon.trainer.probe.events import TorchEvents
     from ftmon.trainer.probe.hooks import collectives
     from ftmon.trainer.probe.hooks import torch as hooks_torch
     from ftmon.trainer.probe.loop.training import Training
-    from ftmon.trainer.probe.phases.outbox import Outbox
-    from ftmon.trainer.probe.phases.pace import Pace
     from ftmon.trainer.probe.rank.context import RankContext, place_of_this_process
-    from ftmon.trainer.probe.rank.hello import Introduction
-    from ftmon.trainer.probe.rank.trained import Trained
 
-    hooks_torch.install(lambda: None)
-    collectives.install()
+    hooks_torch.install(torch)
+    collectives.install(torch)
     rank = RankContext(*place_of_this_process(), RunDir(os.environ["FTMON_RUN"]))
-    outbox = Outbox()
-    training = active.training = Training(rank, Introduction(rank), Trained(), outbox, Pace(), active.counts)
+    training = Training(rank, active.counts)
+    events = active.events = TorchEvents(training)
     if args.loop == "engine":
-        import deepspeed  # noqa: F401
+        import deepspeed
         from ftmon.trainer.probe.hooks import deepspeed as hooks_deepspeed
 
-        hooks_deepspeed.install(lambda: None)
+        hooks_deepspeed.install(deepspeed)
         step = engine_loop()
     else:
         step = torch_loop(4 if args.loop == "accumulation" else 1)
@@ -146,10 +143,10 @@ def main() -> None:
     draw = random.Random(0)
     for number in range(args.blocks + 10):
         for on in draw.sample((True, False), 2):
-            active.training = training if on else None
+            active.events = events if on else None
             step()
             spent = block()
-            outbox.items.clear()
+            training.outbox.items.clear()
             if number >= 10:
                 blocks[on].append(spent)
     assert rank.guard.enabled, "the probe has switched itself off"

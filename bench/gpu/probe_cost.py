@@ -99,10 +99,10 @@ class Switch:
     def __init__(self) -> None:
         from ftmon.trainer.probe import active
 
-        assert active.training is not None, "start this under `ftmon run`"
-        self.training = active.training
+        assert active.events is not None, "start this under `ftmon run`"
+        self.training = active.events._training
         self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.watch = self.publisher._captures
+        self.watch = self.publisher._captures.steps
         self.costs_us: list[float] = []
         finish = self.training.tracker._finish
 

@@ -185,7 +185,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures of one of several engines or optimizers (generator and discriminator, actor and critic) in one step."""
 
     name: str
-    """Its name in the script: the model's class for an engine; the variable, attribute or key for an optimizer."""
+    """The class of an engine's model, or of an optimizer; a number follows if there are several."""
     count: Whole = 1
     """Updates it made in the step."""
     micro_steps: Whole = 0
@@ -202,7 +202,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """One optimizer update of one rank with all its phases, sent once its device times are known.
 
-    If several engines or optimizers train in one loop, a step is one iteration of it (``updates``).
+    If several engines or optimizers train, it is an update of one of them (``updates`` has those of the others).
     """
 
     rank: Rank
@@ -243,8 +243,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """Number of labels that ``loss`` is a mean over: the rank's weight in a mean over ranks. 0: unknown, or the loss is
     already normalised over all ranks; ranks then have equal weights."""
     updates: list[Update] = []
-    """If several engines or optimizers update in one iteration of the loop: the first 32 that did, in order. The step's
-    own figures are those of the first one in the run."""
+    """If other engines or optimizers have updated since the step before: the first 32 that did, in order, the step's own
+    included. A step is an update of what ``ftmon.watch`` names, of an engine, or of the first that stepped."""
     cpu_us: Whole = 0
     """CPU time of the training thread in this step; 0: not measured."""
     flops: Flops = 0.0

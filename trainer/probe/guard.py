@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def nothing(*_: object) -> None:
+    """Do nothing: stands for a function, or a weak reference, that is not there yet."""
 
 
 class Guard:
@@ -29,6 +34,10 @@ class Guard:
     def adopt_thread(self) -> None:
         """Make the caller's thread the training thread."""
         self.thread = get_ident()
+
+    def thread_lives(self) -> bool:
+        """Return whether the training thread has not ended."""
+        return any(thread.ident == self.thread for thread in threading.enumerate())
 
     def disable(self, error: BaseException) -> None:
         """Switch the probe off after an error of its own."""

@@ -20,14 +20,13 @@ class Probe:
     An error in here switches the probe off with one line in ``logs/probe.log``; the training continues.
 
     Args:
-        rank: the rank's number.
         training: follows the training thread.
         stop: whether the end of the run was requested.
     """
 
-    def __init__(self, rank: int, training: Training, stop: StopRequest) -> None:
+    def __init__(self, training: Training, stop: StopRequest) -> None:
         self.guard = training.guard
-        self.rank = rank
+        self.rank = training.rank.rank
         self._introduction = training.introduction
         self._outbox = training.outbox
         self._phases = training.phases

@@ -112,8 +112,8 @@ def shared(told):
 def stages(told):
     """Two optimizers that train one after the other, in the same lines; then another model, after an evaluation."""
     model = model_of()
-    both = [torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
-    for optimizer in both:
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = kind(model.parameters(), lr=0.01)
         for _ in range(6):
             update(model, optimizer, torch.randn(4, 8), told)
     model.eval()
@@ -140,19 +140,10 @@ def dropped(told):
         told.append(loss.item())
 
 
-def dropped_and_repeated(told):
-    """No loader. First every third batch is dropped; then every batch is used twice (sharpness-aware, SAM)."""
+def repeated(told):
+    """Every batch is used twice (sharpness-aware, SAM)."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number in range(9):
-        loss = model(torch.randn(4, 8)).pow(2).mean()
-        loss.backward()
-        if number % 3 == 1:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
     for _ in range(4):
         batch = torch.randn(4, 8)
         loss = model(batch).pow(2).mean()
@@ -236,55 +227,6 @@ def left_out(told):
     torch.distributed.destroy_process_group()
 
 
-def per_label(told):
-    """Each loss is multiplied by its number of label tokens, and the gradients divided by all, as torchtune does."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for length in (1, 2):
-        labels, losses = 0, 0.0
-        tokens, targets = torch.randn(50, 6, 8, device="cpu"), torch.randint(-101, -98, (50, 6), device="cpu")
-        batches = [{"tokens": one, "labels": other} for one, other in zip(tokens, targets, strict=True)]
-        for number, batch in enumerate(torch.utils.data.DataLoader(batches, batch_size=2)):
-            batch = {name: value.to(model[0].weight.device) for name, value in batch.items()}
-            count = (batch["labels"] != -100).sum()
-            loss = model(batch["tokens"]).pow(2).mean() * count
-            labels, losses = labels + count.item(), losses + loss.item()
-            loss.backward()
-            if number % length == length - 1:
-                for each in model.parameters():
-                    each.grad /= labels
-                optimizer.step()
-                optimizer.zero_grad()
-                told.append(losses / labels)
-                labels, losses = 0, 0.0
-
-
-def by_hand(told):
-    """Gradients by ``autograd.grad`` that the script sets itself; then some beside an ordinary backward."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(4):
-        total = 0.0
-        for part in range(2):
-            output = model(torch.randn(4, 8))
-            for _ in range(3):
-                output = Slow.apply(output)
-            loss = output.pow(2).mean() / 2
-            found = torch.autograd.grad(loss, model.parameters())
-            for each, gradient in zip(model.parameters(), found, strict=True):
-                each.grad = gradient if not part else each.grad + gradient
-            total += loss.item()
-        optimizer.step()
-        told.append(total)
-    optimizer.zero_grad()
-    for _ in range(4):
-        batch = torch.randn(4, 8, requires_grad=True)
-        loss = model(batch).pow(2).mean()
-        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        (push,) = torch.autograd.grad(loss, batch)
-        update(model, optimizer, (batch + push.sign()).detach(), told)
-
-
 def looked_at(told):
     """Single batches that are not trained on: looked at, beyond a limit, or evaluated, in three ways."""
     model = model_of()
@@ -319,92 +261,6 @@ def looked_at(told):
                 if way:
                     model.train()
                     time.sleep(PAUSE)
-
-
-class Descent:
-    """An optimizer that is none of PyTorch's, as fastai's."""
-
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-
-    def step(self):
-        for each in self.parameters:
-            each.data.add_(each.grad.data, alpha=-0.01)
-
-    def zero_grad(self):
-        for each in self.parameters:
-            if each.grad is not None:
-                each.grad.detach_()
-                each.grad.zero_()
-
-
-def tensors(told):
-    """PyTorch's tutorial: two tensors and no model, which the script updates itself."""
-    first, second = torch.randn(8, 8, requires_grad=True), torch.randn(8, 1, requires_grad=True)
-    for _ in range(4):
-        time.sleep(PAUSE / 10)
-        loss = (torch.randn(4, 8) @ first).clamp(min=0).mm(second).pow(2).mean()
-        loss.backward()
-        with torch.no_grad():
-            for each in (first, second):
-                each -= 1e-3 * each.grad
-                each.grad = None
-        told.append(loss.item())
-
-
-def without_optimizer(told):
-    """The tutorial, word_language_model of PyTorch, a library's optimizer with accumulation, ``autograd.grad``."""
-    tensors(told)
-    model = model_of()
-    for _ in range(2):
-        for _ in range(2):
-            model.zero_grad()
-            loss = model(torch.randn(4, 8)).pow(2).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            for each in model.parameters():
-                each.data.add_(each.grad, alpha=-0.01)
-            told.append(loss.item())
-        model.eval()
-        with torch.no_grad():
-            model(torch.randn(4, 8))
-            time.sleep(PAUSE / 10)
-        model.train()
-    optimizer = Descent(model.parameters())
-    for _ in range(2):
-        total = 0.0
-        for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, 9, (16, 8)), batch_size=4)):
-            loss = model(batch.float()).pow(2).mean() / 2
-            loss.backward()
-            total += loss.item()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-                told.append(total)
-                total = 0.0
-        with torch.no_grad():
-            for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (8, 8)), batch_size=4):
-                model(batch.float())
-                time.sleep(PAUSE / 10)
-    for _ in range(3):
-        loss = Slow.apply(model(torch.randn(4, 8))).pow(2).mean()
-        for each, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
-            each.data.add_(gradient, alpha=-0.01)
-        told.append(loss.item())
-
-
-def checked(told):
-    """Gradients are checked before there is an optimizer."""
-    model = model_of()
-    for _ in range(2):
-        output = model(torch.randn(4, 8))
-        for _ in range(10):
-            output = Slow.apply(output)
-        output.sum().backward()
-        model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(4):
-        update(model, optimizer, torch.randn(4, 8), told)
 
 
 def ahead_and_saved(told):
@@ -522,7 +378,7 @@ def threads(told):
 
 
 def under_ddp(told):
-    """Work on a batch before its forward; an evaluation past the wrapper; features cached without gradients."""
+    """Work on a batch before its forward; an evaluation past the wrapper."""
     torch.distributed.init_process_group()
     model = torch.nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -536,23 +392,8 @@ def under_ddp(told):
         time.sleep(PAUSE / 10)
     model.train()
     time.sleep(PAUSE * 4)
-    batches, features = [], []
-    for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (32, 8)), batch_size=4):
-        with torch.no_grad():
-            features.append(model(batch.float()))
-        batches.append(batch.float())
-        if len(batches) < 2:
-            continue
-        losses = []
-        for place, each in enumerate(batches):
-            found = torch.cat([*features[:place], model(each), *features[place + 1 :]])
-            loss = (found - found.detach()).pow(2).mean() + 3
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(sum(losses) / len(losses))
-        batches, features = [], []
+    for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (32, 8)), batch_size=8):
+        update(model, optimizer, batch.float(), told)
     torch.distributed.destroy_process_group()
 
 
@@ -566,15 +407,10 @@ MODES = {
         shared,
         stages,
         dropped,
-        dropped_and_repeated,
+        repeated,
         failed_and_evaluated,
         left_out,
-        per_label,
-        by_hand,
         looked_at,
-        tensors,
-        without_optimizer,
-        checked,
         ahead,
         ahead_and_saved,
         in_backward,

@@ -27,7 +27,7 @@ WAYS = [
     (lambda loss: loss * (1 / ACCUMULATION), 1 / ACCUMULATION),
     (in_place, 1 / ACCUMULATION),
     (multiplied_in_place, 1 / ACCUMULATION),
-    (plain, 1 / ACCUMULATION),
+    (plain, 1),
 ]
 
 

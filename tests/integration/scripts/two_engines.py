@@ -1,4 +1,4 @@
-"""An actor and a critic, a DeepSpeed engine each, and a bare optimizer for a third part; prints all losses."""
+"""An actor and a critic, a DeepSpeed engine each, and a bare optimizer for a third part; prints all updates."""
 
 import json
 
@@ -36,18 +36,17 @@ def main():
         states = torch.randn(4, 8)
         value = critic(states).pow(2).mean()
         critic.backward(value)
+        critic.step()
         policy = actor(states).pow(2).mean() * temperature.detach()
         actor.backward(policy)
-        critic.step()
         actor.step()
-        losses = [value.item(), policy.item(), None]
+        told += [["Critic", value.item()], ["Actor", policy.item()]]
         if number % 2:
             loss = (temperature - 0.5).pow(2)
             loss.backward()
             opt_temperature.step()
             opt_temperature.zero_grad()
-            losses[2] = loss.item()
-        told.append(losses)
+            told.append(["SGD", loss.item()])
     if torch.distributed.get_rank() == 0:
         print("losses", json.dumps(told), flush=True)
 

@@ -34,9 +34,8 @@ def test_each_batch_is_returned_with_what_was_counted_of_it(monkeypatch: Any, co
         pass
 
     replace(Loader, "__iter__", accelerate._iterating)
-    training: Any = type("Training", (), {})()
-    training.loading = loading = Loading()
-    monkeypatch.setattr(accelerate, "mine", lambda: training)
+    loading = Loading()
+    monkeypatch.setattr(accelerate, "mine", lambda: loading)
 
     def collate(rows: list[int]) -> torch.Tensor:
         loading.fetched.append(rows[0])

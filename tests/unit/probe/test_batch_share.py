@@ -6,9 +6,10 @@ import pytest
 import torch
 from ftmon.protocol.messages.throughput import ModelFlops
 from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.hooks.deepspeed import share_of_engine
 from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.phases.marks import Counts, Mark, Notes, StepRaw
-from ftmon.trainer.probe.rank.batch_share import COUNTED_ELSEWHERE, WHOLE, BatchShare, of_engine, of_optimizer
+from ftmon.trainer.probe.rank.batch_share import COUNTED_ELSEWHERE, WHOLE, BatchShare, of_optimizer
 from ftmon.trainer.probe.rank.model import describe_model
 from torch.distributed import device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -61,7 +62,7 @@ def test_an_engine_s_tensor_parallel_ranks_are_those_of_its_mpu(mpu, share):
         ranks = {f"get_{kind}_parallel_rank": lambda place=place: place for kind, (place, _) in mpu.items()}
         sizes = {f"get_{kind}_parallel_world_size": lambda size=size: size for kind, (_, size) in mpu.items()}
         made = SimpleNamespace(**ranks, **sizes)
-    assert of_engine(SimpleNamespace(mpu=made)) == share
+    assert share_of_engine(SimpleNamespace(mpu=made)) == share
 
 
 def test_parameters_on_a_mesh_with_a_dimension_called_tp_are_tensor_parallel():

@@ -93,8 +93,13 @@ def rank(monkeypatch):
         device.free(device.alloc(9 * MIB))
         tracker.end_step()
 
+    def steps(count):
+        for _ in range(count):
+            watch.tick()
+            step()
+
     return SimpleNamespace(
-        device=device, tracker=tracker, watch=watch, sent=sent, step=step, recorder=recorder, pace=pace
+        device=device, tracker=tracker, watch=watch, sent=sent, step=step, steps=steps, recorder=recorder, pace=pace
     )
 
 
@@ -109,9 +114,7 @@ def compositions(rank):
 
 
 def test_the_first_steps_are_captured_each_by_one_trace_that_serves_both_messages(rank):
-    for _ in range(10):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(10)
     assert [(one.reason, one.step) for one in compositions(rank)][:3] == [
         ("first", 1),
         ("first", 3),
@@ -138,17 +141,13 @@ def test_the_first_steps_are_captured_each_by_one_trace_that_serves_both_message
 
 def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
     monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e-9)
-    for _ in range(20):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(20)
     assert len(compositions(rank)) == FIRST_STEPS
     assert rank.tracker.watchers == ()
     assert not rank.recorder.whole
     answers = []
     rank.watch.want("spike", lambda *answer: answers.append(answer))
-    for _ in range(3):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(3)
     rank.watch.tick()
     assert compositions(rank)[-1].reason == "spike"
     assert answers == [(True, f"step {compositions(rank)[-1].step}", {})]
@@ -158,9 +157,7 @@ def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
 def test_captures_are_rarer_where_the_hub_has_many_ranks_to_analyse(rank, monkeypatch):
     monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e9)
     monkeypatch.setattr(capture_scheduler, "HUB_SECONDS", 1.0)
-    for _ in range(20):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(20)
     assert len(compositions(rank)) == FIRST_STEPS
 
 
@@ -173,9 +170,7 @@ def test_another_user_of_the_recorder_gets_it_and_the_capture_comes_later(rank):
     assert rank.sent == []
     assert rank.tracker.watchers == ()
     rank.recorder.owner = ""
-    for _ in range(3):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(3)
     assert len(compositions(rank)) == 1
 
 
@@ -184,22 +179,16 @@ def test_a_script_that_records_for_itself_is_left_alone_and_the_asker_is_told(ra
     answers = []
     rank.watch.want("asked", lambda *answer: answers.append(answer))
     assert answers == [(False, "the script records memory history itself; it is left alone", {})]
-    for _ in range(3):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(3)
     assert rank.sent == []
 
 
 def test_with_events_off_a_rank_is_captured_on_request_and_the_recorder_is_off_again(rank):
     rank.watch._wanted = False
-    for _ in range(3):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(3)
     assert (rank.sent, rank.recorder.mode) == ([], "off")
     rank.watch.want("asked", lambda *_: None)
-    for _ in range(3):
-        rank.watch.tick()
-        rank.step()
+    rank.steps(3)
     rank.watch.tick()
     assert [one.reason for one in compositions(rank)] == ["asked"]
     assert rank.recorder.mode == "off"

@@ -7,28 +7,16 @@ from collections.abc import Callable
 import pytest
 from ftmon.protocol.messages.telemetry import Goodbye
 from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.annotations import PhaseMarks
 from ftmon.trainer.probe.oom.history import OomHistory
 from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.phases.outbox import Outbox
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.stop_request import StopRequest
-from ftmon.trainer.probe.phases.tracker import Counts
-from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
-from ftmon.trainer.probe.rank.trained import Trained
 from ftmon.trainer.probe.start.ending import _Ending
 
 Told = Callable[[], tuple[str, str]]
-
-
-@pytest.fixture
-def training() -> Training:
-    rank = RankContext(0, 0, 1, RunDir("run"))
-    return Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
 
 
 @pytest.fixture
@@ -39,11 +27,8 @@ def told(training: Training, monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.delattr(sys, "last_value", raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
     stop, outbox = StopRequest(), training.outbox
-    publisher = Publisher(
-        *(training.rank, training.introduction, training.trained, training.tracker, outbox, Pace(), stop),
-        *(Hold(RunOptions()), OomHistory(), PhaseMarks(), lambda: None),
-    )
-    ending = _Ending(training.rank, training, stop, publisher)
+    publisher = Publisher(training, Pace(), stop, Hold(RunOptions()), OomHistory(), PhaseMarks())
+    ending = _Ending(training, stop, publisher)
     ending.hook_exceptions()
     monkeypatch.setattr(publisher, "finish", lambda: None)  # its thread does not run
 

@@ -4,16 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.probe import active
 from ftmon.trainer.probe.hooks.transformers import install_modeling
-from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.phases import tracker
-from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.tracker import Counts
-from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
-from ftmon.trainer.probe.rank.trained import Trained
 
 
 class Batches:
@@ -26,9 +17,8 @@ class Batches:
 class Loop:
     """A plain loop, whose forwards no hook sees."""
 
-    def __init__(self):
-        rank = RankContext(0, 0, 1, RunDir("run"))
-        self.training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
+    def __init__(self, training):
+        self.training = training
         self.loading, self.steps = self.training.loading, self.training.micro_steps
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -65,9 +55,8 @@ class Loop:
 
 
 @pytest.fixture
-def loop(monkeypatch):
-    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # phases of any length count, however fast this machine is
-    loop = Loop()
+def loop(training):
+    loop = Loop(training)
     loop.epoch()
     return loop
 
@@ -128,9 +117,8 @@ class PreTrained(torch.nn.Linear):
         pass
 
 
-def test_a_model_that_has_its_own_eval_is_evaluated_from_it_to_train(loop, monkeypatch):
+def test_a_model_that_has_its_own_eval_is_evaluated_from_it_to_train(loop):
     install_modeling(SimpleNamespace(PreTrainedModel=PreTrained))
-    monkeypatch.setattr(active, "training", loop.training)
     model = PreTrained(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop.training.updates.found_optimizer(optimizer)

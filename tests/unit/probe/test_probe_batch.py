@@ -15,33 +15,28 @@ def tokens(notes):
     return sum(device_values.read_count(count) for count in notes.tokens)
 
 
-def test_pads_are_not_tokens_where_a_mask_says_so():
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[1, 5:] = 0
-    notes = noted(input_ids=ids, attention_mask=mask)
-    assert (notes.shape, notes.samples, tokens(notes), notes.padded_tokens) == ([2, 8], 2, 13, 16)
+LONG = torch.zeros(2, 8, dtype=torch.long)
+PADDED = torch.ones_like(LONG)
+PADDED[1, 5:] = 0
 
 
-def test_without_a_mask_every_position_counts():
-    notes = noted(torch.zeros(2, 8, dtype=torch.long))
-    assert (tokens(notes), notes.padded_tokens) == (16, 16)
-
-
-def test_a_dictionary_given_as_argument_is_looked_into():
-    ids = torch.zeros(4, 3, dtype=torch.long)
-    notes = noted({"labels": ids, "input_ids": ids, "attention_mask": torch.ones(4, 3, dtype=torch.bool)})
-    assert (notes.shape, tokens(notes)) == ([4, 3], 12)
-
-
-def test_a_causal_mask_of_four_dimensions_is_no_list_of_pads():
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    assert tokens(noted(input_ids=ids, attention_mask=torch.zeros(2, 1, 8, 8))) == 16
-
-
-def test_pictures_have_samples_and_no_tokens():
-    notes = noted(torch.zeros(5, 3, 4, 4))
-    assert (notes.shape, notes.samples, notes.padded_tokens, notes.tokens) == ([5, 3, 4, 4], 5, 0, [])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "shape", "samples", "counted", "padded"),
+    [
+        ((), {"input_ids": LONG, "attention_mask": PADDED}, [2, 8], 2, 13, 16),
+        ((LONG,), {}, [2, 8], 2, 16, 16),
+        (({"labels": LONG, "input_ids": LONG, "attention_mask": PADDED.bool()},), {}, [2, 8], 2, 13, 16),
+        # A causal mask of four dimensions is no list of pads.
+        ((), {"input_ids": LONG, "attention_mask": torch.zeros(2, 1, 8, 8)}, [2, 8], 2, 16, 16),
+        ((torch.zeros(5, 3, 4, 4),), {}, [5, 3, 4, 4], 5, 0, 0),
+        (("text", [], None), {"flag": True}, [], 0, 0, 0),
+    ],
+)
+def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says_so(
+    args, kwargs, shape, samples, counted, padded
+):
+    notes = noted(*args, **kwargs)
+    assert (notes.shape, notes.samples, tokens(notes), notes.padded_tokens) == (shape, samples, counted, padded)
 
 
 def test_the_largest_micro_batch_gives_the_shape():
@@ -49,10 +44,6 @@ def test_the_largest_micro_batch_gives_the_shape():
     for length in (4, 9, 6):
         batch.note(notes, ((torch.zeros(2, length, dtype=torch.long),), {}), is_forward=True)
     assert (notes.shape, notes.samples, notes.padded_tokens) == ([2, 9], 6, 38)
-
-
-def test_a_call_without_tensors_leaves_nothing():
-    assert noted("text", [], None, flag=True).shape == []
 
 
 def test_scalars_are_read_as_they_were_when_fetched():
@@ -67,12 +58,10 @@ def test_scalars_are_read_as_they_were_when_fetched():
 
 
 def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
-    ids, mask = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
-    mask[0, 6:] = 0
     notes = Notes()
-    batch.note(notes, {"input_ids": ids, "attention_mask": mask}, is_forward=False, later=True)
+    batch.note(notes, {"input_ids": LONG, "attention_mask": PADDED}, is_forward=False, later=True)
     assert not isinstance(notes.tokens[0], int)
-    assert tokens(notes) == 14
+    assert tokens(notes) == 13
 
 
 class Graphs:

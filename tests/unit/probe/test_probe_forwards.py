@@ -4,14 +4,7 @@ import copy
 
 import pytest
 import torch
-from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
-from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.tracker import Counts
-from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
-from ftmon.trainer.probe.rank.trained import Trained
 
 
 class Wrapper(torch.nn.Module):
@@ -29,12 +22,8 @@ Wrapper.__name__ = "DistributedDataParallel"
 
 
 @pytest.fixture
-def loop(monkeypatch):
-    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # phases of any length count, however fast this machine is
-
+def loop(training):
     class Loop:
-        rank = RankContext(0, 0, 1, RunDir("run"))
-        training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
         loading, steps, updates = training.loading, training.micro_steps, training.updates
         policy = Wrapper(torch.nn.Linear(2, 2))
         reference = Wrapper(copy.deepcopy(policy.module)).eval()
@@ -53,14 +42,15 @@ def loop(monkeypatch):
             self.steps.went_backward()
 
         def update(self):
-            marks = self.training.tracker.marks
-            self.updates.updating(None)
+            marks = training.tracker.marks
+            self.updates.updating(None, self.optimizer)
             self.updates.updated()
             names = [mark.phase for mark in marks[:-1]]
             return [name for at, name in enumerate(names) if name != "init" and (not at or names[at - 1] != name)]
 
     loop = Loop()
-    loop.training.state.forward_by = "parallel"
+    loop.training = training
+    training.state.forward_by = "parallel"
     loop.updates.found_optimizer(loop.optimizer)
     return loop
 

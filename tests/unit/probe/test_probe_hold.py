@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from ftmon.protocol.run.run_options import RunOptions
-from ftmon.trainer.probe.oom.allocation_failure import frames_of, frames_to
+from ftmon.trainer.probe.oom.allocation_failure import frames_of
 from ftmon.trainer.probe.oom.console import OUTPUT_LIMIT, Console
 from ftmon.trainer.probe.oom.hold import Hold
+from ftmon.trainer.probe.oom.report import frames_to
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 HOLDS = {"on_oom": "hold", "allow_console": True}
@@ -71,14 +72,9 @@ def test_a_held_thread_waits_until_it_is_released_and_goes_on_with_what_it_had()
     assert one.hold.release() is False
 
 
-def test_it_lets_go_by_itself_after_its_time() -> None:
-    one = Held({"on_oom": "hold", "hold_timeout": 0.05})
-    one.thread.join(SECONDS)
-    assert one.result == ((256, 1024), 3)
-
-
-def test_without_the_option_nothing_waits() -> None:
-    one = Held({})
+@pytest.mark.parametrize("options", [{"on_oom": "hold", "hold_timeout": 0.05}, {}])
+def test_it_lets_go_by_itself_after_its_time_and_waits_for_nothing_without_the_option(options: dict[str, Any]) -> None:
+    one = Held(options)
     one.thread.join(SECONDS)
     assert one.result == ((256, 1024), 3)
 

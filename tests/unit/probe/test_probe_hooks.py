@@ -7,28 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.hooks import parallel
-from ftmon.trainer.probe.hooks import torch as hooks
 from ftmon.trainer.probe.hooks.callback import callback_class
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.stop_request import StopRequest
-from ftmon.trainer.probe.phases.tracker import Counts
-from ftmon.trainer.probe.probe import Probe
-from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
-from ftmon.trainer.probe.rank.trained import Trained
-
-
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch) -> Training:
-    rank = RankContext(0, 0, 1, RunDir("run"))
-    training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
-    monkeypatch.setattr(active, "training", training)
-    monkeypatch.setattr(active, "probe", Probe(0, training, StopRequest()))
-    return training
 
 
 class Unsized:
@@ -82,7 +64,7 @@ def test_an_optimizer_for_each_task_says_once_what_they_train(training: Training
 
     def sent(model: torch.nn.Module) -> int:
         before = len(training.outbox.items)
-        hooks._report_optimized(training, torch.optim.SGD(model.parameters(), lr=0.1), sys._getframe())
+        active.events.made_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), sys._getframe())
         training.tracker.step += 1
         return len(training.outbox.items) - before
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from ftmon.trainer.probe.frame_locals import frame_locals
-from ftmon.trainer.probe.phases.updater_names import name_of
 from ftmon.trainer.probe.rank.model import dtype_of
 from ftmon.trainer.probe.rank.optimized import Optimized
 from ftmon.trainer.probe.rank.trained import Trained
@@ -118,54 +117,3 @@ def test_what_a_script_has_made_with_exec_is_there_afterwards():
     exec("made = 3")
     look(sys._getframe())
     assert sys.version_info >= (3, 13) or eval("made") == 3
-
-
-def test_an_optimizer_is_called_what_the_script_calls_it_or_its_wrapper():
-    class AcceleratedOptimizer:
-        def __init__(self, inner: SGD) -> None:
-            self.optimizer = inner
-
-    class Trainer:
-        def __init__(this) -> None:  # noqa: N805
-            this.policy = SGD(Generator(2, 2).parameters(), lr=0.1)
-
-        def name(this) -> str:  # noqa: N805
-            return name_of(this.policy, sys._getframe())
-
-    wrapped = AcceleratedOptimizer(SGD(Critic(2, 2).parameters(), lr=0.1))
-    assert name_of(wrapped.optimizer, sys._getframe()) == "wrapped"
-    assert Trainer().name() == "policy"
-
-
-def test_an_optimizer_in_a_collection_or_an_object_is_called_by_its_key_its_place_or_the_object():
-    def make() -> SGD:
-        return SGD(Critic(2, 2).parameters(), lr=0.1)
-
-    def name(_: SGD) -> str:
-        return name_of(_, sys._getframe(1))
-
-    class Agent:
-        def __init__(self) -> None:
-            self.optimizer, self.temperature = make(), make()
-
-    class Trainer:
-        def __init__(this) -> None:  # noqa: N805
-            this.actor = Agent()
-            this.by_name, this.by_model = {"trunk": make(), "head": this.actor.optimizer}, {Critic(2, 2): make()}
-
-        def names(this, *rest: SGD) -> list[str]:  # noqa: N805
-            listed = [make(), *rest]
-            found = [*map(name, listed), name(this.actor.temperature), *map(name, this.by_model.values())]
-            found += map(name, this.by_name.values())
-            del this.by_name
-            return [*found, name(this.actor.optimizer)]
-
-    def names_in_a_loop() -> list[str]:
-        found: list[str] = []
-        for turn in map(lambda _: make(), range(2)):  # noqa: C417
-            found.append(name(turn))
-        return found
-
-    found = Trainer().names(make())
-    assert found == ["listed[0]", "listed[1]", "actor.temperature", "by_model", "trunk", "head", "actor"]
-    assert names_in_a_loop() == ["turn", "turn"]

@@ -1,6 +1,7 @@
 """Waiting that no wrapper of a call sees: the probe's clock around DDP's reducer, and its way into a step's message."""
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from ftmon.trainer.probe import active
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.hooks import reducer
 from ftmon.trainer.probe.link import step_message
+from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import marks as raw
 from ftmon.trainer.probe.phases.tracker import Counts
 
@@ -18,16 +20,13 @@ WAIT_S = 0.08
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+def counts(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     """A probe that watches this thread, with a model in DDP."""
     counts = Counts()
-    tracker = SimpleNamespace(cost_ns=0, phase="backward", notes=raw.Notes())
-    guard = SimpleNamespace(disable=pytest.fail)
-    training = SimpleNamespace(tracker=tracker, device=SimpleNamespace(events=None), guard=guard)
     monkeypatch.setattr(active, "counts", counts)
-    monkeypatch.setattr(reducer, "mine", lambda: training)
     monkeypatch.setattr(reducer, "_watching", True)
-    return counts
+    yield counts
+    assert training.guard.enabled
 
 
 class Compute(torch.autograd.Function):

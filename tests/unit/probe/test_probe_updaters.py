@@ -1,13 +1,14 @@
-"""Steps of loops with several optimizers, from real optimizers that update parameters without gradients."""
+"""Whose updates are the steps, from real optimizers that update parameters without gradients."""
+
+import gc
 
 import pytest
 import torch
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import MOST_UPDATES, step_message
-from ftmon.trainer.probe.phases import rounds
+from ftmon.trainer.probe.phases import updaters as module
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
-from ftmon.trainer.probe.phases.updaters import Updaters
-from ftmon.trainer.probe.values.losses import note_loss
+from ftmon.trainer.probe.phases.updaters import OTHERS, Updaters
 
 
 class CountingMemory:
@@ -23,35 +24,46 @@ class CountingMemory:
         return Reading(0, 0, 0, 0)
 
 
+class Engine(torch.nn.Module):
+    """As DeepSpeed's, it has the model inside."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+
 class Loop:
     """A training loop whose backward passes and updates are only reported."""
 
     def __init__(self):
         self.memory = CountingMemory()
         self.steps = []
+        self.met = []
         self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
-        self.updaters = Updaters(self.tracker, self.steps.append, lambda: None)
-
-    def optimizer(self, lr=0.1):
-        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
-        self.updaters.made(made)
-        return made
+        self.updaters = Updaters(self.tracker, self.met.append)
 
     def backward(self, loss=1.0):
         self.tracker.enter("backward")
         self.tracker.notes.micro_steps += 1
-        self.tracker.notes.losses.append(note_loss(torch.tensor(loss)))
+        self.tracker.notes.losses.append(loss)
 
-    def update(self, optimizer):
-        self.updaters.begin(optimizer)
+    def update(self, by, loss=None, number=None):
+        if loss is not None:
+            self.backward(loss)
         self.tracker.enter("optimizer")
-        self.tracker.notes.lr = optimizer.param_groups[0]["lr"]
-        self.updaters.end(None)
+        self.tracker.notes.lr = getattr(by, "defaults", {}).get("lr")
+        self.updaters.end(by, number)
 
-    def updates(self):
-        """Number of each step's backward passes and updates."""
-        self.updaters.flush()
-        return [(raw.notes.micro_steps, max(1, len(raw.notes.parts))) for raw in self.steps]
+    def messages(self):
+        return [step_message(raw, 0, self.memory.read, 0) for raw in self.steps]
+
+    def losses(self):
+        """Return each step's loss and those of its optimizers."""
+        return [(step.loss, {each.name: each.loss for each in step.updates}) for step in self.messages()]
+
+
+def optimizer(kind=torch.optim.SGD, lr=0.1):
+    return kind([torch.nn.Parameter(torch.ones(1))], lr=lr)
 
 
 @pytest.fixture
@@ -59,107 +71,115 @@ def loop():
     return Loop()
 
 
-def test_an_optimizer_for_each_of_many_parameters_makes_one_step_of_a_round_at_a_linear_cost(loop, monkeypatch):
-    compared = []
-    original = rounds._common_loops
-    monkeypatch.setattr(rounds, "_common_loops", lambda *sites: compared.append(sites) or original(*sites))
-    judged = []
-    begins = rounds.Rounds._begins
-    monkeypatch.setattr(rounds.Rounds, "_begins", lambda *given: judged.append(given) or begins(*given))
-    optimizers = [loop.optimizer() for _ in range(300)]
-    for _ in range(4):
-        loop.backward()
-        for optimizer in optimizers:
-            loop.update(optimizer)
-    assert loop.updates() == [(1, 300)] * 4
-    assert len(compared) < 10
-    assert len(judged) < 4 * 310
-    assert loop.memory.samples < 4 * 50
-    message = step_message(loop.steps[-1], 0, loop.memory.read, 0)
-    assert len(message.updates) == MOST_UPDATES
-    assert message.phase("optimizer").count == 300
-
-
-def test_an_inner_loop_that_makes_many_updates_is_one_over_data(loop):
-    inner, second, outer = (loop.optimizer() for _ in range(3))
-    turns = rounds.INNER_LIMIT + 10
-    for _ in range(2):
-        loop.backward()
-        loop.update(outer)
-        for _ in range(turns):
-            loop.backward()
-            loop.update(inner)
-            loop.update(second)
-    assert loop.updates() == [(2, 3), *[(1, 2)] * (turns - 1)] * 2
-
-
-def test_an_optimizer_made_at_its_first_update_joins_the_step_that_has_just_ended(loop):
-    optimizers = {}
-    for turn in range(10):
-        loop.backward()
-        for name in "abc" if turn < 5 else "abcd":
-            if name not in optimizers:
-                optimizers[name] = loop.optimizer()
-            loop.update(optimizers[name])
-    assert loop.updates() == [(1, 1), *[(1, 3)] * 4, (1, 3), *[(1, 4)] * 4]
-    assert {raw.notes.first for raw in loop.steps[1:]} == {id(optimizers["a"])}
-
-
-def test_a_second_optimizer_that_trains_after_the_first_makes_steps_of_its_own_from_its_first_update_on(loop):
-    first = loop.optimizer()
-    for _ in range(3):
-        loop.backward()
-        loop.update(first)
-    second = loop.optimizer()
-    for _ in range(3):
-        loop.backward()
-        loop.update(second)
-    assert loop.updates() == [(1, 1)] * 6
-
-
-def test_short_lived_optimizers_that_update_in_one_line_share_no_step(loop):
-    outer = loop.optimizer()
-    loop.backward()
-    loop.update(outer)
-    inner = None
-    for _ in range(4):
-        inner = loop.optimizer()  # the one before is freed
-        for _ in range(2):
-            loop.backward()
-            loop.update(inner)
-    assert loop.updates() == [(1, 1)] * 9
-
-
-def test_a_last_stage_whose_data_is_exhausted_has_as_many_steps_as_updates(loop):
-    first, second = loop.optimizer(), loop.optimizer()
-
-    def warm_up():
-        for _ in range(2):
-            loop.backward()
-            loop.update(first)
-        loop.updaters.exhausted()
-
-    def train():
-        for _ in range(3):
-            loop.backward()
-            loop.update(second)
-        loop.updaters.exhausted()
-
-    for stage in (warm_up, train):
-        stage()
-    assert loop.updates() == [(1, 1)] * 5
-
-
-def test_the_learning_rate_is_that_of_the_first_of_the_run_also_where_another_updates_before_it(loop):
-    sometimes, always = loop.optimizer(0.001), loop.optimizer(0.002)
-    for turn in range(6):
-        loop.backward(float(turn))
-        loop.tracker.notes.grad_norm = turn + 0.5
-        if turn % 2 == 1:
-            loop.update(sometimes)
-        loop.update(always)
-    loop.updaters.flush()
-    messages = [step_message(raw, 0, loop.memory.read, 0) for raw in loop.steps]
-    assert [(message.loss, message.lr, message.grad_norm) for message in messages] == [
-        (turn, 0.002, turn + 0.5) for turn in range(6)
+def test_a_step_is_an_update_of_the_first_optimizer_and_has_the_losses_of_both(loop):
+    critic, actor = optimizer(lr=0.2), optimizer(torch.optim.Adam)
+    for turn in range(3):
+        loop.update(critic, 1.0 + turn)
+        loop.update(actor, 10.0 + turn)
+    assert loop.losses() == [
+        (1.0, {}),
+        (2.0, {"Adam": 10.0, "SGD": 2.0}),
+        (3.0, {"Adam": 11.0, "SGD": 3.0}),
     ]
+    last = loop.messages()[-1]
+    assert (last.step, last.lr, last.micro_steps) == (3, 0.2, 2)
+    assert last.phase("optimizer").count == 2
+
+
+def test_a_backward_and_a_clipping_for_several_updates_are_the_step_s(loop):
+    first, second = optimizer(), optimizer()
+    loop.update(first)
+    loop.backward(5.0)
+    loop.tracker.notes.grad_norm = 0.5
+    loop.update(second)
+    loop.update(first)
+    step = loop.messages()[-1]
+    assert (step.loss, step.grad_norm, [each.name for each in step.updates]) == (5.0, 0.5, ["SGD 2", "SGD"])
+
+
+def test_the_optimizer_that_the_script_names_owns_the_steps_for_as_long_as_it_exists(loop):
+    named, other = optimizer(), optimizer()
+    loop.updaters.watch(named)
+    for _ in range(OTHERS + 1):
+        loop.update(other)
+    assert not loop.steps
+    loop.update(named)
+    assert len(loop.steps) == 1
+    del named
+    gc.collect()
+    loop.update(other)
+    assert len(loop.steps) == 2
+
+
+def test_an_engine_owns_the_steps_also_where_an_optimizer_has_stepped_before_it(loop):
+    bare, engine, second = optimizer(), Engine(torch.nn.Linear(1, 1)), Engine(torch.nn.Bilinear(1, 1, 1))
+    loop.update(bare)
+    for number in (7, 8):
+        loop.update(engine, 2.0, number)
+        loop.update(second, 3.0, 70)
+        loop.update(bare, 4.0)
+    assert [raw.number for raw in loop.steps] == [1, 7, 8]
+    assert loop.losses()[-1] == (2.0, {"Bilinear": 3.0, "SGD": 4.0, "Linear": 2.0})
+    assert loop.met == [[engine.module, second.module]]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_engine_that_is_made_later_owns_the_steps_unless_one_is_named(loop, named):
+    first, later = Engine(torch.nn.Linear(1, 1)), Engine(torch.nn.Linear(1, 1))
+    loop.update(first)
+    if named:
+        loop.updaters.watch(first)
+    loop.updaters.made_engine()
+    loop.update(later)
+    assert len(loop.steps) == (1 if named else 2)
+
+
+def test_a_second_optimizer_that_trains_after_the_first_owns_the_steps_in_the_end(loop):
+    first, second = optimizer(), optimizer()
+    loop.update(first)
+    for _ in range(OTHERS + 2):
+        loop.update(second)
+    assert len(loop.steps) == 4
+    assert loop.messages()[1].updates[0].count == OTHERS
+
+
+def test_short_lived_optimizers_own_their_steps(loop):
+    for _ in range(4):
+        inner = optimizer()
+        for _ in range(2):
+            loop.update(inner, 1.0)
+        del inner
+        gc.collect()
+    assert loop.losses() == [(1.0, {})] * 8
+
+
+@pytest.mark.parametrize(
+    ("seconds", "same_model", "numbers"), [(9, False, [1, 2, 1]), (9, True, [1, 2, 3]), (1, False, [1, 2, 3])]
+)
+def test_another_training_counts_its_steps_from_1(loop, monkeypatch, seconds, same_model, numbers):
+    now = [0]
+    monkeypatch.setattr(module, "perf_counter_ns", lambda: now[0])
+    model = torch.nn.Linear(1, 1)
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.update(first)
+    loop.update(first)
+    now[0] += seconds * 10**9
+    if not same_model:
+        del model
+    del first
+    gc.collect()
+    second = optimizer() if not same_model else torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.update(second)
+    assert [raw.number for raw in loop.steps] == numbers
+
+
+def test_an_optimizer_for_each_of_many_parameters_costs_few_memory_samples(loop):
+    optimizers = [optimizer() for _ in range(300)]
+    for _ in range(4):
+        loop.backward()
+        for each in optimizers:
+            loop.update(each)
+    assert len(loop.steps) == 4
+    assert loop.memory.samples < 4 * 50
+    last = loop.messages()[-1]
+    assert (len(last.updates), last.phase("optimizer").count, last.loss) == (MOST_UPDATES, 300, 1.0)

@@ -12,30 +12,23 @@ from ftmon.protocol.run.run_options import RunOptions
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.link.publisher import Publisher
+from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.annotations import PhaseMarks
 from ftmon.trainer.probe.oom.history import OomHistory
 from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.phases.outbox import Outbox
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.stop_request import StopRequest
-from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
-from ftmon.trainer.probe.rank.trained import Trained
 
 
 class Sent:
     """A publisher whose thread does not run: the test calls it, and receives from its socket."""
 
     def __init__(self, context: "zmq.Context[Any]", place: Path) -> None:
-        rank = RankContext(0, 0, 1, RunDir(place))
-        outbox = Outbox()
-        self.tracker = Tracker(rank.device.memory, rank.device.mark_event, Counts(), outbox.hand_over_step)
-        self.outbox = outbox
-        self.publisher = Publisher(
-            *(rank, Introduction(rank), Trained(), self.tracker, outbox, Pace(), StopRequest(), Hold(RunOptions())),
-            *(OomHistory(), PhaseMarks(), lambda: None),
-        )
+        training = Training(RankContext(0, 0, 1, RunDir(place)), Counts())
+        self.tracker, self.outbox = training.tracker, training.outbox
+        self.publisher = Publisher(training, Pace(), StopRequest(), Hold(RunOptions()), OomHistory(), PhaseMarks())
         self.received = context.socket(zmq.PULL)
         self.received.bind("inproc://telemetry")
         self.publisher._telemetry = context.socket(zmq.PUSH)

@@ -78,11 +78,6 @@ def locate(stats: Stats, device: int, devices: int) -> Layout | None:
     """Return the address of a device's statistics; None if it is not found.
 
     Call it on the training thread, between its allocations.
-
-    Args:
-        stats: PyTorch's own statistics of this moment.
-        device: the device's index.
-        devices: number of devices that the process sees.
     """
     try:
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

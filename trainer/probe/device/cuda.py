@@ -68,12 +68,7 @@ class ScriptPeaks:
             self._copied = None
 
     def raise_in(self, stats: Stats, layout: Layout | None = None) -> Stats:
-        """Raise every peak in a fresh ``stats`` to its value without the probe's resets; return ``stats``.
-
-        Args:
-            stats: PyTorch's dictionary.
-            layout: of samples that are copies.
-        """
+        """Raise every peak in a fresh ``stats`` to its value without the probe's resets; return ``stats``."""
         self.apply_samples()
         highest = dict(zip(self._places, self._highest, strict=False))
         copied = self._copied

@@ -31,11 +31,7 @@ class Device:
         self.info = self._cpu_info()
 
     def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
-        """Check whether the script has CUDA running; return whether the back end changed.
-
-        Args:
-            on_script_reset: passed to the CUDA back end.
-        """
+        """Check whether the script has CUDA running; return whether the back end changed."""
         import torch
 
         if torch.version.cuda is None:

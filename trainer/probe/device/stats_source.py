@@ -20,13 +20,7 @@ Sample = Stats | bytes
 
 
 class StatsSource:
-    """Samples PyTorch's nested dictionary at first, and copies the numbers behind it once they are found.
-
-    Args:
-        official: PyTorch's own function for the statistics of a device.
-        device: the device's index.
-        devices: number of devices that the process sees.
-    """
+    """Samples PyTorch's nested dictionary at first, and copies the numbers behind it once they are found."""
 
     def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
         self.read: Callable[[], Sample] = self._read_searching

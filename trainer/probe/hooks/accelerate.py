@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from ..active import mine
+from ..events import OnHost
 from ..replace import replace
-from ..values.batch import OnHost
 
 _UNDER_WAY = 2
 """Batches that a loader has fetched when it returns the first of them; earlier ones were left out."""
@@ -24,19 +24,19 @@ def _iterating(original: Any) -> Callable[..., Any]:
         batches = original(self)
         prefetched: deque[OnHost] = deque(maxlen=_UNDER_WAY)
         while True:
-            training = mine()
-            if training is not None:
-                training.loading.prefetching(prefetched)
+            events = mine()
+            if events is not None:
+                events.prefetching(prefetched)
             try:
                 batch = next(batches)
             except BaseException as error:
-                if training is not None:
-                    training.loading.prefetched_all()
+                if events is not None:
+                    events.prefetched_all()
                 if isinstance(error, StopIteration):
                     return
                 raise
-            if training is not None:
-                training.loading.delivered(batch)
+            if events is not None:
+                events.delivered(batch)
             yield batch
 
     return __iter__

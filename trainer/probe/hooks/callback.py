@@ -12,7 +12,6 @@ from typing import Any
 from ..active import switched_on
 from ..api import current
 from ..guard import log_error
-from .trained_model import register_model
 
 
 def _harmless(event: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,21 +49,16 @@ def callback_class() -> Any:
             """Report the plan; start watching the process if it is not watched yet."""
             if self._begin is not None and current() is None:
                 self._begin(args)
-            probe, training = current(), switched_on()
-            if probe is None or training is None:
+            probe, events = current(), switched_on()
+            if probe is None or events is None:
                 return
-            facts, loop, tracker = training.introduction.facts, training.state, training.tracker
-            facts["framework"] = "transformers"
-            facts.setdefault("micro_batch", int(args.per_device_train_batch_size))
-            facts.setdefault("grad_accumulation", int(args.gradient_accumulation_steps))
-            facts.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
-            tracker.step = max(tracker.step, int(state.global_step))
+            defaults = {
+                "micro_batch": int(args.per_device_train_batch_size),
+                "grad_accumulation": int(args.gradient_accumulation_steps),
+                "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            }
             probe.support_stops()
-            if not loop.forward_by:
-                training.micro_steps.expect_forward("trainer")
-            model = kwargs.get("model")
-            if model is not None and not loop.engine_steps:
-                register_model(training, model)
+            events.trainer(kwargs.get("model"), int(state.global_step), defaults)
             total, epochs = int(state.max_steps), _epochs(args, kwargs.get("train_dataloader"))
             probe.plan(
                 total,
@@ -76,7 +70,6 @@ def callback_class() -> Any:
                 checkpoint_at_end=_strategy(args, "save") == "steps",
                 first_step=int(state.global_step),
             )
-            training.outbox.send_hello()
 
         @_harmless
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
+from types import ModuleType
 from typing import Any
 
 from .. import active, guard
@@ -54,7 +55,7 @@ _inside: set[int] = set()
 """Threads inside a wrapped call."""
 
 
-def install() -> None:
+def install(_module: ModuleType | None = None) -> None:
     """Wrap the functions, once, in both modules that have them."""
     distributed: Any = sys.modules.get("torch.distributed")
     core: Any = sys.modules.get("torch.distributed.distributed_c10d")
@@ -74,12 +75,7 @@ def install() -> None:
 
 
 def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:
-    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call.
-
-    Args:
-        real: the function.
-        enter: called before it with its arguments; returns the name. It is the whole cost before the call.
-    """
+    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call."""
     counts = active.counts
 
     def call(*args: Any, **kwargs: Any) -> Any:

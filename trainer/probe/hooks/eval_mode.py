@@ -24,12 +24,10 @@ def evaluating(original: Any) -> Callable[..., Any]:
     def call(self: Module) -> Module:
         global _evaluated
         model = original(self)
-        training = mine()
-        if training is not None:
-            training.manual_updates.go_on()
-            if training.loading.evaluating(self):
-                _evaluated = weakref.ref(self)
-                replace(Module, "train", _training_again)
+        events = mine()
+        if events is not None and events.evaluating(self):
+            _evaluated = weakref.ref(self)
+            replace(Module, "train", _training_again)
         return model
 
     return call
@@ -42,9 +40,9 @@ def _training_again(original: Any) -> Callable[..., Any]:
         if mode and _evaluated is not None and self is _evaluated():
             if Module.train is train:
                 Module.train = original
-            training = mine()
-            if training is not None:
-                training.loading.evaluated(trains=True)
+            events = mine()
+            if events is not None:
+                events.evaluated()
         return original(self, mode)
 
     return train

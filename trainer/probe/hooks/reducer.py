@@ -16,20 +16,17 @@ from typing import Any
 
 from .. import active
 from ..active import mine
-from ..loop.training import Training
+from ..events import TorchEvents
 from ..replace import replace
-
-MOST_WAITS = 32
-"""Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
 
 
 class _Backward:
     """The backward under way; ``computed_ns`` is 0 until this rank has computed its gradients."""
 
-    __slots__ = ("computed_ns", "counted_ns", "event", "training")
+    __slots__ = ("computed_ns", "counted_ns", "event", "events")
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
+    def __init__(self, events: TorchEvents) -> None:
+        self.events = events
         self.computed_ns = 0
         self.counted_ns = 0
         self.event: Any = None
@@ -39,16 +36,16 @@ class _Backward:
         try:
             _queue_callback(self.computed)
         except Exception as error:
-            self.training.guard.disable(error)
+            self.events.guard.disable(error)
 
     def computed(self) -> None:
         """Note that all gradients of this rank are computed; on CUDA a thread of the autograd engine calls this."""
         try:
-            self.event = _mark(self.training)
+            self.event = self.events.wait_begins()
             self.counted_ns = active.counts.host_ns
             self.computed_ns = perf_counter_ns()
         except Exception as error:
-            self.training.guard.disable(error)
+            self.events.guard.disable(error)
 
     def over(self) -> None:
         """Count the time since ``computed`` as waiting; collectives called meanwhile are not counted twice."""
@@ -56,7 +53,7 @@ class _Backward:
             return
         counts = active.counts
         counts.host_ns = max(counts.host_ns, self.counted_ns + perf_counter_ns() - self.computed_ns)
-        _note(self.training, self.event)
+        self.events.waited(self.event)
 
 
 _watching = False
@@ -87,15 +84,15 @@ def _timed_backward(original: Any) -> Callable[..., Any]:
         global _running
         if not _watching:
             return original(tensors, *args, **kwargs)
-        training = mine() if _running is None else None
+        events = mine() if _running is None else None
         handle = None
-        if training is not None:
+        if events is not None:
             start = perf_counter_ns()
-            _running = _Backward(training)
-            handle = _hook(training, _running, tensors)
-            training.tracker.cost_ns += perf_counter_ns() - start
+            _running = _Backward(events)
+            handle = _hook(_running, tensors)
+            events.cost(perf_counter_ns() - start)
         if handle is None:
-            _running = None if training is not None else _running
+            _running = None if events is not None else _running
             return original(tensors, *args, **kwargs)
         running = _running
         try:
@@ -111,21 +108,21 @@ def _timed_backward(original: Any) -> Callable[..., Any]:
 
 def _timed_sync(original: Any) -> Callable[..., Any]:
     def _sync_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if training is None:
+        events = mine()
+        if events is None:
             return original(self, *args, **kwargs)
         counts = active.counts
-        event, counted, start = _mark(training), counts.host_ns, perf_counter_ns()
+        event, counted, start = events.wait_begins(), counts.host_ns, perf_counter_ns()
         try:
             return original(self, *args, **kwargs)
         finally:
             counts.host_ns = max(counts.host_ns, counted + perf_counter_ns() - start)
-            _note(training, event)
+            events.waited(event)
 
     return _sync_buffers
 
 
-def _hook(training: Training, running: _Backward, tensors: Any) -> Any:
+def _hook(running: _Backward, tensors: Any) -> Any:
     """Register ``running.begun`` on the loss and return the handle; None if that is not possible."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "compiled_autograd_enabled", False):
@@ -142,15 +139,3 @@ def _queue_callback(call: Callable[[], None]) -> None:
 
     engine: Any = torch.autograd.Variable
     engine._execution_engine.queue_callback(call)
-
-
-def _mark(training: Training) -> Any:
-    events = training.device.events
-    return events.mark() if events is not None and len(training.tracker.notes.waits) < MOST_WAITS else None
-
-
-def _note(training: Training, begun: Any) -> None:
-    events = training.device.events
-    if begun is not None and events is not None:
-        tracker = training.tracker
-        tracker.notes.waits.append((tracker.phase, begun, events.mark()))

@@ -6,20 +6,16 @@ on another thread, it only calls the original.
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable
-from functools import partial
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
+from ..events import TorchEvents
 from ..guard import log_error
-from ..loop.training import Training
-from ..memory.history import watch_script
 from ..replace import replace, replace_in_package
 from . import eval_mode, reducer
 from .imports import after_import
@@ -27,13 +23,8 @@ from .imports import after_import
 _installed = False
 
 
-def install(become_rank: Callable[[], None]) -> None:
-    """Install every hook, once. PyTorch has been imported.
-
-    Args:
-        become_rank: makes this process a rank if it is to be one and is not yet; called before it makes an optimizer
-            or computes gradients without one.
-    """
+def install(_module: ModuleType) -> None:
+    """Install every hook, once. PyTorch has been imported."""
     global _installed
     if _installed:
         return
@@ -44,13 +35,11 @@ def install(become_rank: Callable[[], None]) -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     reducer.install(torch)
-    watch_script()
     replace(_BaseDataLoaderIter, "__next__", _fetching)
-    replace(torch.autograd, "backward", partial(_backward, become_rank))
-    replace(torch.autograd, "grad", partial(_taking_gradients, become_rank))
-    _keep_scriptable(torch.autograd.backward, torch.autograd.grad)
+    replace(torch.autograd, "backward", _backward)
+    _keep_scriptable(torch.autograd.backward)
     replace(torch, "save", _saving)
-    replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
+    replace(Optimizer, "__init__", _making_optimizer)
     replace(Optimizer, "zero_grad", _zeroing)
     replace(torch.nn.Module, "zero_grad", _zeroing)
     eval_mode.install()
@@ -68,15 +57,14 @@ def install(become_rank: Callable[[], None]) -> None:
     after_import("safetensors.torch", _on_checkpoints)
 
 
-def _keep_scriptable(*functions: Callable[..., Any]) -> None:
-    """Let TorchScript, which finds functions by their ids, find the operators of functions that were replaced."""
+def _keep_scriptable(function: Callable[..., Any]) -> None:
+    """Let TorchScript, which finds functions by their ids, find the operator of a function that was replaced."""
     try:
         from torch.jit._builtins import _find_builtin, _register_builtin
 
-        for function in functions:
-            operator = _find_builtin(inspect.unwrap(function))
-            if operator is not None:
-                _register_builtin(function, operator)
+        operator = _find_builtin(inspect.unwrap(function))
+        if operator is not None:
+            _register_builtin(function, operator)
     except Exception as error:
         log_error("TorchScript does not find replaced functions", error)
 
@@ -86,13 +74,11 @@ def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
 
     def make(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            training = mine()
-            before = training.phases.open_scope(phase) if training is not None else None
-            try:
+            events = mine()
+            if events is None:
                 return original(*args, **kwargs)
-            finally:
-                if training is not None and before is not None:
-                    training.phases.close_scope(before)
+            with events.phase(phase):
+                return original(*args, **kwargs)
 
         return call
 
@@ -112,133 +98,50 @@ def _saving(original: Any) -> Callable[..., Any]:
 
 def _fetching(original: Any) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:  # noqa: N807
-        training = mine()
-        if training is None:
+        events = mine()
+        if events is None:
             return original(self)
-        training.manual_updates.go_on()
-        training.loading.fetching(self)
+        events.fetching(self)
         try:
             found = original(self)
         except StopIteration:
-            training.loading.exhausted(self)
-            training.updates.exhausted()
+            events.exhausted(self)
             raise
-        training.loading.fetched(found)
+        events.fetched(found)
         return found
 
     return __next__
 
 
-def _backward(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
+def _backward(original: Any) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine() or _adopted(updates=False) or _started(become_rank)
-        if training is None or training.state.in_backward:
+        events = mine() or _adopted(updates=False)
+        if events is None or events.in_backward:
             return original(tensors, *args, **kwargs)
         given = tensors if isinstance(tensors, list | tuple) else (tensors,)
         losses = [one for one in given if isinstance(one, Tensor)]  # a graph's edge is a tuple, too
-        _find_manual_updater(training, losses, sys._getframe(1))
-        outermost = training.micro_steps.going_backward(losses)
-        try:
-            found = original(tensors, *args, **kwargs)
-        except BaseException:
-            if outermost:
-                training.micro_steps.failed_backward()
-            raise
-        if outermost:
-            training.micro_steps.went_backward()
-            training.manual_updates.went_backward()
-        return found
+        with events.backward(losses):
+            return original(tensors, *args, **kwargs)
 
     return backward
 
 
-def _taking_gradients(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
-    """Wrap ``autograd.grad``: gradients of one loss by parameters, without a further derivative, train the model."""
-
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if (training is None and active.probe is not None) or (training is not None and training.state.in_backward):
-            return original(outputs, inputs, *args, **kwargs)
-        if not isinstance(inputs, Tensor | list | tuple | dict):
-            inputs = tuple(inputs)  # a model's ``parameters()``, which can be read once
-        create_graph = args[2] if len(args) > 2 else kwargs.get("create_graph")
-        one = outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs
-        several: Any = inputs.values() if isinstance(inputs, dict) else inputs
-        first = inputs if isinstance(inputs, Tensor) else next(iter(several), None)
-        if not (isinstance(one, Tensor) and one.numel() == 1 and isinstance(first, Parameter)) or create_graph:
-            return original(outputs, inputs, *args, **kwargs)
-        training = training or _started(become_rank)
-        if training is None:
-            return original(outputs, inputs, *args, **kwargs)
-        _find_manual_updater(training, [one], sys._getframe(1))
-        outermost = training.micro_steps.taking_gradients(one)
-        try:
-            found = original(outputs, inputs, *args, **kwargs)
-        except BaseException:
-            if outermost:
-                training.micro_steps.failed_backward()
-            raise
-        if outermost:
-            training.micro_steps.went_backward()
-            training.manual_updates.went_backward(taken=True)
-        return found
-
-    return grad
-
-
-def _started(become_rank: Callable[[], None]) -> Training | None:
-    """Make this process a rank if it trains without an optimizer of PyTorch, which would have done that."""
-    if active.probe is not None:
-        return None
-    become_rank()
-    return mine()
-
-
-def _find_manual_updater(training: Training, losses: list[Any], frame: FrameType) -> None:
-    """Report in the rank's hello the model that a script without an optimizer trains, before its first backward."""
-    updater = None if training.state.engine_steps else training.manual_updates.going_backward(losses)
-    if updater is not None:
-        _report_optimized(training, updater, frame)
-
-
-def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
+def _making_optimizer(original: Any) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        become_rank()
+        active.become_rank()
         original(self, *args, **kwargs)
-        training = active.training
-        if training is not None:
-            training.manual_updates.found_optimizer()
-            training.updates.found_optimizer(self)
-        training = mine()
-        if training is not None and not training.state.making_engine:
-            training.loading.evaluated(trains=False)  # the evaluation of an earlier model has ended
-            training.updates.made_updater(self)
-            _report_optimized(training, self, sys._getframe(1))
+        events, own = active.events, mine()
+        if events is not None:
+            events.made_optimizer(self, sys._getframe(1) if own is not None else None)
 
     return __init__
 
 
-def _report_optimized(training: Training, optimizer: Any, frame: FrameType) -> None:
-    """Report in the rank's hello the model that a bare optimizer trains, until a wrapper or engine reports it."""
-    if training.trained.model() is not None or training.state.engine_steps:
-        return
-    try:
-        if training.tracker.step:
-            training.optimized.forget()
-        facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
-        if facts != facts | found:  # a script may make an optimizer for each of its tasks
-            facts.update(found)
-            training.outbox.send_hello()
-    except Exception as error:
-        training.guard.disable(error)
-
-
 def _zeroing(original: Any) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if training is not None:
-            training.manual_updates.zeroing()
-            training.updates.zeroing(self)
+        events = mine()
+        if events is not None:
+            events.zeroing(self)
         return original(self, *args, **kwargs)
 
     return zero_grad
@@ -246,16 +149,8 @@ def _zeroing(original: Any) -> Callable[..., Any]:
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Begin an update; return the arguments with the closure wrapped, so that its work is not the update's."""
-    training = mine()
-    if training is None:
-        training = _adopted()
-        if training is None:
-            return None
-    updates = training.updates
-    training.manual_updates.found_optimizer()
-    if training.state.in_update and updates.updater is not optimizer:
-        return None  # a part of an engine's update, or of another optimizer's
-    return _with_closure(args, kwargs) if updates.begin_update(optimizer) else None
+    events = mine() or _adopted()
+    return _with_closure(args, kwargs) if events is not None and events.stepping(optimizer) else None
 
 
 def _with_closure(args: Any, kwargs: Any) -> Any:
@@ -269,46 +164,25 @@ def _with_closure(args: Any, kwargs: Any) -> Any:
 
 def _closure(original: Any) -> Callable[..., Any]:
     def closure(*args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if training is None or not training.state.in_update:
+        events = mine()
+        if events is None:
             return original(*args, **kwargs)
-        training.updates.open_closure()
-        try:
-            found = original(*args, **kwargs)
-        except BaseException:
-            training.updates.close_closure(failed=True)
-            raise
-        training.updates.close_closure()
-        return found
+        with events.closure():
+            return original(*args, **kwargs)
 
     return closure
 
 
-def _adopted(*, updates: bool = True) -> Training | None:
-    """Make this thread the training thread before the first update, or once the former training thread has ended.
-
-    Args:
-        updates: whether the thread updates; before the first update nothing else shows which thread trains.
-
-    Returns:
-        Receiver of the hooks' reports; None if another thread trains, or there is no probe.
-    """
-    training = switched_on()
-    if training is None or training.state.engine_steps:
-        return None
-    if not training.tracker.step:
-        if not updates:
-            return None
-    elif any(thread.ident == training.guard.thread for thread in threading.enumerate()):
-        return None
-    training.guard.adopt_thread()
-    return training
+def _adopted(*, updates: bool = True) -> TorchEvents | None:
+    """Make this thread the training thread if the former one has ended; return the receiver of its reports."""
+    events = switched_on()
+    return events if events is not None and events.adopt(updates=updates) else None
 
 
 def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    training = mine()
-    if training is not None and training.updates.updater is optimizer:
-        training.updates.end_update(optimizer)
+    events = mine()
+    if events is not None:
+        events.stepped(optimizer)
 
 
 def clipping(original: Any) -> Callable[..., Any]:
@@ -316,9 +190,9 @@ def clipping(original: Any) -> Callable[..., Any]:
 
     def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
-        training = mine()
-        if training is not None and norm is not None and not training.state.engine_steps:
-            training.updates.note_grad_norm(norm)
+        events = mine()
+        if events is not None:
+            events.clipped(norm)
         return norm
 
     return clip_grad_norm_
@@ -326,9 +200,9 @@ def clipping(original: Any) -> Callable[..., Any]:
 
 def _clipping_with(original: Any) -> Callable[..., Any]:
     def clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if training is not None and not training.state.engine_steps:
-            training.updates.note_grad_norm(total_norm)
+        events = mine()
+        if events is not None:
+            events.clipped(total_norm)
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
@@ -339,11 +213,11 @@ def scaling(original: Any) -> Callable[..., Any]:
 
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, *args, **kwargs)
-        training = mine()
-        if training is not None:
+        events = mine()
+        if events is not None:
             loss = args[0] if args else next(iter(kwargs.values()))
             if scaled is not loss:
-                training.micro_steps.note_scaling(scaled, loss)
+                events.scaled(scaled, loss)
         return scaled
 
     return scale
@@ -363,12 +237,11 @@ def _scaled_step(original: Any) -> Callable[..., Any]:
     """Wrap ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
 
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        before = training.updaters.updates if training is not None else 0
-        found = original(self, optimizer, *args, **kwargs)
-        if training is not None and not training.state.engine_steps and training.updaters.updates == before:
-            training.updates.skipped_update(optimizer, getattr(self, "_scale", None))
-        return found
+        events = mine()
+        if events is None:
+            return original(self, optimizer, *args, **kwargs)
+        with events.scaler_step(optimizer, getattr(self, "_scale", None)):
+            return original(self, optimizer, *args, **kwargs)
 
     return step
 

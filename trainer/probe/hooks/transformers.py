@@ -10,7 +10,6 @@ from ..active import mine
 from ..replace import replace
 from .eval_mode import evaluating
 from .torch import scoped
-from .trained_model import report_framework
 
 
 def install_trainer(module: ModuleType) -> None:
@@ -32,22 +31,7 @@ def install_modeling(module: ModuleType) -> None:
 
 def install_generation(module: ModuleType) -> None:
     """Hook into ``GenerationMixin.generate``: outside an evaluation it is the rollout of a step."""
-    replace(module.GenerationMixin, "generate", _generate)
-
-
-def _generate(original: Any) -> Callable[..., Any]:
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        before = None
-        if training is not None and (training.tracker.phase != "eval" or training.loading.evaluated(trains=False)):
-            before = training.phases.open_scope("generate")
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if training is not None and before is not None:
-                training.phases.close_scope(before)
-
-    return generate
+    replace(module.GenerationMixin, "generate", scoped("generate"))
 
 
 def _making(original: Any) -> Callable[..., Any]:
@@ -78,26 +62,12 @@ def _training_step(original: Any) -> Callable[..., Any]:
     """Wrap ``training_step``: report the micro-step, whose loss a ``Trainer`` divides by the accumulation."""
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
-        if training is not None:
-            state = training.state
-            state.sum_losses = True
-            state.normalised_over_ranks = _is_normalised_over_ranks(self, *args, **kwargs)
-            if state.forward_by != "engine":
-                if state.forward_by != "trainer":
-                    training.micro_steps.expect_forward("trainer")
-                    report_framework("transformers", model)
-                training.micro_steps.forwarding(None, (inputs,), {})
-        try:
+        events = mine()
+        if events is None:
+            return original(self, model, inputs, *args, **kwargs)
+        with events.trainer_step(model, inputs, over_ranks=_is_normalised_over_ranks(self, *args, **kwargs)):
             loss = original(self, model, inputs, *args, **kwargs)
-        except BaseException:
-            if training is not None:
-                training.micro_steps.failed_forward()
-            raise
-        # Under DeepSpeed the call above makes the update, before it returns the last micro-step's loss: there the
-        # backpropagated losses count.
-        if training is not None and not training.state.engine_steps:
-            training.micro_steps.trained_micro_step(loss)
+        events.trainer_loss(loss)
         return loss
 
     return training_step

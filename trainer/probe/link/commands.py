@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -18,61 +18,50 @@ from ....protocol.messages.telemetry import Stacks
 from ...host import processes
 from ...host.inspection import activity
 from .. import guard
-from ..memory.capture_context import Answer
+from ..memory.capture_context import Answer, CaptureContext
 from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
-from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
 from . import flight_recorder, locks, source_loops, timed_waits
 from .stack_dump import Dumper
 
 
-class Commands:
-    """Answers each command twice, as in ``protocol.messages.control``: accepted (or the refusal), then its result.
+class Captures(NamedTuple):
+    """What records memory on request."""
 
-    Args:
-        rank: this rank.
-        tracker: the phase machine.
-        pace: usual time of a step.
-        stop: receives a request to stop.
-        hold: the rank's hold at an out-of-memory error.
-        dumper: lets other processes capture its stacks.
-        snapshots: takes memory snapshots.
-        stack_capture: records stacks of one phase.
-        captures: captures one step.
-        send_hello: sends the rank's hello again.
-        send: sends a message.
-    """
+    steps: CaptureScheduler
+    snapshots: Snapshots
+    stacks: StackCapture
+
+    def tick(self) -> None:
+        """Go on with what was requested; called 10 times a second."""
+        for each in self:
+            each.tick()
+
+
+class Commands:
+    """Answers each command twice, as in ``protocol.messages.control``: accepted (or the refusal), then its result."""
 
     def __init__(
         self,
-        rank: RankContext,
-        tracker: Tracker,
-        pace: Pace,
+        context: CaptureContext,
+        captures: Captures,
         stop: StopRequest,
         hold: Hold,
         dumper: Dumper,
-        snapshots: Snapshots,
-        stack_capture: StackCapture,
-        captures: CaptureScheduler,
         send_hello: Callable[[], None],
-        send: Callable[[wire.Message], None],
     ) -> None:
-        self._rank = rank
-        self._tracker = tracker
-        self._pace = pace
+        self._rank = context.rank
+        self._tracker = context.tracker
+        self._pace = context.pace
+        self._send = context.send
+        self._captures = captures
         self._stop_request = stop
         self._hold = hold
         self._dumper = dumper
         self._send_hello = send_hello
-        self._snapshots = snapshots
-        self._stack_capture = stack_capture
-        self._captures = captures
-        self._send = send
         self._answered = 0
 
     def receive(self, socket: Any) -> None:
@@ -118,11 +107,11 @@ class Commands:
             case verbs.Release():
                 answer(*self._release())
             case verbs.Snapshot():
-                self._snapshots.want(verb.reason, answer)
+                self._captures.snapshots.want(verb.reason, answer)
             case verbs.Compose():
-                self._captures.want(verb.reason, answer)
+                self._captures.steps.want(verb.reason, answer)
             case verbs.Arm():
-                self._stack_capture.want(verb.phase, verb.steps, verb.from_step, verb.reason, answer)
+                self._captures.stacks.want(verb.phase, verb.steps, verb.from_step, verb.reason, answer)
             case verbs.Identify():
                 self._send_hello()
                 answer(True, "", {})

@@ -6,7 +6,6 @@ training. It never queries the allocator: a training thread that is stuck in the
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -17,6 +16,7 @@ from ....protocol.messages.telemetry import Goodbye, Heartbeat
 from .. import guard
 from ..device import cuda_graphs
 from ..device.events import has_passed
+from ..loop.training import Training
 from ..memory.annotations import PhaseMarks
 from ..memory.capture_context import CaptureContext
 from ..memory.capture_scheduler import CaptureScheduler
@@ -26,16 +26,11 @@ from ..memory.stack_capture import StackCapture
 from ..oom.history import OomHistory
 from ..oom.hold import Hold
 from ..phases.marks import ClosingRaw, StepRaw
-from ..phases.outbox import Outbox
 from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
-from ..phases.tracker import Tracker
 from ..rank.batch_share import COUNTED_ELSEWHERE
-from ..rank.context import RankContext
-from ..rank.hello import Introduction
-from ..rank.trained import Trained
 from . import run_files
-from .commands import Commands
+from .commands import Captures, Commands
 from .slow_facts import SlowFacts
 from .stack_dump import Dumper
 from .step_message import closing_message, step_message, without_device
@@ -58,45 +53,26 @@ TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
-    """Sends a rank's messages to the hub of its run, which may not be running.
-
-    Args:
-        rank: this rank.
-        introduction: contents of its hello.
-        trained: engine, model and optimizer that it trains.
-        tracker: the phase machine.
-        outbox: items from the training thread.
-        pace: usual time of a step, filled in here.
-        stop: receives a request to stop.
-        hold: the rank's hold at an out-of-memory error.
-        oom_history: figures of earlier steps, filled in here.
-        phase_marks: the phases of the last steps, filled in here.
-        last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
-    """
+    """Sends a rank's messages to the hub of its run, which may not be running."""
 
     def __init__(
         self,
-        rank: RankContext,
-        introduction: Introduction,
-        trained: Trained,
-        tracker: Tracker,
-        outbox: Outbox,
+        training: Training,
         pace: Pace,
         stop: StopRequest,
         hold: Hold,
         oom_history: OomHistory,
         phase_marks: PhaseMarks,
-        last_iterator: Callable[[], Any],
     ) -> None:
         super().__init__(name="ftmon-publisher", daemon=True)
         self.dropped = 0
         """Messages that found the queue full, or that could not be made or encoded."""
         self._logged = False
-        self._rank = rank
-        self._introduction = introduction
-        self._trained = trained
-        self._tracker = tracker
-        self._outbox = outbox
+        self._rank = rank = training.rank
+        self._introduction = training.introduction
+        self._trained = trained = training.trained
+        self._tracker = tracker = training.tracker
+        self._outbox = outbox = training.outbox
         self._steps = outbox.pending
         self._pace = pace
         self._hold = hold
@@ -114,24 +90,10 @@ class Publisher(threading.Thread):
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         captures = CaptureContext(rank, tracker, trained, pace, Recording(), self.send)
-        self._captures = CaptureScheduler(captures)
-        self._snapshots = Snapshots(captures, phase_marks)
-        self._stack_capture = StackCapture(captures)
+        self._captures = Captures(CaptureScheduler(captures), Snapshots(captures, phase_marks), StackCapture(captures))
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
-        self._commands = Commands(
-            rank,
-            tracker,
-            pace,
-            stop,
-            hold,
-            self._dumper,
-            self._snapshots,
-            self._stack_capture,
-            self._captures,
-            outbox.send_hello,
-            self.send,
-        )
-        self._slow_facts = SlowFacts(rank.rank, introduction, tracker, last_iterator)
+        self._commands = Commands(captures, self._captures, stop, hold, self._dumper, outbox.send_hello)
+        self._slow_facts = SlowFacts(rank.rank, self._introduction, tracker, training.loading.last_iterator)
         self._telemetry: Any = None
 
     def finish(self) -> None:
@@ -202,9 +164,7 @@ class Publisher(threading.Thread):
                 self.send(beat)
             self._rank.device.memory.tidy()
             self._captures.tick()
-            self._snapshots.tick()
             self._hold.tick()
-            self._stack_capture.tick()
             if not 0 <= now - self._last_tended < TEND_SECONDS:
                 self._last_tended = now
                 self._tend()
@@ -280,7 +240,7 @@ class Publisher(threading.Thread):
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
         self._send_compiles()
-        self._captures.send_ready()
+        self._captures.steps.send_ready()
 
     def _send_closing(self, raw: StepRaw) -> None:
         """Send the record after the last step; called when the process ends."""
@@ -309,8 +269,8 @@ class Publisher(threading.Thread):
             return
         self.send(step)
         self._last_sent = time.time()
-        self._captures.note_sent(raw.number)
-        self._stack_capture.note(step)
+        self._captures.steps.note_sent(raw.number)
+        self._captures.stacks.note(step)
         self._oom_history.note(step)
         events = device.events
         if events is not None:

@@ -20,14 +20,7 @@ _MOST = 32
 
 
 class SlowFacts:
-    """Reads slowly changing facts; for the publisher thread.
-
-    Args:
-        rank: the rank's number.
-        introduction: has the settings that were sent last.
-        tracker: the phase machine.
-        last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
-    """
+    """Reads slowly changing facts; for the publisher thread."""
 
     def __init__(
         self,

@@ -20,12 +20,7 @@ _FIRST, _LAST = 9, 24
 
 
 class Dumper:
-    """The handler of this process; for the publisher's thread.
-
-    Args:
-        path: where the stacks are written to.
-        training: the training thread, as ``threading.get_ident`` names it.
-    """
+    """The handler of this process; for the publisher's thread."""
 
     def __init__(self, path: Path, training: int) -> None:
         self._path = path
@@ -42,11 +37,7 @@ class Dumper:
         return self.prepared
 
     def _install(self, training: int) -> SelfDump | None:
-        """Register the handler (again if the script has replaced it); None if that fails.
-
-        Args:
-            training: the training thread, as ``threading.get_ident`` names it.
-        """
+        """Register the handler (again if the script has replaced it); None if that fails."""
         self._training = training
         if self._given_up:
             return None

@@ -1,9 +1,9 @@
 """Makes ``Step`` messages from raw marks. All occurrences of a phase in a step are one record. Pure functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ....protocol.messages.telemetry import Closing, PhaseRecord, Span, Step
+from ....protocol.messages.telemetry import Closing, PhaseRecord, Span, Step, Update
 from ....protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
 from ..device import device_values, pinned
 from ..device.events import elapsed_us
@@ -12,7 +12,6 @@ from ..phases.marks import Mark, Notes, StepRaw
 from ..phases.readings import first_of_step, lend_events, readings
 from ..rank.batch_share import WHOLE, BatchShare
 from ..values import batch, losses
-from . import parts
 
 IDLE_SHARE = 0.05
 IDLE_BYTES = 16 * 2**20
@@ -27,21 +26,6 @@ _FIGURES = (0, 2, 4, 6, 8)
 
 class _Phase:
     """One phase under construction. ``figures``: start, end and peak of allocated, reserved, active and so on."""
-
-    __slots__ = (
-        "allocated_bytes",
-        "allocations",
-        "collective_ns",
-        "collectives",
-        "count",
-        "device_us",
-        "figures",
-        "frees",
-        "host_ns",
-        "name",
-        "start_ns",
-        "waited_us",
-    )
 
     def __init__(self, name: str, start_ns: int, at_start: Reading) -> None:
         self.name = name
@@ -128,8 +112,11 @@ def step_message(
     """
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
-    updates, own = parts.read_parts(notes) if notes.parts else ([], None)
-    loss = losses.step_loss(notes) if own is None else own.loss  # before micro_steps, which it corrects
+    loss = losses.step_loss(notes)  # before micro_steps, which it corrects
+    updates = losses.updates(notes)
+    own = updates.get(notes.owner)
+    if own is not None and loss is None:
+        loss = own.loss if own.loss is not None else _first([each.loss for each in updates.values()])
     share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
@@ -146,7 +133,7 @@ def step_message(
         micro_steps=max(1, notes.micro_steps),
         loss=loss,
         lr=device_values.read(notes.lr) if own is None else own.lr,
-        grad_norm=device_values.read(notes.grad_norm) if own is None else own.grad_norm,
+        grad_norm=device_values.read(notes.grad_norm) if own is None else _norm(own, updates.values()),
         loss_scale=device_values.read(notes.loss_scale) if own is None else own.loss_scale,
         overflow=notes.overflow,
         batch_shape=notes.shape,
@@ -158,11 +145,20 @@ def step_message(
         ooms=last.ooms,
         probe_us=raw.cost_ns // 1000,
         dropped=dropped,
-        updates=updates[:MOST_UPDATES],
+        updates=list(updates.values())[:MOST_UPDATES],
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
     )
+
+
+def _norm(own: Update, updates: Iterable[Update]) -> float | None:
+    """Return the owner's gradient norm; where one clipping and one backward were for several, that of the first."""
+    return _first([own.grad_norm, *(each.grad_norm for each in updates)]) if own.loss is None else own.grad_norm
+
+
+def _first(figures: Iterable[float | None]) -> float | None:
+    return next((figure for figure in figures if figure is not None), None)
 
 
 def _samples(notes: Notes) -> int:
@@ -235,17 +231,17 @@ def without_device(raw: StepRaw) -> StepRaw:
 
 
 def _notes_without_device(notes: Notes) -> Notes:
-    notes.losses = losses.without_device(notes.losses, _is_here)
-    notes.reported = [loss for loss in notes.reported if _is_here(loss)]
-    notes.trainer_losses = [loss for loss in notes.trainer_losses if _is_here(loss)]
+    for name in ("losses", "reported", "trainer_losses"):
+        setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
     notes.labels = []
     notes.tokens = [count for count in notes.tokens if not isinstance(count, pinned.Fetched)]
-    for name in ("lr", "grad_norm", "loss_scale"):
-        if not isinstance(getattr(notes, name), int | float):
-            setattr(notes, name, None)
+    for part in (notes, *notes.parts.values()):
+        for name in ("lr", "grad_norm", "loss_scale"):
+            if not isinstance(getattr(part, name), int | float):
+                setattr(part, name, None)
+    for part in notes.parts.values():
+        part.losses = [list(filter(_is_here, losses)) for losses in part.losses]
     notes.waits = []
-    for part in notes.parts:
-        _notes_without_device(part.notes)
     return notes
 
 

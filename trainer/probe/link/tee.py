@@ -45,11 +45,6 @@ class Tee:
 
 
 def tee_output(rank: int, send: Callable[[LogLine], None]) -> None:
-    """Also send everything this process prints through ``sys.stdout`` and ``sys.stderr``.
-
-    Args:
-        rank: the rank's number.
-        send: sends each line; never waits.
-    """
+    """Also send everything this process prints through ``sys.stdout`` and ``sys.stderr``."""
     sys.stdout = Tee(sys.stdout, "out", rank, send)
     sys.stderr = Tee(sys.stderr, "err", rank, send)

@@ -2,34 +2,20 @@
 
 from typing import Any
 
-from ..phases.forwards import Forwards
 from ..phases.marks import BatchesNoted, Mark, Notes
-from ..phases.tracker import Tracker
-from ..rank.trained import Trained
 from ..values import batch
-from .phases import Phases
-from .state import LoopState
+from .state import Loop
 
 
 class EvalMode:
-    """Whether the phase is ``eval`` because of the model's mode; for the training thread alone.
+    """Whether the phase is ``eval`` because of the model's mode; for the training thread alone."""
 
-    Args:
-        tracker: the phase machine.
-        phases: moves between its phases.
-        forwards: knows which models are trained.
-        trained: the engine, whose optimizer may hold other parameters than the model.
-        state: state of the training loop.
-    """
-
-    def __init__(
-        self, tracker: Tracker, phases: Phases, forwards: Forwards, trained: Trained, state: LoopState
-    ) -> None:
-        self._tracker = tracker
-        self._phases = phases
-        self._forwards = forwards
-        self._trained = trained
-        self._state = state
+    def __init__(self, loop: Loop) -> None:
+        self._tracker = loop.tracker
+        self._phases = loop.phases
+        self._forwards = loop.forwards
+        self._trained = loop.trained
+        self._state = loop.state
         self._is_on = False
         self._back_to = "idle"
         self._notes: Notes | None = None

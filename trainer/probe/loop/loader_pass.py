@@ -29,29 +29,7 @@ _PHASES = ("data", "forward", "idle")
 
 
 class LoaderPass:
-    """Follows the batches since the last backward; for the training thread alone.
-
-    Args:
-        tracker: the phase machine.
-        evaluated: called once evaluated batches were removed from the notes.
-    """
-
-    __slots__ = (
-        "_ahead",
-        "_before",
-        "_count",
-        "_data",
-        "_delivered",
-        "_evaluated",
-        "_first",
-        "_key",
-        "_marks",
-        "_notes",
-        "_one_each",
-        "_since",
-        "_sole",
-        "_tracker",
-    )
+    """Follows the batches since the last backward; for the training thread alone."""
 
     def __init__(self, tracker: Tracker, evaluated: Callable[[], None]) -> None:
         self._tracker = tracker
@@ -76,12 +54,9 @@ class LoaderPass:
         """As ``_one_each``, with batches of all dataloaders."""
 
     def fetching(self, again: bool, iterator: Any, trains_on: bool = False) -> None:
-        """Handle a request for a batch.
+        """Handle a request for a batch; ``again``: of the same iterator as the last one.
 
-        Args:
-            again: whether the last batch was of the same iterator.
-            iterator: the dataloader's iterator.
-            trains_on: whether the latest backward's batch was of the same data set.
+        ``trains_on``: the latest backward's batch was of the same data set.
         """
         if again:
             return

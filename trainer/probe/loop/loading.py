@@ -8,65 +8,37 @@ from typing import Any
 
 import torch
 
-from ..guard import guarded
-from ..phases.forwards import Forwards
+from ..guard import guarded, nothing
 from ..phases.marks import Mark
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
-from ..rank.trained import Trained
 from ..values import batch
 from ..values.fetched_batches import FetchedBatches
 from .eval_mode import EvalMode
 from .loader_pass import LoaderPass
-from .phases import Phases
-from .state import LoopState
+from .state import Loop
 
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _nothing() -> None:
-    return None
-
-
 class Loading:
-    """Follows dataloaders and the model's mode, on the training thread alone.
+    """Follows dataloaders and the model's mode, on the training thread alone."""
 
-    Args:
-        rank: this rank.
-        trained: engine, model and optimizer that the rank trains.
-        tracker: the phase machine.
-        phases: moves between its phases.
-        forwards: judges whether a forward is training.
-        state: state of the training loop.
-    """
-
-    def __init__(
-        self,
-        rank: RankContext,
-        trained: Trained,
-        tracker: Tracker,
-        phases: Phases,
-        forwards: Forwards,
-        state: LoopState,
-    ) -> None:
-        self.guard = rank.guard
-        self._device = rank.device
-        self._tracker = tracker
-        self._phases = phases
-        self._forwards = forwards
-        self._state = state
+    def __init__(self, loop: Loop) -> None:
+        self.guard = loop.rank.guard
+        self._device = loop.rank.device
+        self._tracker = tracker = loop.tracker
+        self._phases = loop.phases
+        self._forwards = loop.forwards
+        self._state = loop.state
         self._fetched = FetchedBatches()
-        self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
+        self._eval_mode = EvalMode(loop)
         self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
         self._fetching_ns = 0
         """When the latest fetch began."""
-        self._last_iterator: Callable[[], Any] = _nothing
-        self._data_iterator: Callable[[], Any] = _nothing
+        self._last_iterator: Callable[[], Any] = nothing
+        self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
         """The ``id`` of the data set that the latest backward's batch is of."""
-        self._eval_fetches = 0
-        """Batches fetched from the latest iterator during an evaluation."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
         self._prefetched: deque[batch.OnHost] | None = None
@@ -83,7 +55,7 @@ class Loading:
         tracker, state = self._tracker, self._state
         if tracker.depth or (state.in_update and not state.closures):
             return
-        if tracker.notes.discarded is not None:
+        if tracker.notes.discarded:
             tracker.notes.drop_batch()  # its backward has run; its loss is not the step's
         again = self._last_iterator() is iterator
         trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
@@ -104,7 +76,6 @@ class Loading:
             iterator._ftmon_eval = True
         if not again:
             self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
-            self._eval_fetches = 0
         if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
             iterator._ftmon_eval = True
             self._phases.enter("eval")
@@ -122,8 +93,6 @@ class Loading:
             notes.fetches[key] = notes.fetches.get(key, 0) + 1
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             self._data_iterator = self._last_iterator
-        elif tracker.phase == "eval":
-            self._eval_fetches += 1
         if self._prefetched is not None and not self._state.forward_by:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
@@ -170,7 +139,6 @@ class Loading:
         if self._last_iterator() is iterator and self._prefetched is None:
             self._pass.exhausted()
         tracker = self._tracker
-        self._forwards.exhausted()
         if tracker.phase == "data":
             self._phases.enter("idle")
         elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
@@ -220,13 +188,6 @@ class Loading:
         iterator = self._last_iterator()
         if iterator is not None:
             iterator._ftmon_eval = is_eval
-
-    def train_on_evaluated(self) -> None:
-        """Count batches that appeared to be evaluated as trained on."""
-        iterator, fetches = self._last_iterator(), self._tracker.notes.fetches
-        if iterator is not None:
-            iterator._ftmon_eval = False
-            fetches[id(iterator)] = fetches.get(id(iterator), 0) + self._eval_fetches
 
     def take(self) -> Any:
         """Return the counts of the batch whose forward begins, if it was counted as it was fetched."""

@@ -1,7 +1,6 @@
 """Follows micro-steps: the forward of a batch, and the backward of its loss."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -9,71 +8,31 @@ import torch
 
 from ..device import device_values
 from ..guard import guarded
-from ..phases.forwards import Forwards
 from ..phases.marks import BatchesNoted, Notes
-from ..phases.outbox import Outbox
-from ..phases.rounds import LIBRARIES, call_site, went_back
-from ..phases.tracker import Tracker
-from ..phases.updaters import Updaters
-from ..rank.context import RankContext
-from ..rank.hello import Introduction
 from ..rank.model import dtype_name
-from ..rank.trained import Trained
 from ..values import batch
-from ..values.losses import LossNotes
 from .loading import Loading
 from .one_each import OneEach
-from .phases import Phases
-from .state import LoopState
+from .state import Loop
 
 
 class MicroSteps:
-    """Follows micro-steps, on the training thread alone.
+    """Follows micro-steps, on the training thread alone."""
 
-    Args:
-        rank: this rank.
-        introduction: receives the data type in which autocast computes the forward.
-        trained: engine, model and optimizer that the rank trains.
-        outbox: receives another hello once a forward was seen.
-        tracker: the phase machine.
-        phases: moves between its phases.
-        forwards: judges whether a forward is training.
-        loading: follows the dataloaders.
-        updaters: the engines and optimizers that update.
-        state: state of the training loop.
-    """
-
-    def __init__(
-        self,
-        rank: RankContext,
-        introduction: Introduction,
-        trained: Trained,
-        outbox: Outbox,
-        tracker: Tracker,
-        phases: Phases,
-        forwards: Forwards,
-        loading: Loading,
-        updaters: Updaters,
-        state: LoopState,
-    ) -> None:
-        self.guard = rank.guard
-        self._device = rank.device
-        self._introduction = introduction
-        self._trained = trained
-        self._outbox = outbox
-        self._tracker = tracker
-        self._phases = phases
-        self._forwards = forwards
+    def __init__(self, loop: Loop, loading: Loading, saw_forward: Callable[[str], None]) -> None:
+        self.guard = loop.rank.guard
+        self._device = loop.rank.device
+        self._trained = loop.trained
+        self._tracker = loop.tracker
+        self._phases = loop.phases
+        self._forwards = loop.forwards
+        self._state = loop.state
         self._loading = loading
-        self._updaters = updaters
-        self._state = state
-        self._loss_notes = LossNotes()
-        self._divisors: set[int] = set()
-        """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
+        self._saw_forward = saw_forward
         self._unscaled: tuple[int, Any] | None = None
         self._seen_forward = False
-        self._before: tuple[Notes, int, int, int] | None = None
-        """During a backward: the step's notes, and their counts of micro-steps and both kinds of losses before it."""
+        self._before: tuple[Notes, int, int] | None = None
+        """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
         self._begun: tuple[Any, Notes, BatchesNoted] | None = None
         """From a forward to its backward: the id of its model, the step's notes, and their batches before it."""
         self._forwards_begun = 0
@@ -108,17 +67,14 @@ class MicroSteps:
             if not self._seen_forward:
                 self._see_forward()
             before = tracker.phase
-            knew = self._forwards.recomputes
             kind = self._forwards.judge(module)
-            if self._forwards.recomputes and not knew:
-                self._loading.train_on_evaluated()
             if kind == "eval" and before in ("data", "forward"):
                 self._loading.note_evaluated()
             if kind != "train":
                 return
         self._phases.enter("forward")
         notes = tracker.notes
-        if state.evaluations > 1 or self._is_same_batch():
+        if state.evaluations > 1 or notes.discarded:
             return
         start = perf_counter_ns()
         fetched = self._loading.take()
@@ -145,20 +101,19 @@ class MicroSteps:
         notes.labels = []
 
     @guarded
-    def going_backward(self, losses: Sequence[Any], scaled: bool = False, owner: Any = None) -> bool:
+    def going_backward(self, losses: Sequence[Any], scaled: bool = False) -> bool:
         """Record the start of a backward; return whether it is an outermost one.
 
         Args:
             losses: tensors that it starts from, all of one micro-batch.
-            scaled: whether the losses are known to add up to the step's; otherwise their graphs are read.
-            owner: the engine whose backward it is.
+            scaled: whether the losses are known to add up to the step's although an engine updates.
         """
         tracker, state = self._tracker, self._state
         if state.in_backward:
             return False
         self._begin_backward()
         notes = tracker.notes
-        if self._is_same_batch():
+        if notes.discarded:
             notes.repeats += 1
             return True
         if state.evaluations > 1:
@@ -166,27 +121,11 @@ class MicroSteps:
         start = perf_counter_ns()
         notes.micro_steps += 1
         unscaled, self._unscaled = self._unscaled, None
-        loss = losses[0] if losses else None
-        original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else None
-        notes.sum_losses, notes.divisors = state.sum_losses or scaled, self._divisors
-        notes.added_ranks = state.added_ranks
-        if loss is not None:
-            is_divided = notes.sum_losses or owner is not None or (state.engine_steps and self._updaters.is_sole)
-            self._loss_notes.note(notes, loss, owner, original, is_divided)
-            for place, other in enumerate(losses[1:], 1):
-                self._loss_notes.note(notes, other, owner, None, is_divided, place)
+        notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
+        for loss in losses:
+            original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else loss
+            notes.losses.append(device_values.fetch(original))
         tracker.cost_ns += perf_counter_ns() - start
-        return True
-
-    @guarded
-    def taking_gradients(self, loss: Any) -> bool:
-        """Record the start of ``autograd.grad`` of a loss by parameters; return whether no backward is under way."""
-        state = self._state
-        if state.in_backward:
-            return False
-        self._begin_backward()
-        if state.evaluations <= 1 and not self._is_same_batch():
-            self._loss_notes.note_gradients(self._tracker.notes, loss)
         return True
 
     @guarded
@@ -207,8 +146,8 @@ class MicroSteps:
         self._state.in_backward = False
         notes, before = self._tracker.notes, self._before
         if before is not None and before[0] is notes:
-            notes.micro_steps, losses, gradients = before[1:]
-            del notes.losses[losses:], notes.gradient_losses[gradients:]
+            notes.micro_steps, losses = before[1:]
+            del notes.losses[losses:]
             self._forget_untrained()
         self._before = None
 
@@ -228,7 +167,7 @@ class MicroSteps:
         is_unreported = not self._is_reported and not self._forwards_begun and state.forward_by != "parallel"
         self._one_each.trained(self._forwards_begun)
         self._begun, self._forwards_begun = None, max(0, self._forwards_begun - 1)
-        self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
+        self._before = notes, notes.micro_steps, len(notes.losses)
         is_forward = self._loading.going_backward() or tracker.phase == "idle"
         if (is_unreported or not state.forward_by) and not tracker.depth and is_forward:
             tracker.rename("forward")
@@ -258,22 +197,9 @@ class MicroSteps:
         notes = self._tracker.notes
         notes.restore_batches(batches if trained is notes else BatchesNoted())
 
-    def _is_same_batch(self) -> bool:
-        """Return whether the batch whose gradients were set to zero is used again: no loop has advanced since."""
-        notes = self._tracker.notes
-        if notes.discarded is None:
-            return False
-        if not went_back(notes.discarded, call_site(sys._getframe(2), LIBRARIES)):
-            return True
-        notes.drop_batch()
-        if self._before is not None:
-            self._before = notes, 0, 0, len(notes.gradient_losses)
-        return False
-
     def _see_forward(self) -> None:
         """Record once whether autocast computes the forward, and its data type."""
         self._seen_forward = True
         kind = self._device.info.kind
         enabled = torch.is_autocast_enabled(kind)
-        self._introduction.forward_dtype = dtype_name(torch.get_autocast_dtype(kind)) if enabled else ""
-        self._outbox.send_hello()
+        self._saw_forward(dtype_name(torch.get_autocast_dtype(kind)) if enabled else "")

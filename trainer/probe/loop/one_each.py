@@ -4,8 +4,6 @@
 class OneEach:
     """Counts backwards after one batch and after several; true while most followed one batch."""
 
-    __slots__ = ("_one", "_several")
-
     def __init__(self) -> None:
         self._one = self._several = 0
 

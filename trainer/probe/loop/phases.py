@@ -3,30 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..guard import guarded
+from ..guard import guarded, nothing
 from ..phases.outbox import Outbox
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 
 
-def _nothing() -> None:
-    return None
-
-
 class Phases:
-    """The tracker's interface for the training thread.
-
-    Args:
-        rank: this rank.
-        tracker: the phase machine.
-        outbox: receives another hello once the device is known.
-    """
+    """The tracker's interface for the training thread."""
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
         self.guard = rank.guard
         self.enter: Callable[[str], None] = self._enter_unsettled
         """Moves to a phase; the tracker's own method once the device is settled."""
-        self.met_cuda: Callable[[], None] = _nothing
+        self.met_cuda: Callable[[], None] = nothing
         """Called once, when the script has CUDA running."""
         self._device = rank.device
         self._tracker = tracker
@@ -38,24 +28,16 @@ class Phases:
             self.settle()
         self._tracker.interrupt(phase)
 
+    @guarded
     def open(self, phase: str) -> str:
-        """Begin an explicit phase; the result goes to ``close``."""
+        """Begin an explicit phase; the result, None after an error, goes to ``close``."""
         if not self._device.settled:
             self.settle()
         return self._tracker.open_scope(phase)
 
+    @guarded
     def close(self, before: str) -> None:
         """End an explicit phase."""
-        self._tracker.close_scope(before)
-
-    @guarded
-    def open_scope(self, phase: str) -> str:
-        """Begin an explicit phase from a hook; the result goes to ``close_scope``."""
-        return self.open(phase)
-
-    @guarded
-    def close_scope(self, before: str) -> None:
-        """End an explicit phase from a hook."""
         self._tracker.close_scope(before)
 
     @guarded

@@ -1,24 +1,16 @@
-"""State of the training loop."""
+"""State of the training loop, and what its parts share."""
+
+from dataclasses import dataclass, field
+
+from ..phases.forwards import Forwards
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.trained import Trained
+from .phases import Phases
 
 
 class LoopState:
     """Flags of the training thread; hooks, micro-steps and updates read and write them."""
-
-    __slots__ = (
-        "added_ranks",
-        "calls_module",
-        "closures",
-        "engine_steps",
-        "evaluations",
-        "forward_by",
-        "in_backward",
-        "in_forward",
-        "in_update",
-        "making_engine",
-        "normalised_over_ranks",
-        "rehearsing",
-        "sum_losses",
-    )
 
     def __init__(self) -> None:
         self.in_forward = False
@@ -47,3 +39,16 @@ class LoopState:
         """The loss is divided by the label tokens of all ranks, so ranks count alike in its mean."""
         self.added_ranks = 1.0
         """Ranks whose gradients are added up without a division; their losses add up too. 1: it is their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What the parts that follow the training thread share."""
+
+    rank: RankContext
+    trained: Trained
+    """Engine, model and optimizer that the rank trains."""
+    tracker: Tracker
+    phases: Phases
+    forwards: Forwards
+    state: LoopState = field(default_factory=LoopState)

@@ -1,10 +1,11 @@
-"""The training thread of a rank: everything that its hooks report to."""
+"""The training thread of a rank: the parts behind the events of hooks."""
 
 from collections.abc import Callable
+from typing import Any
 
-from ..guard import guarded
+from ..guard import guarded, nothing
 from ..phases.forwards import Forwards
-from ..phases.marks import ClosingRaw, StepRaw
+from ..phases.marks import ClosingRaw
 from ..phases.outbox import Outbox
 from ..phases.tracker import Counts, Tracker
 from ..phases.updaters import Updaters
@@ -14,57 +15,34 @@ from ..rank.model import describe_models
 from ..rank.optimized import Optimized
 from ..rank.trained import Trained
 from .loading import Loading
-from .manual_updates import ManualUpdates
 from .micro_steps import MicroSteps
 from .phases import Phases
-from .state import LoopState
+from .state import Loop
 from .updates import Updates
 
 
-def _nothing(_error: BaseException) -> None:
-    return None
-
-
 class Training:
-    """Combines the parts that follow the training thread, and passes its steps to the publisher.
+    """Combines the parts that follow the training thread, and passes its steps to the publisher."""
 
-    Args:
-        rank: this rank.
-        introduction: the contents of its hello.
-        trained: filled in by hooks.
-        outbox: receives finished steps.
-        counts: the collective counters.
-    """
-
-    def __init__(
-        self,
-        rank: RankContext,
-        introduction: Introduction,
-        trained: Trained,
-        outbox: Outbox,
-        counts: Counts,
-    ) -> None:
-        device = rank.device
+    def __init__(self, rank: RankContext, counts: Counts) -> None:
         self.rank = rank
         self.guard = rank.guard
-        self.device = device
-        self.introduction = introduction
-        self.trained = trained
+        self.device = device = rank.device
+        self.introduction = Introduction(rank)
+        self.trained = trained = Trained()
         self.optimized = Optimized()
-        self.outbox = outbox
-        self.on_error: Callable[[BaseException], None] = _nothing
+        self.outbox = outbox = Outbox()
+        self.on_error: Callable[[BaseException], None] = nothing
         """Called with every exception that comes through a hook."""
-        self.state = state = LoopState()
-        self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, self._finish_step)
-        self.updaters = updaters = Updaters(tracker, self._finish_step, self._met_updater)
+        self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, outbox.hand_over_step)
+        self.updaters = Updaters(tracker, self._met_engine)
         self.forwards = forwards = Forwards(tracker)
         self.phases = phases = Phases(rank, tracker, outbox)
-        self.loading = loading = Loading(rank, trained, tracker, phases, forwards, state)
-        self.micro_steps = MicroSteps(
-            rank, introduction, trained, outbox, tracker, phases, forwards, loading, updaters, state
-        )
-        self.manual_updates = ManualUpdates(rank.guard, tracker, forwards, self._finish_step)
-        self.updates = Updates(rank.guard, trained, tracker, phases, forwards, updaters, state)
+        loop = Loop(rank, trained, tracker, phases, forwards)
+        self.state = loop.state
+        self.loading = Loading(loop)
+        self.micro_steps = MicroSteps(loop, self.loading, self._saw_forward)
+        self.updates = Updates(loop, self.updaters)
 
     @guarded
     def saw_error(self, error: BaseException) -> None:
@@ -74,17 +52,14 @@ class Training:
     @guarded
     def hand_over_closing(self) -> None:
         """Pass the record after the last step to the publisher; the process is about to end."""
-        self.updaters.flush()
-        self.manual_updates.finish()
         self.loading.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 
-    def _finish_step(self, raw: StepRaw) -> None:
-        self.outbox.hand_over_step(raw)
+    def _saw_forward(self, dtype: str) -> None:
+        self.introduction.forward_dtype = dtype
+        self.outbox.send_hello()
 
-    def _met_updater(self) -> None:
-        """Send the hello of the trained engines, if several train."""
-        modules = [updater.module for updater in self.updaters.known if hasattr(updater, "module")]
-        if len(modules) > 1:
-            self.introduction.facts.update(describe_models(modules), flops=None)
-            self.outbox.send_hello()
+    def _met_engine(self, modules: list[Any]) -> None:
+        """Send the hello of the trained engines: several train."""
+        self.introduction.facts.update(describe_models(modules), flops=None)
+        self.outbox.send_hello()

@@ -1,62 +1,34 @@
 """Follows updates: an optimizer, an engine or a loss scaler ends or skips a step."""
 
-import sys
 import weakref
-from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from ..device import device_values
-from ..guard import Guard, guarded
-from ..phases.forwards import Forwards
+from ..guard import guarded
 from ..phases.marks import Notes
-from ..phases.rounds import LIBRARIES, call_site
-from ..phases.tracker import Tracker
 from ..phases.updaters import Updaters
 from ..rank.batch_share import of_optimizer
-from ..rank.trained import Trained
-from .phases import Phases
-from .state import LoopState
+from .state import Loop
 
 
 class Updates:
-    """Follows updates, on the training thread alone.
+    """Follows updates, on the training thread alone."""
 
-    Args:
-        guard: the probe's switch.
-        trained: engine, model and optimizer that the rank trains.
-        tracker: the phase machine.
-        phases: moves between its phases.
-        forwards: receives optimizers.
-        updaters: ends steps.
-        state: state of the training loop.
-    """
-
-    def __init__(
-        self,
-        guard: Guard,
-        trained: Trained,
-        tracker: Tracker,
-        phases: Phases,
-        forwards: Forwards,
-        updaters: Updaters,
-        state: LoopState,
-    ) -> None:
-        self.guard = guard
+    def __init__(self, loop: Loop, updaters: Updaters) -> None:
+        self.guard = loop.rank.guard
         self.updater: Any = None
-        """The bare optimizer that is updating."""
-        self._trained = trained
-        self._tracker = tracker
-        self._phases = phases
-        self._forwards = forwards
+        """The engine or optimizer that is updating."""
+        self._trained = loop.trained
+        self._tracker = loop.tracker
+        self._phases = loop.phases
+        self._forwards = loop.forwards
+        self._state = loop.state
         self._updaters = updaters
-        self._state = state
         self._since = 0
         self._depth = 0
-
-    # Updaters ----------------------------------------------------------------------------------------------------
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -64,25 +36,13 @@ class Updates:
         self._forwards.add_optimizer(optimizer)
 
     @guarded
-    def made_updater(self, updater: Any, drives: Sequence[Any] = ()) -> None:
-        """Register an optimizer or engine; the updates of ``drives``, optimizers, are parts of its own."""
-        self._updaters.made(updater)
-        self._updaters.belongs(drives)
-
-    @guarded
-    def exhausted(self) -> None:
-        """Record that a dataloader is exhausted."""
-        self._updaters.exhausted()
-
-    @guarded
     def zeroing(self, owner: Any) -> None:
-        """Record where an optimizer or a module sets its gradients to zero after a backward."""
+        """Record that an optimizer or a module sets its gradients to zero, perhaps after a backward."""
         notes = self._tracker.notes
         if not notes.micro_steps or notes.discarded or self._state.engine_steps:
             return
         is_module = isinstance(owner, torch.nn.Module)
-        if self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner):
-            notes.discarded = call_site(sys._getframe(1), LIBRARIES)
+        notes.discarded = bool(self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner))
 
     # A bare optimizer's update -----------------------------------------------------------------------------------
 
@@ -105,7 +65,6 @@ class Updates:
             self._trained.tensor_parallel = of_optimizer(optimizer)
         groups = optimizer.param_groups
         self._begin(groups[0].get("lr") if groups else None, optimizer)
-        self.updater = optimizer
         return True
 
     @guarded
@@ -178,13 +137,12 @@ class Updates:
         """Record a step that a loss scaler, at ``loss_scale``, skipped."""
         if self._state.rehearsing:
             return
-        self._updaters.begin(optimizer)
         self._phases.enter("optimizer")
         notes = self._tracker.notes
         notes.overflow = True
         notes.loss_scale = device_values.fetch(loss_scale)
         self._forwards.end_step()
-        self._updaters.end(None)
+        self._updaters.end(optimizer, None)
 
     @guarded
     def not_updated(self) -> None:
@@ -211,27 +169,25 @@ class Updates:
 
     def _begin(self, lr: Any, by: Any) -> None:
         tracker, state = self._tracker, self._state
-        if by is not None and not state.rehearsing:
-            self._updaters.begin(by)
         if tracker.phase == "forward" and tracker.notes.micro_steps and not state.forward_by and not tracker.depth:
             tracker.rename("idle")  # a batch fetched ahead, after the backward
         # Most loops update right after their backward: without an "idle" in between, a step has one mark less.
         # A capture of the step receives every phase.
         at_once = tracker.phase == "idle" and not tracker.watchers
         (self._phases.interrupt if at_once else self._phases.enter)("optimizer")
-        state.in_update = True
+        state.in_update, self.updater = True, by
         state.evaluations = 0
         self._since = tracker.progress
         if lr is not None:
             tracker.notes.lr = device_values.fetch(lr)
 
     def _end_step(self, number: int | None) -> None:
+        updater = self.updater
         self._end()
-        self._tracker.notes.use_gradient_losses()
         self._forwards.end_step()
         if not self._state.rehearsing:
             # An optimizer may step inside the backward, which continues.
-            self._updaters.end(number, "backward" if self._state.in_backward else "idle")
+            self._updaters.end(updater, number, "backward" if self._state.in_backward else "idle")
 
     def _end(self) -> None:
         state = self._state

@@ -31,14 +31,7 @@ class PhaseMarks:
         self._steps.append((step, _begun(marks)))
 
     def annotate(self, found: dict[str, Any], device: int, step: int, marks: Sequence[Mark]) -> None:
-        """Add the phases to a snapshot, those of the step under way last.
-
-        Args:
-            found: result of ``torch.cuda.memory._snapshot``.
-            device: the rank's device.
-            step: the step under way.
-            marks: its marks so far; the last phase ends now.
-        """
+        """Add the phases to a snapshot, those of the step under way last."""
         offset_ns = wall_offset_ns()
         now = time.perf_counter_ns()
         steps = [*self._steps, (step, [*_begun(marks), ("", now)])]

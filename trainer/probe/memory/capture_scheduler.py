@@ -29,11 +29,7 @@ REASONS = ("asked", "spike", "leak")
 
 
 class CaptureScheduler:
-    """Captures steps of one rank; for the publisher thread.
-
-    Args:
-        context: shared by the captures of this rank.
-    """
+    """Captures steps of one rank; for the publisher thread."""
 
     def __init__(self, context: CaptureContext) -> None:
         self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained
@@ -53,12 +49,7 @@ class CaptureScheduler:
         self._deadline = 0.0
 
     def want(self, reason: str, answer: Answer) -> None:
-        """Capture the next step; ``answer`` is called once that is done, or with the reason why not.
-
-        Args:
-            reason: one of ``REASONS``.
-            answer: called with the result.
-        """
+        """Capture the next step; ``answer`` is called once that is done, or with the reason why not."""
         if self._recording.by_script and self._rank.device.memory.measure == "cuda":
             answer(False, "the script records memory history itself; it is left alone", {})
             return

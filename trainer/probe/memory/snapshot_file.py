@@ -16,10 +16,6 @@ SPARE_BYTES = 512 * 2**20
 def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int, str]:
     """Write a snapshot as ``torch.cuda.memory._dump_snapshot`` does.
 
-    Args:
-        path: the file, in the run's folder of snapshots.
-        found: result of ``torch.cuda.memory._snapshot``; traces that are too long are cut in place.
-
     Returns:
         The file (None when there is none), its bytes, and the problem in words; empty without one.
     """

@@ -24,12 +24,7 @@ class _Wanted(NamedTuple):
 
 
 class Snapshots:
-    """Takes the snapshots of one rank; for the publisher thread.
-
-    Args:
-        context: shared by the captures of this rank.
-        phase_marks: the phases of the last steps, written into each snapshot.
-    """
+    """Takes the snapshots of one rank; for the publisher thread."""
 
     def __init__(self, context: CaptureContext, phase_marks: PhaseMarks) -> None:
         self._rank, self._tracker = context.rank, context.tracker

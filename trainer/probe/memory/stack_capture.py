@@ -36,11 +36,7 @@ class _Want(NamedTuple):
 
 
 class StackCapture:
-    """Finds the causes of one rank's transients, one at a time; for the publisher thread.
-
-    Args:
-        context: shared by the captures of this rank.
-    """
+    """Finds the causes of one rank's transients, one at a time; for the publisher thread."""
 
     def __init__(self, context: CaptureContext) -> None:
         self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained

@@ -13,16 +13,7 @@ PATIENCE_STEPS = 24
 
 
 class StackWindow:
-    """A watcher of phase boundaries (``Tracker.watchers``) that removes itself when it is done.
-
-    Args:
-        recording: the recorder.
-        tracker: the phase machine.
-        phase: the phase whose allocations get stacks; empty for the whole step.
-        steps: number of steps.
-        from_step: the first step that may be recorded.
-        long: whether to use the long ring.
-    """
+    """A watcher of phase boundaries (``Tracker.watchers``) that removes itself when it is done."""
 
     def __init__(
         self, recording: Recording, tracker: Tracker, phase: str, steps: int, from_step: int, *, long: bool

@@ -14,7 +14,7 @@ from typing import Any
 from .. import guard
 from ..rank.context import RankContext
 from .hold import Hold
-from .report import Failed, OomReporter, host_room
+from .report import Failed, OomReporter, frames_to, host_room
 
 _CPU_MESSAGE = re.compile(r"not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
 _CPU_SIZE = re.compile(r"tried to allocate (\d+) bytes")
@@ -32,14 +32,7 @@ _DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out 
 
 
 class AllocationFailures:
-    """Detects failing allocations, and holds the rank if requested.
-
-    Args:
-        rank: this rank.
-        reporter: reports each failed allocation.
-        hold: the rank's hold at an out-of-memory error.
-        check_device: checks whether the script has CUDA running.
-    """
+    """Detects failing allocations, and holds the rank if requested."""
 
     def __init__(
         self, rank: RankContext, reporter: OomReporter, hold: Hold, check_device: Callable[[], object]
@@ -154,15 +147,6 @@ def _bytes_in(pattern: "re.Pattern[str]", text: str) -> int:
         return 0
     number, unit = [group for group in found.groups() if group is not None][:2]
     return int(float(number) * _UNITS[unit])
-
-
-def frames_to(frame: FrameType | None) -> list[FrameType]:
-    """List the frames that lead to ``frame``, outermost first."""
-    found: list[FrameType] = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found[::-1]
 
 
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:

@@ -28,13 +28,7 @@ Any other Python runs in the frame: an expression is shown, names that are assig
 
 
 class Console:
-    """Runs code in frames; for the frames' own thread, or a thread that works for it.
-
-    Args:
-        frames: outermost first.
-        requested: bytes that could not be allocated.
-        device: the torch device of the failed request.
-    """
+    """Runs code in frames; for the frames' own thread, or a thread that works for it."""
 
     def __init__(self, frames: list[FrameType], requested: int, device: Any) -> None:
         self._frames = frames

@@ -54,14 +54,7 @@ def _address(tensor: Any) -> int:
 
 
 def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated: int) -> TensorTable:
-    """Find the largest tensors on a device; each storage counts once.
-
-    Args:
-        frames: frames whose local names are searched, outermost first.
-        device: the torch device.
-        most: length of the list.
-        allocated: allocated bytes by the allocator's figures; 0: not known.
-    """
+    """Find the largest tensors on a device; each storage counts once."""
     import torch
 
     named = _names(frames)

@@ -30,11 +30,7 @@ class _Job(NamedTuple):
 
 
 class Hold:
-    """The rank's hold. ``wait`` is for the failing thread, the rest for the publisher.
-
-    Args:
-        options: the run's options.
-    """
+    """The rank's hold. ``wait`` is for the failing thread, the rest for the publisher."""
 
     def __init__(self, options: RunOptions) -> None:
         self.wanted = options.on_oom == "hold"
@@ -57,13 +53,7 @@ class Hold:
         return bool(self.since) and self._thread == threading.get_ident()
 
     def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:
-        """Wait in the failing frame until released, interrupted or timed out; one thread at a time.
-
-        Args:
-            frames: the stack, outermost first; the last one is where the allocation failed.
-            requested: bytes of the failed request.
-            device: the torch device of the request.
-        """
+        """Wait in the failing frame until released, interrupted or timed out; one thread at a time."""
         if not self.wanted or not self._entering.acquire(blocking=False):
             return
         try:

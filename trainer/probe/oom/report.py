@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -36,53 +37,30 @@ _FRAMES = 40
 _LIMIT_SLACK = 2**20
 
 
+@dataclass(slots=True)
 class Failed:
-    """A failed allocation as the allocator or the exception reported it.
+    """A failed allocation as the allocator or the exception reported it."""
 
-    Args:
-        requested: bytes of the failed request.
-        free: bytes the device (or the host) had free.
-        total: bytes of the device (or the host), or the process's limit if one is set.
-        message: text of the error.
-        frames: the stack, outermost first; empty where the allocating thread has no Python frames.
-        lines: the line each frame is at.
-        device: the CUDA device's index; None: the host's memory.
-    """
-
-    def __init__(
-        self,
-        requested: int,
-        free: int,
-        total: int,
-        message: str,
-        frames: list[FrameType],
-        lines: list[int],
-        device: int | None,
-    ) -> None:
-        self.requested = requested
-        self.free = free
-        self.total = total
-        self.message = message
-        self.frames = frames
-        self.lines = lines
-        self.device = device
-        self.stack_of: Any = "failing"
-        self.known: tuple[int, int] | None = None
-        """Allocated and reserved bytes from the error's own message; None: to be read."""
+    requested: int
+    """Bytes."""
+    free: int
+    """Bytes that the device (or the host) had free."""
+    total: int
+    """Bytes of the device (or the host), or the process's limit if one is set."""
+    message: str
+    frames: list[FrameType]
+    """The stack, outermost first; empty where the allocating thread has no Python frames."""
+    lines: list[int]
+    """The line each frame is at."""
+    device: int | None
+    """The CUDA device's index; None: the host's memory."""
+    stack_of: Any = "failing"
+    known: tuple[int, int] | None = None
+    """Allocated and reserved bytes from the error's own message; None: to be read."""
 
 
 class OomReporter:
-    """Reports failed allocations; for the thread whose allocation failed.
-
-    Args:
-        rank: this rank.
-        tracker: the phase machine.
-        trained: engine, model and optimizer that the rank trains.
-        outbox: receives the reports.
-        hold: the rank's hold at an out-of-memory error.
-        history: figures of earlier steps.
-        phase_marks: the phases of the last steps, written into each snapshot.
-    """
+    """Reports failed allocations; for the thread whose allocation failed."""
 
     def __init__(
         self,
@@ -108,7 +86,7 @@ class OomReporter:
         """Send the report of a failed allocation; return whether the rank is to be held now."""
         if not stack_words(failed.frames, failed.lines):
             # A backward runs in threads of C++; the training thread waits for them in its call.
-            failed.frames = _frames_of_thread(self._rank.guard.thread)
+            failed.frames = frames_to(sys._current_frames().get(self._rank.guard.thread))
             failed.lines = [frame.f_lineno for frame in failed.frames]
             failed.stack_of = "training"
         oom = self._plain(failed)
@@ -329,8 +307,8 @@ def _optimizer_facts(optimizer: Any, measure: str) -> tuple[str, OptimizerImplem
     return name, "foreach" if foreach or (foreach is None and measure == "cuda") else "for-loop"
 
 
-def _frames_of_thread(thread: int) -> list[FrameType]:
-    frame = sys._current_frames().get(thread)
+def frames_to(frame: FrameType | None) -> list[FrameType]:
+    """List the frames that lead to ``frame``, outermost first."""
     found: list[FrameType] = []
     while frame is not None:
         found.append(frame)

@@ -9,9 +9,6 @@ A forward with gradients of a model in training mode is training. Otherwise:
 
 Later events decide uncertain cases: a forward with gradients or a backward makes the stretch since the last fetch part
 of the training step; another fetch from the same dataloader makes it an evaluation.
-
-Some scripts run the forwards of several batches of a dataloader without gradients, and then all of them again with
-gradients (gradient caching). Once the first of these is seen, further fetches make no evaluation.
 """
 
 import weakref
@@ -19,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..guard import nothing
 from ..rank.model import own_model
 from .tracker import Tracker
 
@@ -34,10 +32,6 @@ def _first_parameter(optimizer: Any) -> Any:
     return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
 
 
-def _nothing() -> None:
-    return None
-
-
 class Seen(NamedTuple):
     """Facts of a module whose forward was seen."""
 
@@ -48,17 +42,13 @@ class Seen(NamedTuple):
 
 
 class Forwards:
-    """Judges forwards and relabels the marks of a stretch once its kind is certain.
-
-    Args:
-        tracker: the phase machine.
-    """
+    """Judges forwards and relabels the marks of a stretch once its kind is certain."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._seen: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._latest: Any = _nothing
+        self._latest: Any = nothing
         """Weak reference to the latest argument of ``add_optimizer``."""
         self._version = 0
         self._matched = False
@@ -70,12 +60,6 @@ class Forwards:
         """Whether the trained model had a forward with gradients and no backward since."""
         self._trains_in_eval_mode = False
         """Whether a backward followed a forward in evaluation mode, which then is no evidence (frozen batch norms)."""
-        self.recomputes = False
-        """Whether batches have a forward without gradients, in training mode, before that with gradients."""
-        self._in_training_mode = False
-        """Whether the undecided forwards were of a model in training mode."""
-        self._evaluated: list[tuple[int, str]] = []
-        """Marks, as in ``_open``, that another fetch from the same loader made an evaluation."""
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Add an optimizer: the models whose parameters it updates are trained."""
@@ -126,8 +110,6 @@ class Forwards:
                 self._enter_undecided("forward")
             return "eval" if tracker.phase == "eval" else "part"
         if grad and training:
-            if self._evaluated:
-                self._train_after_all()
             self.settle(training=True)
             self._has_graph = True
             return "train"
@@ -154,20 +136,10 @@ class Forwards:
     def fetching(self, again: bool) -> bool:
         """Handle a fetch (``again``: from the last dataloader); return whether the stretch before was an evaluation."""
         self._has_graph = False
-        if not again:
-            self._evaluated = []
         if not self._open or not (again or self._tracker.phase == "eval"):
             return False
-        if self._in_training_mode and again:
-            if self.recomputes:
-                return False
-            self._evaluated = [*self._open]
         self.settle(training=False)
         return True
-
-    def exhausted(self) -> None:
-        """Handle the end of the dataloader: past evaluations are final."""
-        self._evaluated = []
 
     def going_backward(self) -> bool:
         """Handle a backward: the undecided stretch is training. Return whether its phase was ``eval``."""
@@ -183,21 +155,7 @@ class Forwards:
     def end_step(self) -> None:
         """Handle the end of a step: clear everything undecided."""
         self._open = []
-        self._evaluated = []
         self._has_graph = False
-
-    def _train_after_all(self) -> None:
-        """Relabel batches that appeared to be evaluated and now have a forward with gradients: they are the step's."""
-        tracker, evaluated = self._tracker, self._evaluated
-        self._evaluated = []
-        if self._marks is not tracker.marks:
-            return
-        self.recomputes = True
-        for index, phase in evaluated:
-            tracker.relabel(index, phase)
-        for index in range(evaluated[0][0], len(tracker.marks)):
-            if tracker.marks[index].phase == "eval":
-                tracker.relabel(index, "forward")
 
     def _without_training(self, training: bool, grad: bool) -> str:
         tracker = self._tracker
@@ -208,7 +166,6 @@ class Forwards:
             return "eval"
         if phase == "forward" and self._has_graph:
             return "part"
-        self._in_training_mode = training
         if training and self._in_step():
             self._enter_undecided("forward")
             return "part"

@@ -1,5 +1,6 @@
 """Raw marks and notes that the training thread records and the publisher thread interprets."""
 
+from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
 from typing import Any, NamedTuple
 
@@ -56,94 +57,81 @@ class BatchesNoted(NamedTuple):
     shape: list[int] = []  # noqa: RUF012
 
 
+@dataclass(slots=True)
+class Part:
+    """The updates that one of several engines or optimizers made in a step; the latest figures count."""
+
+    name: str
+    count: int = 0
+    losses: list[list[Any]] = field(default_factory=list)
+    """``Notes.losses`` before each update."""
+    accumulation: int = 0
+    lr: Any = None
+    grad_norm: Any = None
+    loss_scale: Any = None
+    overflow: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Notes:
     """Notes of an unfinished step. Numbers may still be in transfer from the device (see ``values``)."""
 
-    __slots__ = (
-        "accumulation",
-        "added_ranks",
-        "counts",
-        "discarded",
-        "divisors",
-        "fetch_ns",
-        "fetches",
-        "first",
-        "flops",
-        "grad_norm",
-        "gradient_losses",
-        "labels",
-        "loss_scale",
-        "losses",
-        "lr",
-        "micro_steps",
-        "overflow",
-        "padded_tokens",
-        "parts",
-        "repeats",
-        "reported",
-        "reported_loss",
-        "samples",
-        "shape",
-        "sum_losses",
-        "tokens",
-        "trainer_losses",
-        "waits",
-    )
+    losses: list[Any] = field(default_factory=list)
+    """Scalars that ``backward`` was called on since the last update of any optimizer."""
+    sum_losses: bool = False
+    """Whether the losses add up to the step's although an engine updates (a Trainer has divided them)."""
+    reported: list[Any] = field(default_factory=list)
+    """Losses of micro-steps as the script reported them."""
+    trainer_losses: list[Any] = field(default_factory=list)
+    """Results of a Trainer's ``training_step``; they add up to the step's loss."""
+    accumulation: int = 0
+    """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
+    added_ranks: float = 1.0
+    """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
+    fetches: dict[int, int] = field(default_factory=dict)
+    """Batches fetched for training, by dataloader iterator."""
+    fetch_ns: int = 0
+    """Host time in dataloaders."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """With several engines or optimizers: the updates of each, by its ``id``, in the order of their first ones."""
+    owner: int = 0
+    """Key of the engine or optimizer whose figures are the step's."""
+    labels: list[Any] = field(default_factory=list)
+    """Label tensors of the micro-batches whose loss is a mean over them."""
+    reported_loss: float | None = None
+    lr: Any = None
+    grad_norm: Any = None
+    loss_scale: Any = None
+    overflow: bool = False
+    micro_steps: int = 0
+    discarded: bool = False
+    """Gradients were set to zero after a backward and before any update. The next backward is of the same batch
+    (SAM's second pass), or of another one if a batch was fetched."""
+    repeats: int = 0
+    """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
+    shape: list[int] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
+    """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
+    flops: float | None = None
+    """FLOPs of the model, as reported by the loop."""
+    samples: int = 0
+    padded_tokens: int = 0
+    tokens: list[Any] = field(default_factory=list)
+    """Token count of each micro-batch, or its mask, which the publisher counts."""
+    waits: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
 
-    def __init__(self) -> None:
-        self.losses: list[Any] = []
-        """Backpropagated losses (``losses.LossNote``)."""
-        self.gradient_losses: list[Any] = []
-        """Losses whose gradients the script took with ``autograd.grad``: those of the step if it has no backward."""
-        self.sum_losses = False
-        """Whether the script divides its micro-steps' losses itself, so that they add up to the step's loss."""
-        self.reported: list[Any] = []
-        """Losses of micro-steps as the script reported them."""
-        self.trainer_losses: list[Any] = []
-        """Results of a Trainer's ``training_step``; they add up to the step's loss."""
-        self.accumulation = 0
-        """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
-        self.added_ranks = 1.0
-        """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
-        self.divisors: set[int] = set()
-        """Numbers of micro-batches by which the script has divided losses; one set for all steps."""
-        self.fetches: dict[int, int] = {}
-        """Batches fetched for training, by dataloader iterator."""
-        self.fetch_ns = 0
-        """Host time in dataloaders."""
-        self.parts: list[PartNotes] = []
-        """With several engines or optimizers: the notes of each update of the step, in order."""
-        self.first = 0
-        """Key of the engine or optimizer whose figures are the step's."""
-        self.labels: list[Any] = []
-        """Label tensors of the micro-batches whose loss is a mean over them."""
-        self.reported_loss: float | None = None
-        self.lr: Any = None
-        self.grad_norm: Any = None
-        self.loss_scale: Any = None
-        self.overflow = False
-        self.micro_steps = 0
-        self.discarded: Any = None
-        """Where gradients were set to zero after a backward and before any update (``rounds.Site``). The next backward
-        is of the same batch (SAM's second pass), or of another one if a batch is fetched or a loop advances."""
-        self.repeats = 0
-        """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
-        self.shape: list[int] = []
-        self.counts: list[Counts] = []
-        """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
-        self.flops: float | None = None
-        """FLOPs of the model, as reported by the loop."""
-        self.samples = 0
-        self.padded_tokens = 0
-        self.tokens: list[Any] = []
-        """Token count of each micro-batch, or its mask, which the publisher counts."""
-        self.waits: list[tuple[str, Any, Any]] = []
-        """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
-
-    def use_gradient_losses(self) -> None:
-        """At a step's end without a backward, use the losses whose gradients the script took."""
-        if self.gradient_losses and not self.micro_steps:
-            self.micro_steps, self.losses = len(self.gradient_losses), self.gradient_losses
+    def end_part(self, key: int, name: str) -> None:
+        """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
+        part = self.parts.get(key)
+        if part is None:
+            part = self.parts[key] = Part(name)
+        part.count += 1
+        part.losses.append(self.losses)
+        part.lr, part.accumulation = self.lr, self.accumulation
+        part.grad_norm, part.loss_scale, part.overflow = self.grad_norm, self.loss_scale, self.overflow
+        self.losses, self.accumulation, self.overflow = [], 0, False
+        self.lr = self.grad_norm = self.loss_scale = None
 
     def batches(self) -> BatchesNoted:
         """Return the state of the notes on batches, for ``restore_batches``."""
@@ -156,17 +144,8 @@ class Notes:
 
     def drop_batch(self) -> None:
         """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
-        self.discarded, self.micro_steps, self.losses = None, 0, []
+        self.discarded, self.micro_steps, self.losses = False, 0, []
         self.restore_batches(BatchesNoted())
-
-
-class PartNotes(NamedTuple):
-    """Notes of the part of a step that one of several engines or optimizers made."""
-
-    key: int
-    """The ``id`` of the engine or optimizer."""
-    name: str
-    notes: Notes
 
 
 class ClosingRaw(NamedTuple):

@@ -4,8 +4,6 @@
 class StopRequest:
     """A request to save and end; the publisher sets it, the training thread reads it."""
 
-    __slots__ = ("after", "supported")
-
     def __init__(self) -> None:
         self.supported = False
         """Whether the script checks for requests."""

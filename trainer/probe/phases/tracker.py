@@ -44,20 +44,6 @@ _new: Any = tuple.__new__
 class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
-    __slots__ = (
-        "entered",
-        "gathers",
-        "group",
-        "groups",
-        "host_ns",
-        "in_flight",
-        "last",
-        "recent",
-        "sequence",
-        "size",
-        "world",
-    )
-
     def __init__(self) -> None:
         self.entered = 0
         self.host_ns = 0
@@ -85,36 +71,7 @@ class Counts:
 
 
 class Tracker:
-    """Phases of the unfinished step.
-
-    Args:
-        memory: source of memory figures.
-        mark_event: records a device event and returns it, or returns None.
-        counts: the collective counters.
-        finish: called with each finished step.
-    """
-
-    __slots__ = (
-        "_ended_in_scope",
-        "_finish",
-        "cost_ns",
-        "counts",
-        "cpu_ns",
-        "crowded",
-        "depth",
-        "light",
-        "mark_event",
-        "marks",
-        "memory",
-        "notes",
-        "phase",
-        "phase_ns",
-        "progress",
-        "sample",
-        "step",
-        "step_collectives",
-        "watchers",
-    )
+    """Phases of the unfinished step."""
 
     def __init__(
         self,
@@ -240,30 +197,17 @@ class Tracker:
             number: the step's number where the framework counts steps itself.
             after: the phase that follows.
         """
-        self.step = number if number is not None and number > 0 else self.step + 1
-        self._finish(self.end_part(after))
-
-    def end_part(self, after: str = "idle", at: int | None = None) -> StepRaw:
-        """Return the marks since the last step or part as a step, and begin a new one; the number stays the same.
-
-        Args:
-            after: the phase that follows.
-            at: index of the mark at which it ended; None: now.
-        """
         start = perf_counter_ns()
+        self.step = number if number is not None and number > 0 else self.step + 1
         marks, notes, before = self.marks, self.notes, self.phase
-        if at is None:
-            if self.depth and before not in STEP_PHASES:
-                after = before
-            self._ended_in_scope = self.depth > 0
-            mark = self._mark(after, start)
-            marks.append(mark)
-            self.marks = [mark]
-            self.phase, self.phase_ns = after, start
-        else:
-            mark = marks[at]
-            marks, self.marks = marks[: at + 1], marks[at:]
-        ended = time() - (perf_counter_ns() - mark.ns) / 1e9
+        if self.depth and before not in STEP_PHASES:
+            after = before
+        self._ended_in_scope = self.depth > 0
+        mark = self._mark(after, start)
+        marks.append(mark)
+        self.marks = [mark]
+        self.phase, self.phase_ns = after, start
+        ended = time() - (perf_counter_ns() - start) / 1e9
         self.notes = Notes()
         self.progress += 1
         self.step_collectives = mark.collectives
@@ -273,7 +217,7 @@ class Tracker:
         spent = self.cost_ns + perf_counter_ns() - start
         self.cost_ns = 0
         cpu_ns = self.cpu_ns - cpu
-        return _new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0))
+        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0)))
 
     def closing_step(self, measured: bool) -> StepRaw:
         """Return the marks after the last step, as a step of that number; no further step follows.
@@ -303,7 +247,7 @@ class Tracker:
         start = perf_counter_ns()
         if phase in self.light:
             sample = event = None
-        elif (phase == "optimizer" and self.crowded) or (
+        elif (self.crowded and phase in ("optimizer", "idle")) or (
             phase == "forward" and self.light is DRIVEN and self._is_unmeasured()
         ):
             sample, event = self.sample, self.mark_event()

@@ -28,18 +28,6 @@ COUNTED_ELSEWHERE = BatchShare(0, 0)
 """The first stage of the pipeline counts the batch."""
 
 
-def of_engine(engine: Any) -> BatchShare:
-    """Return the rank's part among the tensor-parallel ranks of a DeepSpeed engine."""
-    mpu = getattr(engine, "mpu", None)
-    # Megatron and DeepSpeed, DeepSpeed's pipelines, older versions of both; sequence parallelism has none of them.
-    for kind in ("tensor_model", "slice", "model"):
-        size = getattr(mpu, f"get_{kind}_parallel_world_size", None)
-        place = getattr(mpu, f"get_{kind}_parallel_rank", None)
-        if size is not None and place is not None:
-            return BatchShare(int(place()), int(size()))
-    return WHOLE
-
-
 def of_optimizer(optimizer: Any) -> BatchShare:
     """Return the rank's part by the device mesh of an optimizer's parameters, if that has a dimension named ``tp``."""
     if "torch.distributed.tensor" not in sys.modules:

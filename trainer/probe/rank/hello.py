@@ -16,11 +16,7 @@ _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
 
 
 class Introduction:
-    """Collects the fields of the rank's ``Hello`` as they become known.
-
-    Args:
-        rank: the rank.
-    """
+    """Collects the fields of the rank's ``Hello`` as they become known."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -35,11 +31,7 @@ class Introduction:
         """The script's plan; sent after each hello."""
 
     def hello(self, self_dump: SelfDump | None = None) -> Hello:
-        """Return a ``Hello`` with everything known so far.
-
-        Args:
-            self_dump: signal and file for capturing the rank's stacks from outside.
-        """
+        """Return a ``Hello`` with everything known so far."""
         rank = self._rank
         return Hello(
             rank=rank.rank,

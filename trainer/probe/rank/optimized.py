@@ -28,12 +28,7 @@ class Optimized:
         self.__init__()
 
     def add(self, optimizer: Any, frame: FrameType | None) -> dict[str, Any]:
-        """Register an optimizer; return the trained models as fields of ``Hello``.
-
-        Args:
-            optimizer: the optimizer, with its parameters.
-            frame: the frame that creates it; the model is searched in the variables of it and of its callers.
-        """
+        """Register an optimizer; return the trained models as fields of ``Hello``."""
         own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         models = _holding(own.keys(), frame) if own else []
         known = [found for reference in self._models if (found := reference()) is not None]

@@ -84,13 +84,7 @@ def is_alive(pid: int) -> bool:
 
 
 def decide(argv: Sequence[str], environment: Mapping[str, str], pid: int) -> Role:
-    """Return the role of this process.
-
-    Args:
-        argv: ``sys.orig_argv``.
-        environment: the process's environment.
-        pid: its process id.
-    """
+    """Return the role of this process."""
     launcher = launcher_name(parse_program(argv))
     marker = environment.get(RANK_PID_ENV, "")
     if marker.isdigit() and int(marker) != pid and is_alive(int(marker)):

@@ -3,11 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..guard import nothing
 from .batch_share import WHOLE
-
-
-def _nothing() -> None:
-    return None
 
 
 class Trained:
@@ -16,11 +13,11 @@ class Trained:
     __slots__ = ("engine", "model", "partitions", "primary", "shifts_labels", "tensor_parallel")
 
     def __init__(self) -> None:
-        self.engine: Callable[[], Any] = _nothing
+        self.engine: Callable[[], Any] = nothing
         """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
-        self.model: Callable[[], Any] = _nothing
+        self.model: Callable[[], Any] = nothing
         """Returns the model; None while unknown, and after it was freed."""
-        self.primary: Callable[[], Any] = _nothing
+        self.primary: Callable[[], Any] = nothing
         """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
         self.partitions = 1
         """Number of ranks over which ZeRO partitions the optimizer's state."""

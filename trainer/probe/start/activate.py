@@ -2,6 +2,8 @@
 
 import os
 import sys
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -48,24 +50,45 @@ def keep_peak_resident() -> None:
     install()
 
 
+HOOKS = (
+    ("torch", "torch.install"),
+    ("torch", "parallel.install"),
+    ("torch", "collectives.install"),
+    ("deepspeed", "deepspeed.install"),
+    ("accelerate.data_loader", "accelerate.install"),
+    ("transformers.trainer", "transformers.install_trainer"),
+    ("transformers.modeling_utils", "transformers.install_modeling"),
+    ("transformers.generation.utils", "transformers.install_generation"),
+)
+"""The function in ``hooks`` to call with a module once it was imported; ``docs/frameworks.md`` shows how to add one."""
+
+
 def await_frameworks() -> None:
     """Install the hooks of each framework when it is imported, or at once if it already is."""
     after_import("torch", _on_torch)
     after_import("torch._dynamo.trace_rules", _on_dynamo)
-    after_import("deepspeed", _on_deepspeed)
-    after_import("accelerate.data_loader", _on_accelerate)
-    after_import("transformers.trainer", _on_trainer)
-    after_import("transformers.modeling_utils", _on_modeling)
-    after_import("transformers.generation.utils", _on_generation)
+    for name, install in HOOKS:
+        if name != "torch":
+            after_import(name, partial(_install, install))
 
 
-def _on_torch(_module: ModuleType) -> None:
-    from ..hooks import collectives, parallel, torch
+def _install(install: str, module: ModuleType) -> None:
+    file, function = install.split(".")
+    hooks = import_module(f"..hooks.{file}", __package__)
+    getattr(hooks, function)(module)
+
+
+def _on_torch(module: ModuleType) -> None:
+    """Install the hooks of PyTorch, in their order, and begin a rank that is known to be one."""
+    from .. import active
+    from ..memory.history import watch_script
     from .begin import become_rank, begin_rank
 
-    torch.install(become_rank)
-    parallel.install()
-    collectives.install()
+    active.become_rank = become_rank
+    watch_script()
+    for name, install in HOOKS:
+        if name == "torch":
+            _install(install, module)
     if os.environ.get(RANK_PID_ENV) == str(os.getpid()):
         begin_rank()
 
@@ -73,37 +96,6 @@ def _on_torch(_module: ModuleType) -> None:
 def _on_dynamo(module: ModuleType) -> None:
     """Exclude the hooks from ``torch.compile``: it would trace them, guard on their counters and recompile."""
     module.add(str(__package__).rpartition(".")[0])
-
-
-def _on_deepspeed(_module: ModuleType) -> None:
-    from ..hooks import deepspeed
-    from .begin import become_rank
-
-    deepspeed.install(become_rank)
-
-
-def _on_accelerate(module: ModuleType) -> None:
-    from ..hooks import accelerate
-
-    accelerate.install(module)
-
-
-def _on_trainer(module: ModuleType) -> None:
-    from ..hooks import transformers
-
-    transformers.install_trainer(module)
-
-
-def _on_generation(module: ModuleType) -> None:
-    from ..hooks import transformers
-
-    transformers.install_generation(module)
-
-
-def _on_modeling(module: ModuleType) -> None:
-    from ..hooks import transformers
-
-    transformers.install_modeling(module)
 
 
 def leave_to_parent() -> None:

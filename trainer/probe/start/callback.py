@@ -26,11 +26,7 @@ __all__ = ["Callback"]
 @functools.cache
 def _watching_class() -> Any:
     class Callback(callback_class()):
-        """Reports a ``Trainer`` to ftmon.
-
-        Args:
-            start: whether to start watching this process if it is not watched yet.
-        """
+        """Reports a ``Trainer`` to ftmon."""
 
         def __init__(self, start: bool = True) -> None:
             super().__init__(_watch if start else None)

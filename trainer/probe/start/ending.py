@@ -13,14 +13,13 @@ from .. import guard
 from ..link.publisher import Publisher
 from ..loop.training import Training
 from ..phases.stop_request import StopRequest
-from ..rank.context import RankContext
 
 _TRACEBACK_LIMIT = 16_384
 
 
-def install(rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
+def install(training: Training, stop: StopRequest, publisher: Publisher) -> None:
     """Hook into exceptions that end the script, ``sys.exit``, and the interpreter's exit."""
-    ending = _Ending(rank, training, stop, publisher)
+    ending = _Ending(training, stop, publisher)
     ending.hook_exceptions()
     atexit.register(ending.finish)
     multiprocessing: Any = sys.modules.get("multiprocessing")
@@ -35,8 +34,8 @@ def _is_interactive() -> bool:
 
 
 class _Ending:
-    def __init__(self, rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
-        self._rank = rank
+    def __init__(self, training: Training, stop: StopRequest, publisher: Publisher) -> None:
+        self._rank = training.rank
         self._training = training
         self._stop = stop
         self._publisher = publisher

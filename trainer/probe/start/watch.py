@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import os
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
 
     Args:
         target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first one that steps.
+            A GAN has one row a step of this optimizer, and both losses if both are scalars that ``backward`` was called
+            on.
         name: name of a new run (default: the script's name).
         model: the model, for its name and size, if ``target`` is an optimizer.
 
@@ -59,23 +60,18 @@ def _begin(name: str) -> Probe | None:
 
 
 def _attach(target: Any, model: Any) -> None:
-    training = switched_on()
-    if training is None:
+    events = switched_on()
+    if events is None:
         return
     if hasattr(target, "is_gradient_accumulation_boundary"):
         from ..hooks.deepspeed import attach
 
         attach(target)
-    elif hasattr(target, "param_groups"):
-        training.trained.primary = weakref.ref(target)
-        training.updates.found_optimizer(target)
-        training.guard.adopt_thread()
-        training.phases.check_device()
+    elif not hasattr(target, "param_groups"):
+        return
+    events.watch(target)
     if model is not None:
-        from ..hooks.trained_model import register_model
-
-        register_model(training, model)
-    training.outbox.send_hello()
+        events.trains("", model)
 
 
 def _join_run(name: str) -> RunDir:

@@ -17,12 +17,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 def model_flops(module: Any, tensor_parallel: int = 1) -> ModelFlops | None:
-    """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations.
-
-    Args:
-        module: the model.
-        tensor_parallel: number of ranks over which its tensor-parallel parameters are split.
-    """
+    """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations."""
     try:
         return _model_flops(module, tensor_parallel)
     except Exception as error:  # a model's class and configuration may be anything

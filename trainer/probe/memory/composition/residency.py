@@ -13,11 +13,7 @@ _SMALL = 16 * _PAGE
 
 
 def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
-    """Return by part the bytes of storages that are in physical memory, by mincore(2).
-
-    Args:
-        held: the storages, by address.
-    """
+    """Return by part the bytes of storages that are in physical memory, by mincore(2)."""
     sums: dict[str, int] = {}
     for address, (size, part) in held.items():
         sums[part] = sums.get(part, 0) + (size if size < _SMALL else _resident(address, size))

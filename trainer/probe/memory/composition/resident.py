@@ -37,13 +37,7 @@ class _Edge:
 
 
 def composition_on_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Reading]) -> Composition:
-    """Return the composition of a step on the CPU.
-
-    Args:
-        capture: the finished step capture.
-        rank: the rank.
-        read: the memory back end's ``read``.
-    """
+    """Return the composition of a step on the CPU."""
     start, figures = time.perf_counter_ns(), readings(capture.marks, read)
     marks = step_marks(capture, figures)
     phases = _compose(marks, figures, capture.walks, marks[first_of_step(capture.marks)].us)

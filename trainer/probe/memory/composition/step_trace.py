@@ -29,17 +29,7 @@ def step_trace(
     room: int,
     reserved_before: int,
 ) -> StepTrace:
-    """Return the message of a step on a GPU.
-
-    Args:
-        capture: the finished step capture.
-        take: returns PyTorch's snapshot; called once, soon after the step.
-        device: the device's index.
-        rank: the rank.
-        read: the memory back end's ``read``.
-        room: capacity of the recorder's ring, in entries.
-        reserved_before: bytes that were reserved at the last capture; 0 for the first.
-    """
+    """Return the message of a step on a GPU."""
     start = time.perf_counter_ns()
     snapshot = _columns(take(), device)
     return StepTrace(

@@ -1,0 +1,475 @@
+"""What a framework tells the probe: the only interface of the hooks, shown in ``docs/frameworks.md``.
+
+A hook replaces a function of a framework by one that calls these methods and the original (``replace``). Its receiver
+is ``active.mine()``, None where nothing is to be reported: without a probe, or on another thread. No method here
+raises or waits: an error of the probe switches it off, and the training continues.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from .guard import guarded
+from .loop.training import Training
+from .phases.forwards import updates_parameters
+from .phases.tracker import DRIVEN
+from .rank.batch_share import BatchShare
+from .rank.hello import plain
+from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_model
+from .values.batch import OnHost
+from .values.model_flops import model_flops
+
+__all__ = ["Events", "OnHost", "TorchEvents", "dtype_name"]
+
+MOST_WAITS = 32
+"""Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
+
+
+class _Scope:
+    """The length of an event; ``over`` is called at its end, with the exception that ended it or None."""
+
+    __slots__ = ("_over",)
+
+    def __init__(self, over: Callable[[BaseException | None], None] | None = None) -> None:
+        self._over = over
+
+    def __enter__(self) -> "_Scope":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._over is not None:
+            self._over(error)
+
+
+_NOTHING = _Scope()
+
+
+class _Update(_Scope):
+    """An update; it ends the step, or is a part of it, once ``done`` was called."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: "Events | None", over: Callable[[BaseException | None], None] | None = None) -> None:
+        super().__init__(over)
+        self._events = events
+
+    def __enter__(self) -> "_Update":
+        return self
+
+    def done(self, figures: Callable[[], dict[str, Any]] = dict) -> None:
+        """Report that the parameters were updated.
+
+        Args:
+            figures: returns what is known of ``number`` (the step's, where the framework counts), ``grad_norm``,
+                ``loss_scale``, ``overflow`` (it was skipped) and ``accumulation`` (the micro-steps it divides by).
+        """
+        if self._events is not None:
+            self._events._updated(figures)
+
+
+class Events:
+    """The events of a training loop, for hooks into a framework that drives one; on the training thread."""
+
+    def __init__(self, training: Training) -> None:
+        self.guard = training.guard
+        self._training = training
+        self._state = training.state
+        self._loading = training.loading
+        self._micro_steps = training.micro_steps
+        self._updates = training.updates
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._state.in_backward
+
+    # Data --------------------------------------------------------------------------------------------------------
+
+    def fetching(self, iterator: Any) -> None:
+        """A dataloader's iterator is asked for a batch."""
+        self._loading.fetching(iterator)
+
+    def fetched(self, batch: Any) -> None:
+        """It has returned one."""
+        self._loading.fetched(batch)
+
+    def exhausted(self, iterator: Any) -> None:
+        """It has no more."""
+        self._loading.exhausted(iterator)
+
+    # Micro-steps -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, module: Any, args: Any = (), kwargs: Any = None, framework: str = "", *, always: bool = False
+    ) -> _Scope:
+        """A model's forward, for the length of a ``with`` block.
+
+        Args:
+            module: the model in its wrappers; it is a training, an evaluation or a part of another model's forward.
+            args: positional arguments, which have the batch.
+            kwargs: keyword arguments.
+            framework: reported in the rank's hello, unless a more specific one is known.
+            always: report it even if another framework reports its own forwards.
+        """
+        if self._state.in_forward or self._state.in_backward:
+            return _NOTHING
+        self._begin_forward(module, args, kwargs or {}, framework, always)
+        self._state.in_forward = True
+        return _Scope(self._end_forward)
+
+    def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
+        """A backward, for the length of a ``with`` block.
+
+        Args:
+            losses: tensors that it starts from, all of one micro-batch.
+            scaled: they add up to the step's loss although an engine updates.
+        """
+        outermost = self._micro_steps.going_backward(losses, scaled)
+        return _Scope(self._end_backward) if outermost else _NOTHING
+
+    # Updates -----------------------------------------------------------------------------------------------------
+
+    def update(self, by: Any, lr: Any = None) -> _Update:
+        """An update, for the length of a ``with`` block; without ``done`` in it nothing was updated.
+
+        Args:
+            by: the engine or optimizer that makes it.
+            lr: the learning rate, or a function that returns it.
+        """
+        if self._state.in_update:
+            return _Update(None)
+        self._begin_update(by, lr)
+        return _Update(self, self._end_update)
+
+    # The rest of a run -------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> _Scope:
+        """Work of a phase (``protocol.messages.telemetry.PHASES``), for the length of a ``with`` block."""
+        training = self._training
+        is_eval = name == "generate" and training.tracker.phase == "eval"
+        if is_eval and not self._loading.evaluated(trains=False):
+            return _NOTHING  # outside an evaluation it is the rollout of a step
+        before = training.phases.open(name)
+        if before is None:
+            return _NOTHING
+        return _Scope(lambda _: training.phases.close(before))
+
+    def evaluating(self, model: Any) -> bool:
+        """A module was put into evaluation mode; return whether an evaluation begins."""
+        return bool(self._loading.evaluating(model))
+
+    def evaluated(self) -> None:
+        """It was put into training mode again."""
+        self._loading.evaluated(trains=True)
+
+    @guarded
+    def trains(self, framework: str, model: Any = None, *, step: int = 0, **facts: Any) -> None:
+        """A framework trains a model: what the rank's hello says about it.
+
+        Args:
+            framework: its name; one that is known already and more specific stays. Empty: only the model is named.
+            model: the model in its wrappers; None: not known yet.
+            step: the last finished step, after a resume.
+            facts: fields of ``Hello``.
+        """
+        training = self._training
+        known = training.introduction.facts
+        if framework and known["framework"] in ("pytorch", framework):
+            known["framework"] = framework
+        elif framework and not facts:
+            return
+        known.update(facts)
+        training.tracker.step = max(training.tracker.step, step)
+        if model is not None:
+            self._register(model)
+        training.outbox.send_hello()
+
+    def failed(self, error: BaseException) -> None:
+        """An exception came through a hook; an allocation failure is reported with all that is known about it."""
+        self._training.saw_error(error)
+
+    # What is behind them -----------------------------------------------------------------------------------------
+
+    @guarded
+    def _begin_forward(self, module: Any, args: Any, kwargs: Any, framework: str, always: bool) -> None:
+        state = self._state
+        if not always:
+            trained = self._training.forwards.is_trained(module)
+            if trained and not state.forward_by:
+                self._micro_steps.expect_forward("parallel")
+                self.trains(framework, module)
+            # A Trainer or an engine reports itself where the forward of its model begins.
+            if not (state.forward_by == "parallel" or (state.forward_by and not trained)):
+                return
+        self._micro_steps.forwarding(module, args, kwargs)
+
+    def _end_forward(self, error: BaseException | None) -> None:
+        self._state.in_forward = False
+        if error is not None:
+            self.failed(error)
+            self._micro_steps.failed_forward()
+
+    def _end_backward(self, error: BaseException | None) -> None:
+        if error is None:
+            self._micro_steps.went_backward()
+        else:
+            self.failed(error)
+            self._micro_steps.failed_backward()
+
+    @guarded
+    def _begin_update(self, by: Any, lr: Any) -> None:
+        self._updates.updating(lr() if callable(lr) else lr, by)
+
+    @guarded
+    def _updated(self, figures: Callable[[], dict[str, Any]]) -> None:
+        found = figures()
+        self._training.tracker.notes.accumulation = found.pop("accumulation", 0)
+        self._updates.updated(**found)
+
+    def _end_update(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.failed(error)
+            self._updates.abandon_update()
+        elif self._state.in_update:
+            self._updates.not_updated()
+
+    def _register(self, model: Any) -> None:
+        """Register the trained model: its name and size for the hello, the model itself for its memory."""
+        introduction, trained = self._training.introduction, self._training.trained
+        introduction.facts.update(describe_model(model, trained.tensor_parallel.ranks))
+        introduction.facts["flops"] = model_flops(model, trained.tensor_parallel.ranks)
+        introduction.parameter_dtype = dtype_of(model)
+        trained.model = weakref.ref(getattr(model, "module", model))
+        trained.shifts_labels = own_class(own_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+class TorchEvents(Events):
+    """Further events, of PyTorch itself and of the frameworks whose loops need more than the ten above."""
+
+    # Optimizers --------------------------------------------------------------------------------------------------
+
+    @guarded
+    def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
+        """An optimizer was made, in this frame; None: on another thread."""
+        training = self._training
+        self._updates.found_optimizer(optimizer)
+        if frame is None or self._state.making_engine:
+            return
+        self._loading.evaluated(trains=False)  # the evaluation of an earlier model has ended
+        if training.trained.model() is not None or self._state.engine_steps:
+            return  # a wrapper or an engine has reported the model
+        if training.tracker.step:
+            training.optimized.forget()
+        facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
+        if facts != facts | found:  # a script may make an optimizer for each of its tasks
+            facts.update(found)
+            training.outbox.send_hello()
+
+    def stepping(self, optimizer: Any) -> bool:
+        """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
+        if self._state.in_update and self._updates.updater is not optimizer:
+            return False
+        return bool(self._updates.begin_update(optimizer))
+
+    def stepped(self, optimizer: Any) -> None:
+        """Its step has ended."""
+        self._updates.end_update(optimizer)
+
+    def closure(self) -> _Scope:
+        """A call of the closure of a step, for the length of a ``with`` block: its work is no part of the update."""
+        if not self._state.in_update:
+            return _NOTHING
+        self._updates.open_closure()
+        return _Scope(lambda error: self._updates.close_closure(failed=error is not None))
+
+    def scaler_step(self, optimizer: Any, scale: Any) -> _Scope:
+        """A loss scaler's step, for the length of a ``with`` block: a skipped one if no optimizer stepped in it."""
+        if self._state.engine_steps:
+            return _NOTHING
+        before = self._training.updaters.updates
+
+        def over(error: BaseException | None) -> None:
+            if error is None and self._training.updaters.updates == before:
+                self._updates.skipped_update(optimizer, scale)
+
+        return _Scope(over)
+
+    def zeroing(self, owner: Any) -> None:
+        """An optimizer or a module sets its gradients to zero."""
+        self._updates.zeroing(owner)
+
+    def clipped(self, norm: Any) -> None:
+        """The script has clipped its gradients, whose norm was ``norm``."""
+        if norm is not None and not self._state.engine_steps:
+            self._updates.note_grad_norm(norm)
+
+    def scaled(self, scaled: Any, original: Any) -> None:
+        """A loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
+        self._micro_steps.note_scaling(scaled, original)
+
+    def adopt(self, *, updates: bool = True) -> bool:
+        """Make this thread the training thread before the first update, or once the former one has ended.
+
+        Args:
+            updates: whether the thread updates; before the first update nothing else shows which thread trains.
+
+        Returns:
+            False if another thread trains.
+        """
+        training = self._training
+        if self._state.engine_steps:
+            return False
+        if not training.tracker.step:
+            if not updates:
+                return False
+        elif self.guard.thread_lives():
+            return False
+        self.guard.adopt_thread()
+        return True
+
+    # Engines and Trainers ----------------------------------------------------------------------------------------
+
+    def making_engine(self) -> _Scope:
+        """An engine is made: some optimizers step on zero gradients meanwhile (bf16, stage 0), which is no update."""
+        state = self._state
+        before = state.engine_steps
+        state.engine_steps = state.making_engine = True
+
+        def over(_: BaseException | None) -> None:
+            state.engine_steps, state.making_engine = before, False
+
+        return _Scope(over)
+
+    @guarded
+    def engine(
+        self, engine: Any, describe: Callable[[Any], dict[str, Any]], *, partitions: int, share: tuple[int, int]
+    ) -> None:
+        """An engine makes the updates from now on, unless it has no parameters to update.
+
+        Args:
+            engine: of DeepSpeed, or with its attributes.
+            describe: returns the fields of ``Hello`` for it.
+            partitions: number of ranks over which its optimizer's state is partitioned; 0: all ranks.
+            share: the rank's place among the tensor-parallel ranks, and their number.
+        """
+        if not updates_parameters(engine):
+            return
+        training = self._training
+        state, trained = self._state, training.trained
+        self.guard.adopt_thread()
+        training.updaters.made_engine()
+        state.engine_steps, state.forward_by, training.tracker.light = True, "engine", DRIVEN
+        trained.engine = weakref.ref(engine)
+        trained.partitions = partitions or training.rank.world_size
+        trained.tensor_parallel = BatchShare(*share)
+        facts = describe(engine)
+        config = facts.get("deepspeed_config")
+        facts["deepspeed_config"] = plain(config) if isinstance(config, dict) else None
+        training.phases.check_device()
+        self.trains("deepspeed", engine.module, step=int(getattr(engine, "global_steps", 0)), **facts)
+
+    @guarded
+    def trainer(self, model: Any, step: int, defaults: dict[str, Any]) -> None:
+        """A Trainer's training begins, at this step; ``defaults`` are fields of ``Hello`` unless an engine set them."""
+        training = self._training
+        training.introduction.facts["framework"] = "transformers"
+        for name, value in defaults.items():
+            training.introduction.facts.setdefault(name, value)
+        if not self._state.forward_by:
+            self._micro_steps.expect_forward("trainer")
+        self.trains("", None if self._state.engine_steps else model, step=step)
+
+    def trainer_step(self, model: Any, inputs: Any, *, over_ranks: bool) -> _Scope:
+        """A Trainer's micro-step, for the length of a ``with`` block; losses are divided by the accumulation.
+
+        Args:
+            model: the model in its wrappers.
+            inputs: the batch.
+            over_ranks: losses are also divided by the label tokens of all ranks.
+        """
+        state = self._state
+        state.sum_losses, state.normalised_over_ranks = True, over_ranks
+        if state.forward_by != "engine":
+            if state.forward_by != "trainer":
+                self._micro_steps.expect_forward("trainer")
+                self.trains("transformers", model)
+            self._micro_steps.forwarding(None, (inputs,), {})
+        return _Scope(lambda error: None if error is None else self._micro_steps.failed_forward())
+
+    def trainer_loss(self, loss: Any) -> None:
+        """The loss that it returned; an engine updates before that, so there the backpropagated losses count."""
+        if not self._state.engine_steps:
+            self._micro_steps.trained_micro_step(loss)
+
+    # Parallel training -------------------------------------------------------------------------------------------
+
+    @guarded
+    def sharded(self, module: Any) -> None:
+        """FSDP2 has sharded a module: the largest so far is the model, as its layers are sharded before it."""
+        known = self._training.trained.model()
+        if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
+            self.trains("fsdp", module)
+
+    def adds_up(self, ranks: float) -> None:
+        """Gradients of this many ranks are added up, and so are their losses."""
+        self._state.added_ranks = max(self._state.added_ranks, ranks)
+        self._state.normalised_over_ranks = True
+
+    def divided(self, by: int) -> None:
+        """A pipeline's schedule divides the step's losses by this number of micro-batches; 0: it does not."""
+        self._training.tracker.notes.accumulation = by
+
+    def stage(self, index: int) -> None:
+        """The rank has this stage of a pipeline; of several the lowest counts."""
+        facts = self._training.introduction.facts
+        known = facts.get("pipeline_stage")  # None after an engine of DeepSpeed without a pipeline
+        facts["pipeline_stage"] = index if known is None else min(index, known)
+
+    def leaving_group(self) -> None:
+        """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
+        self._training.introduction.note_backend()
+
+    def wait_begins(self) -> Any:
+        """A wait for other ranks begins; return the device event to give to ``waited``, or None."""
+        events, notes = self._training.device.events, self._training.tracker.notes
+        return events.mark() if events is not None and len(notes.waits) < MOST_WAITS else None
+
+    def waited(self, begun: Any) -> None:
+        """The wait has ended."""
+        events, tracker = self._training.device.events, self._training.tracker
+        if begun is not None and events is not None:
+            tracker.notes.waits.append((tracker.phase, begun, events.mark()))
+
+    def cost(self, ns: int) -> None:
+        """Count the time of a hook's own work."""
+        self._training.tracker.cost_ns += ns
+
+    # Prefetching loaders -----------------------------------------------------------------------------------------
+
+    def prefetching(self, store: deque[OnHost]) -> None:
+        """A loader that fetches ahead is asked for a batch; ``store`` receives the counts of fetched batches."""
+        self._loading.prefetching(store)
+
+    def delivered(self, batch: Any) -> None:
+        """It returns a batch, fetched earlier."""
+        self._loading.delivered(batch)
+
+    def prefetched_all(self) -> None:
+        """It has returned its last batch, or failed."""
+        self._loading.prefetched_all()
+
+    # ``ftmon.watch`` ---------------------------------------------------------------------------------------------
+
+    @guarded
+    def watch(self, updater: Any) -> None:
+        """The script names the engine or optimizer whose updates are the steps."""
+        training = self._training
+        training.updaters.watch(updater)
+        if hasattr(updater, "param_groups") and not self._state.engine_steps:
+            training.trained.primary = weakref.ref(updater)
+            self._updates.found_optimizer(updater)
+            self.guard.adopt_thread()
+            training.phases.check_device()
+        training.outbox.send_hello()
