@@ -81,12 +81,6 @@ class Marks:
         return found
 
 
-def has_marks(connection: sqlite3.Connection) -> bool:
-    """Return whether a recording has the tables; recordings of earlier versions do not."""
-    query = "SELECT count(*) FROM sqlite_schema WHERE name IN ('marks', 'explained') AND type = 'table'"
-    return connection.execute(query).fetchone()[0] == 2
-
-
 def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:
     """Read the marks set between two stream numbers, by rank and then in the order they were set."""
     query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq BETWEEN ? AND ?

@@ -33,7 +33,7 @@ from .opening import check_continuable, is_damage
 from .removed import CarriedOver, RemovalWatch, carry_over, remove_logs
 from .rollup import Rollups
 from .rows import NameNumbers, Row, alert_row, event_row, hello_row, log_row
-from .schema import APPLICATION_ID, JOBS_TABLE, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, TRAINING_TABLES
+from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
 from .steprow import closing_rows, step_rows, update_rows
 
 RETRY_S = 2.0
@@ -281,8 +281,6 @@ class Writer:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         if known and not self._resumed:
-            for statement in (*MARK_TABLES, *TRAINING_TABLES, JOBS_TABLE):
-                connection.execute(statement)
             self._resume(connection)
         self._resumed = True
         if self._carried is not None:

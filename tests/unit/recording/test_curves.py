@@ -123,24 +123,3 @@ def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path
     rows = connection.execute("SELECT min_step, max_step, count FROM curves WHERE level = 0 ORDER BY last_seq")
     assert rows.fetchall() == [(first, first + 15, 16) for first in range(1, 97, 16)]
     connection.close()
-
-
-def test_a_recording_of_an_earlier_version_still_has_its_curves_and_can_be_continued(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.sqlite", Stream(ranks=1, steps=200, devices=False, logs=False).frames())
-    connection = sqlite3.connect(path)
-    connection.execute("DROP VIEW throughput")
-    for table in ("training_steps", "curves", "evaluations", "checkpoints"):
-        connection.execute(f"DROP TABLE {table}")
-    connection.commit()
-    connection.close()
-    with Reader(path) as recording:
-        info = recording.info()
-        points = recording.training(0, info.first_t, info.last_t, 10)
-        assert sum(point.count for point in points) == 200
-        assert all(point.loss is not None and point.training_us for point in points)
-    writer = Writer(path)
-    writer.append(writer.next_seq, info.last_t + 1, Step(0, 201, info.last_t, 100, []))
-    writer.close()
-    connection = sqlite3.connect(path)
-    assert connection.execute("SELECT count(*), sum(count) FROM curves WHERE level = 0").fetchone() == (12, 192)
-    connection.close()
