@@ -1,8 +1,7 @@
 """Bounds on the cost of reading an untrusted recording, and on what its schema may make SQLite do.
 
-They follow https://www.sqlite.org/security.html for untrusted files: no functions with side effects from a schema, no
-views or triggers, small limits, and a time limit on every query. Time is processor time of the calling thread, so a
-slow disk or a loaded host does not count.
+They follow https://www.sqlite.org/security.html: no views, triggers or functions with side effects from a schema, small
+limits, and a time limit on every query: processor time of the calling thread, so a slow disk does not count.
 """
 
 import os
@@ -17,28 +16,18 @@ from ..errors import RecordingError
 
 T = TypeVar("T")
 
-LARGEST_VALUE = 32 * 2**20
-"""Limit of a value in bytes; bodies and log lines of a recording are kilobytes."""
-
-_SECONDS = 1.5
 _BYTES_A_SECOND = 8e6
 """Processor time of one query, per byte of the file: a full scan reads more than 100 MB/s."""
-
-_MESSAGE_SECONDS = 1.0
-"""Processor time for unpacking the messages of one query, in addition to the share for the file's size."""
-
-_ALL_SECONDS = 2.5
 ALL_BYTES_A_SECOND = 2e6
 """Processor time of all queries of a command together, which may read the whole stream once."""
-
-_SPARE_BYTES = 24 * 2**20
-_AMPLIFICATION = 8
+_SECONDS, _MESSAGE_SECONDS, _ALL_SECONDS = 1.5, 1.0, 2.5
+"""In addition to the share for the file's size: for a query, for unpacking its messages, for all of a command's."""
+_SPARE_BYTES, _AMPLIFICATION = 24 * 2**20, 8
 """Limit on the unpacked bytes of one answer, per byte of the file: zlib compresses messages by a factor of 3 to 5."""
-
 _OPERATIONS = 50_000
 """Instructions of SQLite's virtual machine between two readings of the clock: about 2 to 5 ms."""
 
-_LIMITS = {"LENGTH": LARGEST_VALUE, "SQL_LENGTH": 200_000, "COLUMN": 500, "EXPR_DEPTH": 200, "ATTACHED": 0}
+_LIMITS = {"LENGTH": 32 * 2**20, "SQL_LENGTH": 200_000, "COLUMN": 500, "EXPR_DEPTH": 200, "ATTACHED": 0}
 _SWITCHES = {"DEFENSIVE": True, "TRUSTED_SCHEMA": False, "ENABLE_TRIGGER": False, "ENABLE_VIEW": False}
 """``Connection.setconfig`` is new in Python 3.12; older versions rely on the pragma and the check of the schema."""
 
@@ -65,7 +54,6 @@ class Guard:
         self._spent = self._on_messages = self._until = 0.0
         self._begun: float | None = None
         self._bytes = 0
-        self._late = False
         self.begin()
 
     def begin(self, bytes_a_second: float = _BYTES_A_SECOND) -> None:
@@ -77,7 +65,6 @@ class Guard:
         left = _ALL_SECONDS + self.file_bytes / ALL_BYTES_A_SECOND - self._spent
         self._until = self._begun + (min(self._seconds, max(left, 0.0)) if self._once else self._seconds)
         self._bytes = 0
-        self._late = False
         if not self._once:
             self._on_messages = 0.0
 
@@ -88,10 +75,7 @@ class Guard:
             self._begun = None
 
     def unpack(self, unpack: Callable[[], T]) -> T | None:
-        """Unpack one message; None if that would exceed the limit: the message then counts as left out.
-
-        A few expensive messages are thus left out, with the ones behind them, and the rest of the answer is returned.
-        """
+        """Unpack one message; None if that would exceed the limit: the message then counts as left out."""
         begun = time.thread_time()
         if begun > self._until or self._on_messages > _MESSAGE_SECONDS + self.file_bytes / _BYTES_A_SECOND:
             self.left_out += 1
@@ -105,39 +89,31 @@ class Guard:
             self._on_messages += time.thread_time() - begun
 
     def charge(self, count: int) -> None:
-        """Add bytes to the size of the answer.
-
-        Raises:
-            RefusedError: the answer is larger than the file's size justifies.
-        """
+        """Add bytes to the size of the answer; raise ``RefusedError`` if that exceeds what the file justifies."""
         self._bytes += count
         if self._bytes > _SPARE_BYTES + _AMPLIFICATION * self.file_bytes:
-            raise self._refused("an answer asks for far more memory than the file's size justifies")
+            reason = "an answer asks for far more memory than the file's size justifies"
+            raise RefusedError(f"{self.path}: refused: {reason}; it is damaged, or malicious")
 
     @property
     def late(self) -> bool:
         """Whether the query has used up its time."""
-        self._late = self._late or time.thread_time() > self._until
-        return self._late
+        return time.thread_time() > self._until
 
     def raise_limit(self, error: BaseException) -> None:
         """Raise what an interrupted query means: the time limit, or a ctrl-c that SQLite caught."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
-            raise (self.too_late() if self.late else KeyboardInterrupt()) from None
-
-    def too_late(self) -> RefusedError:
-        """Return the error for a query that used up its time."""
-        spent = f"a question took more than {self._seconds:.1f} s of processor time"
-        return self._refused(f"{spent}, more than the file's size justifies")
-
-    def _refused(self, reason: str) -> RefusedError:
-        return RefusedError(f"{self.path}: refused: {reason}; it is damaged, or malicious")
+            if not self.late:
+                raise KeyboardInterrupt from None
+            raise RefusedError(
+                f"{self.path}: refused: a question took more than {self._seconds:.1f} s of processor time, more than "
+                "the file's size justifies; it is damaged, or malicious"
+            ) from None
 
     def harden(self, connection: sqlite3.Connection, *, torn: bool = False) -> sqlite3.Connection:
         """Harden a connection to an untrusted file, and return it.
 
-        A ``torn`` file is shorter than its header states. SQLite opens it only with a writable schema (``lockBtree``
-        in its btree.c), which the defensive mode does not allow.
+        SQLite opens a ``torn`` file only with a writable schema (``lockBtree`` in its btree.c), unlike defensive mode.
         """
         for name, value in _SWITCHES.items():
             option = getattr(sqlite3, f"SQLITE_DBCONFIG_{name}", None)

@@ -6,16 +6,20 @@ import sqlite3
 import stat
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import RecordingError
 from .guard import Guard
 from .schema import APPLICATION_ID, SCHEMA_VERSION
-from .shape import expected_tables, kinds_of, table_problems
+from .shape import expected_tables, table_problems
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"
+
+scratch_folder = partial(tempfile.TemporaryDirectory[str], prefix="ftmon-", ignore_cleanup_errors=True)
+"""Makes a new folder that is removed with its owner."""
 
 
 @dataclass
@@ -48,18 +52,13 @@ class Header(NamedTuple):
 def is_damage(error: Exception) -> bool:
     """Return whether an error means a damaged file, not a busy or forbidden one."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    # A file that lost its tables with its tail raises "no such table" (SQLITE_ERROR). A damaged length of a value
-    # exceeds the limit of a value. SQLite's message with a name from a damaged schema may not be UTF-8.
+    # A lost tail may have had a table. A damaged length exceeds the limit. A message with a damaged name is no UTF-8.
     damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
     return code in damage or "no such table" in str(error) or isinstance(error, UnicodeDecodeError)
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file.
-
-    Raises:
-        RecordingError: it is missing, no recording of a schema that this version reads, or has no whole header.
-    """
+    """Read the header of a file; raise ``RecordingError`` if that is no recording of a schema this version reads."""
     try:
         _check_regular(path)
         # Without blocking: a pipe may have replaced the file.
@@ -118,16 +117,10 @@ def connect(path: Path, options: str) -> sqlite3.Connection:
     return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None, timeout=5.0)
 
 
-def scratch_folder() -> "tempfile.TemporaryDirectory[str]":
-    """Return a new folder that is removed with its owner."""
-    return tempfile.TemporaryDirectory(prefix="ftmon-", ignore_cleanup_errors=True)
-
-
 def open_whole(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     """Open a recording that is not damaged, read-only, with the tables of its schema.
 
     Raises:
-        RecordingError: it has what no recording has.
         sqlite3.Error, UnicodeDecodeError: it is damaged (``is_damage``), or cannot be opened.
     """
     opened = _connected(path, header, guard)
@@ -148,8 +141,7 @@ def _connected(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     connection = connect(path, "mode=ro")
     try:
         guard.harden(connection)
-        if kinds_of(connection).get("meta", "table") == "table":
-            connection.execute("SELECT count(key) FROM meta").fetchone()
+        connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         return OpenedRecording(connection, guard, header.schema)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         connection.close()
@@ -164,17 +156,3 @@ def _connected(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     for suffix in ("", "-wal"):
         shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
     return OpenedRecording(guard.harden(connect(copy, "mode=rw")), guard, header.schema, scratch=scratch)
-
-
-def check_continuable(path: Path) -> None:
-    """Check that an existing file is a recording of this schema, and as long as its header states.
-
-    Raises:
-        RecordingError: it is something else, or is truncated.
-    """
-    header = read_header(path)
-    if header.schema != SCHEMA_VERSION:
-        there = f"has recording schema {header.schema}, this ftmon writes {SCHEMA_VERSION}"
-        raise RecordingError(f"{path}: {there}; move it out of the way")
-    if is_cut_short(path, header):
-        raise RecordingError(f"{path}: is cut short and cannot be continued; move it out of the way")

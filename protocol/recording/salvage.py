@@ -30,18 +30,7 @@ _SPARSE_BYTES = 256 * 2**20
 
 
 def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
-    """Open a recording read-only; the file itself is never changed.
-
-    The file is untrusted: the cost of opening it is bounded (``guard``), and a view in place of a table is refused
-    (``shape``).
-
-    Args:
-        path: the recording.
-        once: for one command: the cost of all its queries together is bounded as well.
-
-    Raises:
-        RecordingError: it is missing, not a recording, of a newer schema, refused, or nothing of it can be read.
-    """
+    """Open an untrusted recording read-only (``once`` as in ``Guard``); raise ``RecordingError`` if it has no data."""
     header = read_header(path)
     guard = Guard(path, once=once)
     try:
@@ -56,11 +45,7 @@ def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
 
 
 def open_damaged(path: Path, guard: Guard) -> OpenedRecording:
-    """Read what can be read of a damaged recording into a private copy, and open that.
-
-    Raises:
-        RecordingError: nothing can be read.
-    """
+    """Copy what can be read of a recording, and open the copy; raise ``RecordingError`` if nothing can be read."""
     header = read_header(path)
     scratch = scratch_folder()
     copy = Path(scratch.name) / "salvaged.sqlite"
@@ -68,22 +53,20 @@ def open_damaged(path: Path, guard: Guard) -> OpenedRecording:
         size = path.stat().st_size
         given_up = _salvage(path, header, copy, guard)
         connection = guard.harden(connect(copy, "mode=ro"))
-    except (*_UNREADABLE, OSError, MemoryError) as error:
+    except BaseException as error:
         scratch.cleanup()
         guard.raise_limit(error)
-        raise RecordingError(f"{path}: is damaged, nothing of it can be read: {error}") from None
-    except BaseException:
-        scratch.cleanup()
+        if isinstance(error, (*_UNREADABLE, OSError, MemoryError)):
+            raise RecordingError(f"{path}: is damaged, nothing of it can be read: {error}") from None
         raise
     missing = "the file is damaged: only the parts that are whole were read"
     if size < header.expected_bytes:
         missing = f"the file is cut short: {gib(size)} of {gib(header.expected_bytes)} are there"
-    missing += f" ({given_up})" if given_up else ""
-    return OpenedRecording(connection, guard, SCHEMA_VERSION, missing, scratch, salvaged=True)
+    return OpenedRecording(connection, guard, SCHEMA_VERSION, missing + given_up, scratch, salvaged=True)
 
 
 def _salvage(path: Path, header: Header, copy: Path, guard: Guard) -> str:
-    """Write a new recording; return why reading stopped early, empty if it did not."""
+    """Write a new recording; return why reading stopped early, in parentheses; empty if it did not."""
     given_up = ""
     with closing(sqlite3.connect(_whole_pages(path, header, copy.parent, guard), isolation_level=None)) as connection:
         connection.execute("PRAGMA writable_schema=ON")
@@ -95,7 +78,7 @@ def _salvage(path: Path, header: Header, copy: Path, guard: Guard) -> str:
         try:
             torn.write(writer)
         except RefusedError:
-            given_up = "reading was given up when it took more than the file's size justifies"
+            given_up = " (reading was given up when it took more than the file's size justifies)"
         finally:
             writer.close()
         if writer.error:
@@ -125,15 +108,11 @@ class _TornRecording:
         self._decoder = RowDecoder(schema, lambda table: [row for _, row in self._rows(table)], guard)
 
     def write(self, writer: Writer) -> None:
-        """Append the messages of all tables, by number.
-
-        Raises:
-            RefusedError: reading takes more than the file's size justifies.
-        """
+        """Append the messages, by number; raise ``RefusedError`` if that exceeds what the file's size justifies."""
         rows = heapq.merge(*map(self._rows, STREAM_TABLES), key=lambda found: found[1][0])
         for count, (table, row) in enumerate(rows, 1):
             if self._guard.late:
-                raise self._guard.too_late()
+                raise RefusedError
             frame = self._decoder.frame(table, row)
             if frame is not None:
                 writer.append(frame.seq, frame.t, frame.message)

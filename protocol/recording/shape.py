@@ -32,8 +32,7 @@ def expected_tables(schema: int) -> dict[str, Columns]:
 def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
     """Return the kind of each table and view of the file, by name: ``table``, ``view``, ``virtual`` or ``shadow``.
 
-    SQLite finds the kind by parsing the statement; the ``type`` column may hold any text. Before SQLite 3.37 the kind
-    is derived from the statement here.
+    SQLite parses the statement; the ``type`` column may hold any text. Before SQLite 3.37 the statement's begin counts.
     """
     if sqlite3.sqlite_version_info >= (3, 37):
         rows = connection.execute("PRAGMA main.table_list").fetchall()
