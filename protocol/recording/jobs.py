@@ -9,8 +9,6 @@ from .rows import pack_body
 
 Row = tuple[Any, ...]
 
-INSERT_JOB = f"INSERT OR REPLACE INTO jobs VALUES ({', '.join('?' * 19)})"
-
 
 def job_row(seq: int, t: float, job: Job) -> Row:
     """Return a row of ``jobs``."""

@@ -22,8 +22,6 @@ from .phase_peaks import PeakMark, PhasePeaks
 
 Row = tuple[Any, ...]
 
-INSERT_MARK = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?, ?, ?)"
-INSERT_EXPLAINED = "INSERT OR REPLACE INTO explained VALUES (?, ?, ?, ?, ?, ?)"
 
 MARK_LIMIT = 100_000
 """Maximum number of marks read."""

@@ -17,16 +17,6 @@ from .guard import Guard
 
 Row = tuple[Any, ...]
 
-INSERTS = {
-    "device_samples": f"INSERT OR REPLACE INTO device_samples VALUES ({', '.join('?' * 12)})",
-    "alerts": f"INSERT OR REPLACE INTO alerts VALUES ({', '.join('?' * 14)})",
-    "logs": f"INSERT OR REPLACE INTO logs VALUES ({', '.join('?' * 6)})",
-    "ranks": f"INSERT OR REPLACE INTO ranks VALUES ({', '.join('?' * 12)})",
-    "events": f"INSERT OR REPLACE INTO events VALUES ({', '.join('?' * 5)})",
-    "clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)",
-    "device_names": f"INSERT OR REPLACE INTO device_names VALUES ({', '.join('?' * 8)})",
-    "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
-}
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
 

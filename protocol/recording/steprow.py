@@ -15,9 +15,6 @@ from .schema import PHASE_COLUMNS, STEP_COLUMNS
 FIRST_PHASE_COLUMN = len(STEP_COLUMNS)
 PHASE_WIDTH = len(PHASE_COLUMNS)
 REST_COLUMN = FIRST_PHASE_COLUMN + len(STEP_PHASES) * PHASE_WIDTH
-INSERT_STEP = f"INSERT OR REPLACE INTO steps VALUES ({', '.join('?' * (REST_COLUMN + 1))})"
-INSERT_UPDATE = f"INSERT OR REPLACE INTO updates VALUES ({', '.join('?' * 11)})"
-INSERT_EXTRA = f"INSERT OR REPLACE INTO extra_phases VALUES ({', '.join('?' * 14)})"
 
 _NO_PHASE = (None,) * PHASE_WIDTH
 _POSITIONS = {name: position for position, name in enumerate(STEP_PHASES)}
