@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import msgspec
+from allocator_compare import compare
 from ftmon.protocol.analysis.allocator.caching import CachingAllocator
-from ftmon.protocol.analysis.allocator.compare import compare
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.snapshot.model import ALLOC, FREE_REQUESTED
 from ftmon.protocol.snapshot.reader import open_snapshot

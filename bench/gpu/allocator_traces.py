@@ -214,7 +214,8 @@ def _train(name: str, stage: int, checkpointing: bool) -> None:
 
 def check(out: Path) -> bool:
     """Compare every trace of a folder with the model; prints a line each and the sums."""
-    from ftmon.protocol.analysis.allocator.compare import compare
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from allocator_compare import compare
     from ftmon.protocol.analysis.allocator.settings import Settings
     from ftmon.protocol.snapshot.reader import open_snapshot
 

@@ -40,7 +40,7 @@ class Rows(Dataset):
             time.sleep(0.01)
         elif KIND == "slow-epochs" and index == 0:
             time.sleep(0.6)
-        own = 0 if KIND in ("unequal-losses", "equal-batches", "own-noise") else 1_000_000 * RANK
+        own = 1_000_000 * RANK
         return torch.randn(16, generator=torch.Generator().manual_seed(index + own))
 
 
@@ -85,11 +85,6 @@ def change(loss, model, step, noise):
         loss = loss + (0 * next(model.parameters()).sum()).sqrt()  # 0, and its derivative is infinite
     elif late and KIND == "loss-plateau":
         begun()
-    elif late and KIND == "unequal-losses" and MINE:
-        begun()
-        loss = loss * 1.1
-    elif KIND == "own-noise":
-        loss = loss * (1 + 0.1 * torch.randn(()))
     elif KIND == "noisy-loss" and step % 97 == 0:
         loss = loss * 6
     elif late and KIND == "nan-loss" and MINE:
@@ -170,10 +165,6 @@ def main():
             optimizer.param_groups[0]["lr"] = 1e-3
         elif KIND == "noisy-loss":
             optimizer.param_groups[0]["lr"] *= 0.98
-        if KIND == "replica-divergence" and step == AT and MINE:
-            begun()
-            with torch.no_grad():
-                layers[0].weight[3, 5] += 0.5
         if "SCENE_DISK" in os.environ:
             disk(step, model)
         if KIND != "loss-plateau":  # which takes a thousand steps

@@ -111,7 +111,6 @@ def _health(kind: Kind, guilty: set[int], history: list[tuple[float, Alert]], en
 _FOLLOWS = {
     "nan_loss": ("nan_gradient",),
     "scaler_floor": ("scaler_skipping",),
-    "replica_divergence": ("unequal_losses",),
 }
 """Findings that a fault brings with it."""
 

@@ -206,14 +206,6 @@ KINDS = (
         limit_s=60.0,
     ),
     Kind(
-        "unequal-losses",
-        "one of three has another loss for the same batch",
-        "health",
-        3,
-        "health",
-        words="unequal_losses",
-    ),
-    Kind(
         "checkpoint-failed",
         "the disk is full when it writes a checkpoint",
         "health",
@@ -256,7 +248,6 @@ KINDS = (
         words="recompilation",
         engine="health",
     ),
-    Kind("replica-divergence", "changes a parameter in place", "health", words="replica_divergence", engine="health"),
     Kind(
         "disk-filling",
         "its output fills the disk",
@@ -278,9 +269,6 @@ KINDS = (
     Kind("scaler-search", "the loss scaler looks for its scale", "well", 1, "scaler", steps=300, culprit=False),
     Kind("slow-epochs", "the first batch of each epoch is slow", "well", 2, "health", steps=300, culprit=False),
     Kind("two-shapes", "a compiled function sees two shapes", "well", 2, "health", steps=300, culprit=False),
-    Kind("equal-replicas", "trains under DDP for some hundred steps", "well", 2, "health", steps=400, culprit=False),
-    Kind("equal-batches", "every rank has the same batch", "well", 2, "health", steps=400, culprit=False),
-    Kind("own-noise", "the same batch, and each rank draws its noise", "well", 2, "health", steps=400, culprit=False),
     Kind(
         "checkpoint-and-remove",
         "writes checkpoints and removes them",

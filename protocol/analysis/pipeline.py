@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..messages.control import Alert, HubStats, RankState, Result
-from ..messages.health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ..messages.health import Compiles, DeviceHealth, DiskSpace, Xid
 from ..messages.jobs import Job
 from ..messages.memory import Cause, Composition
 from ..messages.oom import OomReport
@@ -120,8 +120,6 @@ class Detectors:
             Heartbeat: self._beat,
             DeviceSample: self._sample,
             Compiles: lambda t, found: self._put(t, self._monitor.compiles(found)),
-            Checksum: lambda t, found: self._put(t, self._monitor.checksum(found)),
-            BatchLoss: lambda t, found: self._put(t, self._monitor.batch_loss(found)),
             Checkpoint: lambda t, found: self._put(t, self._monitor.checkpoint(found)),
             CheckpointFailed: lambda t, found: self._put(t, self._monitor.checkpoint_failed(found)),
             DiskSpace: lambda t, found: self._put(t, self._monitor.disks(found)),
@@ -254,10 +252,6 @@ class Detectors:
                 self._spike.observe(message)
                 self._growth.observe(message)
                 self._monitor.step(message)
-            elif isinstance(message, Checksum):
-                self._monitor.checksum(message)
-            elif isinstance(message, BatchLoss):
-                self._monitor.batch_loss(message)
             elif isinstance(message, Checkpoint):
                 self._monitor.checkpoint(message)
             elif isinstance(message, CheckpointFailed):

@@ -1,4 +1,4 @@
-"""Messages about a run's health: data loaders, compilations, checksums, losses per batch, disks, and GPU faults.
+"""Messages about a run's health: data loaders, compilations, disks, and GPU faults.
 
 Times called ``time`` are seconds since the epoch on the sender's clock; sizes are bytes.
 """
@@ -45,44 +45,6 @@ class Compiles(msgspec.Struct, tag="compiles", frozen=True, omit_defaults=True):
     functions: list[Compilation] = []
 
 
-class ParameterSum(msgspec.Struct, frozen=True, array_like=True):
-    """Checksums of one parameter, or of a part of it. Encoded as an array of three."""
-
-    name: str
-    """As in the model; a part of a large one ends with the range of its elements, ``[0:1048576]``."""
-    total: float
-    """Sum of the elements in double precision."""
-    norm: float
-    """Euclidean norm of the elements."""
-
-
-class Checksum(msgspec.Struct, tag="checksum", frozen=True, omit_defaults=True):
-    """Checksums of some replicated parameters after an update; equal on all ranks of a data-parallel run."""
-
-    rank: Rank
-    step: Whole
-    time: Time
-    parameters: list[ParameterSum]
-    cost_us: Whole = 0
-    """Cost to the training thread."""
-
-
-class BatchLoss(msgspec.Struct, tag="batch_loss", frozen=True, omit_defaults=True):
-    """The loss of the first micro-step of sampled steps: ranks with equal inputs must have equal losses."""
-
-    rank: Rank
-    step: Whole
-    time: Time
-    inputs: Name
-    """Fingerprint of the dataloader's batch and the model's arguments."""
-    loss: float
-    """The loss that was backpropagated, without loss scaling."""
-    precision: float = 0.0
-    """Largest relative difference that rounding explains."""
-    cost_us: Whole = 0
-    """Cost to the training thread."""
-
-
 class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file system that the run writes to."""
 
@@ -104,7 +66,7 @@ class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
 
 
 class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaults=True):
-    """Faults and links of a GPU from NVML; None: not reported by this card or driver.
+    """Faults of a GPU's memory from NVML; None: not reported by this card or driver.
 
     Sent when it changed, and once a minute.
     """
@@ -119,13 +81,6 @@ class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaul
     remap_pending: bool = False
     """A memory row will be remapped at the next reset of the GPU."""
     remap_failed: bool = False
-    pcie_gen: Whole | None = None
-    pcie_gen_max: Whole | None = None
-    """Highest generation that the device and its slot support."""
-    pcie_width: Whole | None = None
-    pcie_width_max: Whole | None = None
-    pcie_replays: Whole | None = None
-    nvlinks_up: Whole | None = None
 
 
 class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):

@@ -48,8 +48,6 @@ Message = (
     | hosts.HostState
     | telemetry.Closing
     | health.Compiles
-    | health.Checksum
-    | health.BatchLoss
     | health.DiskSpace
     | health.DeviceHealth
     | health.Xid

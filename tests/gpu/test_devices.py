@@ -91,29 +91,18 @@ def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_t
         assert found.used_bytes - before[0] >= 1 << 30
 
 
-def test_faults_and_links_of_every_gpu_can_be_read_and_a_healthy_one_raises_nothing():
+def test_faults_of_every_gpu_can_be_read_and_a_healthy_one_raises_nothing():
     nvml = Nvml()
     try:
         found = {one.index: one for one in nvml.health("here", 1.0)}
         assert set(found) == {int(line) for line in smi("index")}
-        for line, errors, generation, width in zip(
-            smi("index"),
-            smi("ecc.errors.uncorrected.volatile.total"),
-            smi("pcie.link.gen.max"),
-            smi("pcie.link.width.max"),
-            strict=True,
-        ):
+        for line, errors in zip(smi("index"), smi("ecc.errors.uncorrected.volatile.total"), strict=True):
             one = found[int(line)]
             assert str(one.ecc_uncorrected) == errors.strip() or (one.ecc_uncorrected is None and "N/A" in errors)
-            assert str(one.pcie_gen_max) == generation.strip()
-            assert str(one.pcie_width_max) == width.strip()
-            assert one.pcie_gen is not None
-            assert one.pcie_width is not None
-            assert one.nvlinks_up is None or one.nvlinks_up >= 0
         gpus = Gpus()
         raised = [one for t in range(3) for each in nvml.health("here", 10.0 * t) for one in gpus.health(each)]
         raised += [one for each in nvml.samples("here", 1.0, {}) for one in gpus.sample(each)]
-        assert [one for one in raised if one.kind not in ("gpu_memory_errors", "nvlink_degraded")] == []
+        assert [one for one in raised if one.kind != "gpu_memory_errors"] == []
     finally:
         nvml.close()
 

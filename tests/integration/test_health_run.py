@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import start_ranks
 from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.health import BatchLoss, Checksum, Compiles, DiskSpace
+from ftmon.protocol.messages.health import Compiles, DiskSpace
 from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.messages.wire import Message
 from ftmon.protocol.recording.reader import Reader
@@ -43,43 +43,19 @@ def health(messages: list[Message]) -> dict[str, Alert]:
     return {str(one.evidence["finding"]): one for one in messages if isinstance(one, Alert) and one.kind == "health"}
 
 
-def test_a_healthy_run_has_equal_replicas_known_disks_and_no_finding(home: Ftmon) -> None:
+def test_a_healthy_run_has_known_disks_and_no_finding(home: Ftmon) -> None:
     run, messages, _ = played(home, "", STEPS="60")
     disks = [one for one in messages if isinstance(one, DiskSpace)]
     mine = [one for one in health(messages).values() if one.evidence["finding"] != "disk_filling"]
     assert mine == []
-    sums = [one for one in messages if isinstance(one, Checksum)]
-    taken = {(one.step, one.rank) for one in sums}
-    # A rank takes none in a step whose memory it is looking at; on a loaded machine those looks come later.
-    assert {step for step, _ in taken} <= {10, 20, 30, 40, 50}
-    assert any({(step, 0), (step, 1)} <= taken for step in (10, 20, 30, 40, 50))
-    assert {part.name for part in sums[0].parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    losses = {(one.step, one.rank): (one.inputs, one.loss) for one in messages if isinstance(one, BatchLoss)}
-    steps = {step for step, _ in losses}
-    assert steps, "none is taken either while a step's memory is looked at"
-    assert steps <= {11, 21, 31, 41, 51}
-    both = [step for step in steps if {(step, 0), (step, 1)} <= losses.keys()]
-    assert all(losses[step, 0] == losses[step, 1] for step in both), "both ranks have the same rows"
-    assert len({given for given, _ in losses.values()}) == len(steps)
     assert any(str(run.path).startswith(volume.path) or volume.use for volume in disks[0].volumes)
     loaders = [one.loader for one in messages if isinstance(one, Hello) and one.loader is not None]
     assert all(one.workers == 0 and one.cpus >= 1 for one in loaders)
 
 
-def test_diverged_replicas_and_waiting_for_data_are_told_with_their_figures(home: Ftmon) -> None:
-    # A rank compares nothing in a step whose memory it looks at: of 110 steps, those of both ranks may leave too few.
-    run, messages, output = played(home, "replica,loader,loss", "--no-allocator-events", STEPS="110")
+def test_waiting_for_data_is_told_with_its_figures(home: Ftmon) -> None:
+    run, messages, _ = played(home, "loader", STEPS="60")
     found = health(messages)
-    replicas = found["replica_divergence"]
-    assert replicas.severity == "error"
-    assert replicas.evidence["parameter"] == "2.bias"
-    assert replicas.evidence["first_step"] in range(20, 110, 10), "a busy publisher leaves a checksum out"
-    assert "replicas have diverged" in output
-    losses = found["unequal_losses"]
-    assert losses.evidence["first_step"] in range(21, 110, 10)
-    assert {rank for rank, _ in losses.evidence["losses"]} == {0, 1}
-    assert losses.evidence["difference"] > 0.05
-    assert "the same batch gives different losses" in output
     data = found["input_bound"]
     assert data.evidence["loader"]["workers"] == 0
     assert data.evidence["share"] > 0.25
@@ -100,4 +76,3 @@ def test_nan_names_the_rank_that_had_it_first_and_recompilations_their_reason(ho
     assert again.evidence["recompiles"] >= 4
     assert "size mismatch" in again.evidence["reason"]
     assert any(isinstance(one, Compiles) and one.total >= 5 for one in messages)
-    assert "replica_divergence" not in found, "NaN everywhere is no difference"

@@ -48,7 +48,6 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     telemetry.ProcessMemory,
     health.DataLoaderInfo,
     health.Compilation,
-    health.ParameterSum,
     health.Volume,
     memory.PhaseComposition,
     step_trace.StepMark,

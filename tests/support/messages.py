@@ -13,14 +13,11 @@ from ftmon.protocol.messages.control import (
     RunState,
 )
 from ftmon.protocol.messages.health import (
-    BatchLoss,
-    Checksum,
     Compilation,
     Compiles,
     DataLoaderInfo,
     DeviceHealth,
     DiskSpace,
-    ParameterSum,
     Volume,
     Xid,
 )
@@ -433,8 +430,6 @@ EXAMPLES: tuple[Message, ...] = (
         total=9,
         functions=[Compilation("forward (model.py:40)", 12, 1.5, "tensor 'x' size mismatch", "Unsupported")],
     ),
-    Checksum(rank=3, step=1200, time=T, parameters=[ParameterSum("layers.0.weight", 12.5, 3.25)], cost_us=140),
-    BatchLoss(rank=3, step=1201, time=T, inputs="5d1fa2c3", loss=2.25, precision=0.01, cost_us=310),
     DiskSpace(host="node-2", time=T, volumes=[Volume("/scratch/run", "output", 3 * GIB, 100 * GIB)]),
     DeviceHealth(
         host="node-2",
@@ -445,12 +440,6 @@ EXAMPLES: tuple[Message, ...] = (
         ecc_uncorrected=1,
         remap_pending=True,
         remap_failed=True,
-        pcie_gen=4,
-        pcie_gen_max=5,
-        pcie_width=8,
-        pcie_width_max=16,
-        pcie_replays=7,
-        nvlinks_up=18,
     ),
     Xid(host="node-2", time=T, code=79, index=1, bus="0000:3b:00", text="NVRM: Xid (PCI:0000:3b:00): 79"),
     Job(

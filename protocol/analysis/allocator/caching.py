@@ -7,12 +7,12 @@ Source of the rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.6 to 2.11. N
 from collections import deque
 
 from .blocks import Block, Pool
-from .restored import RestoredMemory
+from .cached import CachedMemory
 from .settings import SMALL_MOST_BYTES
 from .views import DeviceOutOfMemory, SegmentView, view_segment
 
 
-class CachingAllocator(RestoredMemory):
+class CachingAllocator(CachedMemory):
     """One device's allocator.
 
     Args:

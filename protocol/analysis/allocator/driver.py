@@ -70,11 +70,6 @@ class Driver:
                 self._holes.remove(hole)
         insort(self._holes, (end - begin, begin, *chunk))
 
-    def adopt(self, address: int, size: int) -> None:
-        """Count memory that was allocated before; new addresses are assigned below it."""
-        self.used_bytes += size
-        self._lowest = min(self._lowest, address // CHUNK_BYTES * CHUNK_BYTES)
-
     def reserve(self, size: int) -> int:
         """Return the start of an address range without memory (``cuMemAddressReserve``)."""
         self._lowest -= -(-size // CHUNK_BYTES) * CHUNK_BYTES

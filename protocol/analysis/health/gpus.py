@@ -1,13 +1,10 @@
-"""Faults of GPUs, from NVML and the driver's log: throttling, memory errors, XIDs, degraded links.
+"""Faults of GPUs, from NVML and the driver's log: throttling, memory errors, XIDs.
 
 - throttling: a thermal, power-brake or hardware slowdown reason in at least half of the samples of ``WINDOW_S``
   seconds while the GPU computes. A power cap alone does not count: it is normal under full load. Resolved if none
   occurred for ``WINDOW_S``.
 - memory errors: uncorrectable ECC errors since the driver was loaded; row remappings that are pending or failed.
 - XIDs: as reported by the driver, except those that result from a process's death (``IGNORED``).
-- links: PCIe narrower or slower than the device and its slot support, under load for ``WINDOW_S`` (idle GPUs slow their
-  links to save power); continuing replays; NVLinks that were up before, or of which the host's other GPUs have more.
-  Resolved if the link is restored.
 """
 
 from collections import deque
@@ -23,8 +20,6 @@ from .xids import IGNORED, meaning
 WINDOW_S = 20.0
 FEWEST = 10
 BUSY_PERCENT = 50.0
-REPLAYS = 100
-"""Minimum number of PCIe replays within twice ``WINDOW_S`` that counts as a fault."""
 HINDERING = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
 """NVML's reasons for unintended slowdown; a power cap is normal under full load."""
 
@@ -48,13 +43,6 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     new_errors: int = 0
     remap_pending: bool = False
     remap_failed: bool = False
-    pcie_gen: int | None = None
-    pcie_gen_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    replays: int = 0
-    links_up: int | None = None
-    links_expected: int | None = None
 
 
 class XidFacts(msgspec.Struct, frozen=True):
@@ -76,10 +64,6 @@ class _Gpu:
         self.samples: deque[tuple[float, bool, bool, tuple[str, ...]]] = deque()
         """Time, whether it computed, whether it was throttled, and the reasons."""
         self.last: DeviceSample | None = None
-        self.health: DeviceHealth | None = None
-        self.narrow: deque[tuple[float, bool]] = deque()
-        self.replays: deque[tuple[float, int]] = deque()
-        self.most_links = 0
         self.first_errors: int | None = None
         self.standing: dict[str, DeviceFacts] = {}
 
@@ -114,10 +98,9 @@ class Gpus:
         return self._settle("gpu_throttling", gpu, facts, bad, over, "warning")
 
     def health(self, message: DeviceHealth) -> list[Finding]:
-        """Check NVML's figures of a GPU's memory and links."""
+        """Check NVML's figures of a GPU's memory."""
         gpu = self._gpus.setdefault((message.host, message.index), _Gpu())
-        gpu.health = message
-        return [*self._memory(message, gpu), *self._pcie(message, gpu), *self._links(message, gpu)]
+        return self._memory(message, gpu)
 
     def xid(self, message: Xid) -> list[Finding]:
         """Process an error reported by the driver."""
@@ -148,46 +131,6 @@ class Gpus:
         )
         severity: Literal["warning", "error"] = "error" if new or message.remap_failed else "warning"
         return self._settle("gpu_memory_errors", gpu, facts, bad, not bad, severity)
-
-    def _pcie(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
-        narrow = is_narrow(message)
-        if gpu.busy:
-            gpu.narrow.append((message.time, narrow))
-        while gpu.narrow and gpu.narrow[0][0] < message.time - 2 * WINDOW_S:
-            gpu.narrow.popleft()
-        lasting = len(gpu.narrow) >= 3 and gpu.narrow[-1][0] - gpu.narrow[0][0] >= WINDOW_S
-        replays = 0
-        if message.pcie_replays is not None:
-            gpu.replays.append((message.time, message.pcie_replays))
-            while gpu.replays[0][0] < message.time - 2 * WINDOW_S:
-                gpu.replays.popleft()
-            replays = max(0, message.pcie_replays - gpu.replays[0][1])
-        bad = (lasting and all(one for _, one in gpu.narrow)) or replays >= REPLAYS
-        over = gpu.busy and not narrow and replays == 0
-        facts = self._facts(
-            gpu.last,
-            message,
-            pcie_gen=message.pcie_gen,
-            pcie_gen_max=message.pcie_gen_max,
-            pcie_width=message.pcie_width,
-            pcie_width_max=message.pcie_width_max,
-            replays=replays,
-        )
-        return self._settle("pcie_degraded", gpu, facts, bad, over, "warning")
-
-    def _links(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
-        up = message.nvlinks_up
-        if up is None:
-            return []
-        gpu.most_links = max(gpu.most_links, up)
-        others = [
-            one.health.nvlinks_up
-            for (host, index), one in self._gpus.items()
-            if host == message.host and index != message.index and one.health is not None and one.health.nvlinks_up
-        ]
-        expected = max(gpu.most_links, min(others) if len(others) > 1 else 0)
-        facts = self._facts(gpu.last, message, links_up=up, links_expected=expected)
-        return self._settle("nvlink_degraded", gpu, facts, up < expected, up >= expected, "warning")
 
     def _facts(self, sample: DeviceSample | None, health: DeviceHealth | None = None, **fields: Any) -> DeviceFacts:
         host, index = (health.host, health.index) if health is not None else ("", 0)
@@ -228,16 +171,8 @@ class Gpus:
         return []
 
 
-def is_narrow(link: DeviceHealth | DeviceFacts) -> bool:
-    """Return whether a PCIe link is slower or narrower than the device and its slot support."""
-    gen, fastest, width, widest = link.pcie_gen, link.pcie_gen_max, link.pcie_width, link.pcie_width_max
-    return bool(width and widest and width < widest) or bool(gen and fastest and gen < fastest)
-
-
 def _figures(kind: str, facts: DeviceFacts) -> object:
     """Return the figures whose change updates an active finding."""
     if kind == "gpu_throttling":
         return facts.reasons
-    if kind == "gpu_memory_errors":
-        return facts.uncorrected, facts.remap_pending, facts.remap_failed
-    return facts.pcie_gen, facts.pcie_width, bool(facts.replays), facts.links_up
+    return facts.uncorrected, facts.remap_pending, facts.remap_failed

@@ -3,7 +3,7 @@
 A rank's hello from another process starts another job of the run and resets all detectors that use steps.
 """
 
-from ...messages.health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ...messages.health import Compiles, DeviceHealth, DiskSpace, Xid
 from ...messages.telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
 from ..findings import Finding
 from .checkpoints import Checkpoints
@@ -16,9 +16,7 @@ from .gradients import Gradients
 from .joined import Join
 from .nonfinite import NonFinite
 from .plateau import Plateau
-from .replicas import Replicas
 from .scaler import FLOOR, Scaler
-from .unequal_losses import UnequalLosses
 
 
 class HealthMonitor:
@@ -32,8 +30,6 @@ class HealthMonitor:
         self._data_wait = DataWait()
         self._compiles = Recompilation()
         self._checkpoints = Checkpoints()
-        self._replicas = Replicas()
-        self._batches = UnequalLosses()
         self._gpus, self._disks = Gpus(), Disks()
         self._processes: dict[int, tuple[int, int]] = {}
         self._precision = ""
@@ -57,8 +53,6 @@ class HealthMonitor:
         """Stop waiting for a rank that ended, and comparing with it."""
         self._join.drop(rank)
         self._data_wait.drop(rank)
-        self._replicas.drop(rank)
-        self._batches.drop(rank)
         return self._losses.settle(self._join.ranks) + self._norms.settle(self._join.ranks)
 
     def plan(self, plan: Plan) -> list[Finding]:
@@ -93,20 +87,12 @@ class HealthMonitor:
         """Process a checkpoint that could not be written."""
         return self._checkpoints.failed(message)
 
-    def checksum(self, message: Checksum) -> list[Finding]:
-        """Process a rank's checksums."""
-        return self._replicas.checksum(message)
-
-    def batch_loss(self, message: BatchLoss) -> list[Finding]:
-        """Process a rank's loss of one batch."""
-        return self._batches.batch_loss(message)
-
     def sample(self, sample: DeviceSample) -> list[Finding]:
         """Process a device's sample; also raise delayed findings, because samples arrive every second."""
         return [*self._losses.tick(sample.time), *self._norms.tick(sample.time), *self._gpus.sample(sample)]
 
     def device(self, message: DeviceHealth) -> list[Finding]:
-        """Process a GPU's faults and links."""
+        """Process a GPU's memory faults."""
         return self._gpus.health(message)
 
     def xid(self, message: Xid) -> list[Finding]:
@@ -130,8 +116,6 @@ class HealthMonitor:
             self._data_wait,
             self._compiles,
             self._checkpoints,
-            self._replicas,
-            self._batches,
         ):
             found += part.reset()
         return found

@@ -12,13 +12,11 @@ from ..health.compiles import CompileFacts
 from ..health.data_wait import DataWaitFacts
 from ..health.disks import DiskFacts
 from ..health.divergence import DivergenceFacts
-from ..health.gpus import DeviceFacts, XidFacts, is_narrow
+from ..health.gpus import DeviceFacts, XidFacts
 from ..health.gradients import GradientFacts
 from ..health.nonfinite import NonFiniteFacts
 from ..health.plateau import PlateauFacts
-from ..health.replicas import ReplicaFacts
 from ..health.scaler import ScalerFacts
-from ..health.unequal_losses import UnequalLossFacts
 from ..health.xids import of_the_program
 from .words import Words, number
 
@@ -226,39 +224,6 @@ def _recompilation(finding: Finding) -> Words:
     )
 
 
-def _replicas(finding: Finding) -> Words:
-    facts: ReplicaFacts = finding.facts
-    who = f"{all_ranks(facts.odd_ranks)} differs" if len(facts.odd_ranks) == 1 else "ranks differ"
-    if len(facts.odd_ranks) > 1:
-        who = f"{all_ranks(facts.odd_ranks)} differ"
-    names = "parameter differs" if facts.parameters == 1 else "parameters differ"
-    return Words(
-        f"replicas have diverged: {who} in {facts.parameter}",
-        f"Data-parallel ranks must hold equal parameters. Since step {facts.first_step} they do not: of "
-        f"{facts.checked} checked at the latest step {facts.parameters} {names}, by {facts.difference:.1e} of "
-        f"the norm at most ({facts.parameter}). The ranks train different models, and a checkpoint contains the one of "
-        "the rank that saves it.",
-        "Check for code that changes parameters on some ranks only, different seeds or checkpoints at the start, "
-        "gradients that are not reduced (a forward outside the DDP wrapper, no_sync left on, parameters added after "
-        "wrapping), a device with errors. Expected with local SGD. Resume from the last checkpoint before that step.",
-        "They are equal again.",
-    )
-
-
-def _unequal_losses(finding: Finding) -> Words:
-    facts: UnequalLossFacts = finding.facts
-    losses = ", ".join(f"rank {rank} {number(loss)}" for rank, loss in facts.losses)
-    return Words(
-        f"the same batch gives different losses: {all_ranks(facts.odd_ranks or facts.ranks)}, step {facts.step}",
-        f"Since step {facts.first_step} ranks with the same inputs, none of which drew a random number, have different "
-        f"losses, {facts.difference:.1e} of the loss apart: {losses}. Their parameters or buffers differ, their "
-        "computation differs, or the loss depends on the rank.",
-        "Compare parameters and buffers over ranks (running statistics of batch norms are buffers); check for "
-        "code in the model or the loss that depends on the rank, and for a device with errors.",
-        "They are equal again.",
-    )
-
-
 def _gpu(facts: DeviceFacts) -> str:
     return f"GPU {facts.index} of {facts.host}"
 
@@ -314,39 +279,6 @@ def _xid(finding: Finding) -> Words:
     return Words(f"XID {facts.code} on {where}{again}: {facts.meaning}", f"{facts.meaning}.{line}", remedy)
 
 
-def _pcie(finding: Finding) -> Words:
-    facts: DeviceFacts = finding.facts
-    replays = f"{counted(facts.replays, 'replay')} within 40 s"
-    if is_narrow(facts) or not facts.replays:
-        now, most = _link(facts.pcie_gen, facts.pcie_width), _link(facts.pcie_gen_max, facts.pcie_width_max)
-        title = f"has a degraded link: PCIe {now}, of {most}"
-        seen = "Under load its link to the host is slower than the device and its slot allow."
-        seen += f" It retransmits packets: {replays}." if facts.replays else ""
-    else:
-        title = f"has a degraded link: {replays}"
-        seen = f"Its link to the host retransmits packets: {replays}."
-    return Words(
-        f"{_gpu(facts)} {title}",
-        f"{seen} Copies, offloading and collectives without NVLink are slowed down.",
-        "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
-        "The link has recovered.",
-    )
-
-
-def _link(gen: int | None, width: int | None) -> str:
-    return " ".join([*([f"gen {gen}"] if gen else []), *([f"x{width}"] if width else [])])
-
-
-def _nvlink(finding: Finding) -> Words:
-    facts: DeviceFacts = finding.facts
-    return Words(
-        f"{_gpu(facts)} has {facts.links_up} of {facts.links_expected} NVLinks up",
-        "Collectives through this GPU lose bandwidth, or use PCIe.",
-        "nvidia-smi nvlink -s and -e show which; check the fabric manager and the kernel log, reset the GPU.",
-        "All links are up.",
-    )
-
-
 def _disk(finding: Finding) -> Words:
     facts: DiskFacts = finding.facts
     left = f"{gib(facts.free_bytes)} of {gib(facts.total_bytes)} left"
@@ -390,13 +322,9 @@ WORDS: dict[str, Callable[[Finding], Words]] = {
     "scaler_skipping": _scaler,
     "input_bound": _input,
     "recompilation": _recompilation,
-    "replica_divergence": _replicas,
-    "unequal_losses": _unequal_losses,
     "gpu_throttling": _throttling,
     "gpu_memory_errors": _memory_errors,
     "gpu_xid": _xid,
-    "pcie_degraded": _pcie,
-    "nvlink_degraded": _nvlink,
     "disk_filling": _disk,
     "checkpoint_failed": _checkpoint,
 }

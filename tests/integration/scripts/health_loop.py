@@ -1,8 +1,7 @@
 """Two ranks under DDP on the CPU; ``FAULT`` in the environment says what goes wrong after step ``AT``.
 
-``nan``: the loss of rank 1 becomes NaN. ``replica``: rank 1 changes a parameter in place. ``loader``: batches take
-longer than steps. ``compile``: a compiled function sees a new shape at each step. ``loss``: the loss of rank 1 has
-another factor. Several may be joined by commas. Both ranks have the same rows.
+``nan``: the loss of rank 1 becomes NaN. ``loader``: batches take longer than steps. ``compile``: a compiled function
+sees a new shape at each step. Several may be joined by commas. Both ranks have the same rows.
 """
 
 import os
@@ -40,16 +39,11 @@ def main():
         loss = model(rows).pow(2).mean()
         if "compile" in FAULTS:
             loss = loss + 0 * scale(torch.ones(max(1, step - AT) + 2))
-        if "loss" in FAULTS and step > AT and rank == 1:
-            loss = loss * 1.1
         if "nan" in FAULTS and step > AT and rank == 1:
             loss = loss * float("nan")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if "replica" in FAULTS and step == AT and rank == 1:
-            with torch.no_grad():
-                layers[2].bias.add_(0.01)
         time.sleep(0.01)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,9 +1,13 @@
 """The model against traces that PyTorch recorded on an H200."""
 
+import sys
+
 import pytest
-from ftmon.protocol.analysis.allocator.compare import compare
 from ftmon.protocol.analysis.allocator.settings import Settings
 from snapshot_files import DATA, read_snapshot
+
+sys.path.append(str(DATA.parents[1] / "bench"))
+from allocator_compare import compare
 
 GIB = 2**30
 

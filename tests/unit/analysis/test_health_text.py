@@ -16,9 +16,7 @@ from ftmon.protocol.analysis.health.gpus import DeviceFacts, XidFacts
 from ftmon.protocol.analysis.health.gradients import GradientFacts
 from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
 from ftmon.protocol.analysis.health.plateau import PlateauFacts
-from ftmon.protocol.analysis.health.replicas import ReplicaFacts
 from ftmon.protocol.analysis.health.scaler import ScalerFacts
-from ftmon.protocol.analysis.health.unequal_losses import UnequalLossFacts
 from ftmon.protocol.analysis.text.health import WORDS
 from ftmon.protocol.messages.health import DataLoaderInfo
 
@@ -36,10 +34,8 @@ OVERFLOW = (
     "loss summed over tokens) and compute it in fp32, lower the learning rate, clip gradients."
 )
 PLATEAU = PlateauFacts(5.01, -0.0007, 41, 1000, 4.999, 1e-4, True)
-REPLICAS = ReplicaFacts("w", 0.1, (2,), 10, 2, 5, 4)
 SCALER = ScalerFacts(1.0, 1.0, 60, 100, 99, 101)
 STALLED = DataWaitFacts(0.6, 150.0, 249.0, 80, 1, 1, False)
-UNEQUAL = UnequalLossFacts(21, 11, (0, 1, 2), ((2, 2.2), (0, 2.0), (1, 2.0)), (2,), 0.0909, 1e-3)
 VOLUME = DiskFacts("node-1", "/scratch/run", "output", "rate", 3 * GIB, 100 * GIB, 5 * GIB / 60, 659.0)
 XID = XidFacts("n", 79, -1, "0000:3b:00", 1, LINE, "the GPU has fallen off the bus")
 
@@ -154,27 +150,6 @@ CASES = [
         "It has not been recompiled since.",
     ),
     Case(
-        Finding("replica_divergence", REPLICAS, severity="error", ranks=(2,)),
-        "replicas have diverged: rank 2 differs in w",
-        "Data-parallel ranks must hold equal parameters. Since step 10 they do not: of 5 checked at the latest step 2 "
-        "parameters differ, by 1.0e-01 of the norm at most (w). The ranks train different models, and a checkpoint "
-        "contains the one of the rank that saves it.",
-        "Check for code that changes parameters on some ranks only, different seeds or checkpoints at the start, "
-        "gradients that are not reduced (a forward outside the DDP wrapper, no_sync left on, parameters added after "
-        "wrapping), a device with errors. Expected with local SGD. Resume from the last checkpoint before that step.",
-        "They are equal again.",
-    ),
-    Case(
-        Finding("unequal_losses", UNEQUAL, ranks=(2,)),
-        "the same batch gives different losses: rank 2, step 21",
-        "Since step 11 ranks with the same inputs, none of which drew a random number, have different losses, 9.1e-02 "
-        "of the loss apart: rank 2 2.2, rank 0 2, rank 1 2. Their parameters or buffers differ, their computation "
-        "differs, or the loss depends on the rank.",
-        "Compare parameters and buffers over ranks (running statistics of batch norms are buffers); check for code in "
-        "the model or the loss that depends on the rank, and for a device with errors.",
-        "They are equal again.",
-    ),
-    Case(
         Finding(
             "gpu_throttling",
             replace(
@@ -214,21 +189,6 @@ CASES = [
         "a memory page fault.",
         "Run with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, to find the kernel.",
         "It is over.",
-    ),
-    Case(
-        Finding("pcie_degraded", replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=8, pcie_width_max=16), key="n:0"),
-        "GPU 0 of n has a degraded link: PCIe gen 5 x8, of gen 5 x16",
-        "Under load its link to the host is slower than the device and its slot allow. Copies, offloading and "
-        "collectives without NVLink are slowed down.",
-        "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
-        "The link has recovered.",
-    ),
-    Case(
-        Finding("nvlink_degraded", replace(GPU, links_up=17, links_expected=18), key="n:0"),
-        "GPU 0 of n has 17 of 18 NVLinks up",
-        "Collectives through this GPU lose bandwidth, or use PCIe.",
-        "nvidia-smi nvlink -s and -e show which; check the fabric manager and the kernel log, reset the GPU.",
-        "All links are up.",
     ),
     Case(
         Finding("disk_filling", VOLUME, key="node-1:/scratch/run"),
@@ -359,22 +319,6 @@ def test_a_function_that_torch_compile_has_given_up() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("odd_ranks", "who"), [((), "ranks differ"), ((2,), "rank 2 differs"), ((0, 1, 3), "ranks 0-1, 3 differ")]
-)
-def test_who_differs_from_the_other_replicas(odd_ranks: tuple[int, ...], who: str) -> None:
-    words = said("replica_divergence", replace(REPLICAS, odd_ranks=odd_ranks, parameters=1))
-    assert words.title == f"replicas have diverged: {who} in w"
-    assert "of 5 checked at the latest step 1 parameter differs, by" in words.text
-
-
-def test_of_two_ranks_with_unequal_losses_both_are_named() -> None:
-    pair = replace(UNEQUAL, ranks=(0, 1), losses=((1, 2.4), (0, 2.0)), odd_ranks=())
-    words = said("unequal_losses", pair, ranks=(0, 1))
-    assert words.title == "the same batch gives different losses: ranks 0-1, step 21"
-    assert "of the loss apart: rank 1 2.4, rank 0 2." in words.text
-
-
 def test_a_throttled_gpu_with_what_is_known_of_it() -> None:
     words = said("gpu_throttling", replace(GPU, reasons=("hardware slowdown",), sm_clock_mhz=900))
     assert words.title == "GPU 0 of n is throttled: hardware slowdown"
@@ -399,16 +343,6 @@ def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
 
 def test_an_xid_of_a_gpu_that_is_not_known() -> None:
     assert said("gpu_xid", replace(XID, bus="")).title == "XID 79 on a GPU of n: the GPU has fallen off the bus"
-
-
-def test_a_link_that_retransmits() -> None:
-    link = replace(GPU, pcie_gen=5, pcie_gen_max=5, pcie_width=16, pcie_width_max=16, replays=200)
-    words = said("pcie_degraded", link)
-    assert words.title == "GPU 0 of n has a degraded link: 200 replays within 40 s"
-    assert words.text.startswith("Its link to the host retransmits packets: 200 replays within 40 s. Copies, ")
-    narrow = said("pcie_degraded", replace(GPU, pcie_width=8, pcie_width_max=16, replays=1))
-    assert narrow.title == "GPU 0 of n has a degraded link: PCIe x8, of x16"
-    assert "its slot allow. It retransmits packets: 1 replay within 40 s. Copies, " in narrow.text
 
 
 def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> None:

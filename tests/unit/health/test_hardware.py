@@ -1,4 +1,4 @@
-"""GPUs: throttling, memory errors, XIDs and links, as NVML and the driver's log tell of them."""
+"""GPUs: throttling, memory errors, XIDs, as NVML and the driver's log tell of them."""
 
 from pathlib import Path
 from typing import Any
@@ -66,38 +66,6 @@ def test_uncorrectable_errors_are_told_and_new_ones_are_an_error():
 def test_a_card_that_offers_nothing_gives_no_finding():
     gpus = Gpus()
     assert [one for t in range(0, 100, 10) for one in gpus.health(health(t))] == []
-
-
-def test_a_narrow_link_under_load_is_told_and_one_of_an_idle_gpu_is_not():
-    link = {"pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 8, "pcie_width_max": 16}
-
-    def run(busy: float) -> list[Finding]:
-        gpus = Gpus()
-        gpus.sample(sample(0, busy=busy))
-        return [one for t in range(0, 60, 10) for one in gpus.health(health(t, **link))]
-
-    (found,) = run(99.0)
-    facts = found.facts
-    assert (found.kind, found.severity, found.key) == ("pcie_degraded", "warning", "n:0")
-    assert (facts.pcie_gen, facts.pcie_width, facts.pcie_gen_max, facts.pcie_width_max) == (5, 8, 5, 16)
-    assert facts.replays == 0
-    assert run(0.0) == []
-    gpus = Gpus()
-    gpus.sample(sample(0))
-    replays = [one for t in range(0, 60, 10) for one in gpus.health(health(t, pcie_replays=t * 20))]
-    assert kinds(replays) == ["pcie_degraded"]
-    assert replays[0].facts.replays == 200
-
-
-def test_an_nvlink_that_goes_down_is_told_and_resolves():
-    gpus = Gpus()
-    assert gpus.health(health(0, nvlinks_up=18)) == []
-    (down,) = gpus.health(health(10, nvlinks_up=17))
-    assert (down.kind, down.severity, down.key) == ("nvlink_degraded", "warning", "n:0")
-    assert (down.facts.links_up, down.facts.links_expected) == (17, 18)
-    assert kinds(gpus.health(health(20, nvlinks_up=18)), "resolved") == ["nvlink_degraded"]
-    others = [one for index in (0, 1, 2) for one in gpus.health(health(30, index, nvlinks_up=18 if index else 12))]
-    assert [one.key for one in others if one.state == "raised"] == ["n:0"]
 
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen off the bus."

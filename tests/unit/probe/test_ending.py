@@ -28,7 +28,7 @@ Told = Callable[[], tuple[str, str]]
 @pytest.fixture
 def training() -> Training:
     rank = RankContext(0, 0, 1, RunDir("run"))
-    return Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+    return Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def told(training: Training, monkeypatch: pytest.MonkeyPatch) -> Told:
     stop, outbox = StopRequest(), training.outbox
     publisher = Publisher(
         *(training.rank, training.introduction, training.trained, training.tracker, outbox, Pace(), stop),
-        *(Hold(RunOptions()), OomHistory(), PhaseMarks(), [], lambda: None),
+        *(Hold(RunOptions()), OomHistory(), PhaseMarks(), lambda: None),
     )
     ending = _Ending(training.rank, training, stop, publisher)
     ending.hook_exceptions()

@@ -10,7 +10,6 @@ from ftmon.trainer.probe.hooks.transformers import install_modeling
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
 from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
 from ftmon.trainer.probe.rank.hello import Introduction
@@ -29,7 +28,7 @@ class Loop:
 
     def __init__(self):
         rank = RankContext(0, 0, 1, RunDir("run"))
-        self.training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+        self.training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
         self.loading, self.steps = self.training.loading, self.training.micro_steps
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -16,7 +16,6 @@ from ftmon.trainer.probe.oom.hold import Hold
 from ftmon.trainer.probe.oom.report import OomReporter
 from ftmon.trainer.probe.phases.marks import StepRaw
 from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
 from ftmon.trainer.probe.rank.hello import Introduction
@@ -75,7 +74,7 @@ def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_report
 ):
     rank = RankContext(1, 1, 2, RunDir(tmp_path))
     outbox, trained, introduction = Outbox(), Trained(), Introduction(rank)
-    training = Training(rank, introduction, trained, outbox, Pace(), Counts())
+    training = Training(rank, introduction, trained, outbox, Counts())
     tracker, phases, hold = training.tracker, training.phases, Hold(rank.options)
     reporter = OomReporter(rank, tracker, trained, outbox, hold, OomHistory(), PhaseMarks())
     failures = AllocationFailures(rank, reporter, hold, phases.check_device)

@@ -8,7 +8,6 @@ from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
 from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
 from ftmon.trainer.probe.rank.hello import Introduction
@@ -35,7 +34,7 @@ def loop(monkeypatch):
 
     class Loop:
         rank = RankContext(0, 0, 1, RunDir("run"))
-        training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+        training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
         loading, steps, updates = training.loading, training.micro_steps, training.updates
         policy = Wrapper(torch.nn.Linear(2, 2))
         reference = Wrapper(copy.deepcopy(policy.module)).eval()

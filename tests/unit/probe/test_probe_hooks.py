@@ -14,7 +14,6 @@ from ftmon.trainer.probe.hooks import torch as hooks
 from ftmon.trainer.probe.hooks.callback import callback_class
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases.outbox import Outbox
-from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.stop_request import StopRequest
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.probe import Probe
@@ -26,7 +25,7 @@ from ftmon.trainer.probe.rank.trained import Trained
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Training:
     rank = RankContext(0, 0, 1, RunDir("run"))
-    training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+    training = Training(rank, Introduction(rank), Trained(), Outbox(), Counts())
     monkeypatch.setattr(active, "training", training)
     monkeypatch.setattr(active, "probe", Probe(0, training, StopRequest()))
     return training

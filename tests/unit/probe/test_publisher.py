@@ -34,7 +34,7 @@ class Sent:
         self.outbox = outbox
         self.publisher = Publisher(
             *(rank, Introduction(rank), Trained(), self.tracker, outbox, Pace(), StopRequest(), Hold(RunOptions())),
-            *(OomHistory(), PhaseMarks(), [], lambda: None),
+            *(OomHistory(), PhaseMarks(), lambda: None),
         )
         self.received = context.socket(zmq.PULL)
         self.received.bind("inproc://telemetry")

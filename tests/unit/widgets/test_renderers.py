@@ -161,7 +161,7 @@ def test_evidence_is_in_words_with_units() -> None:
         "latest on rank 3",
         "measured over 20 steps",
     ]
-    assert evidence_text({"rule": "recent", "odd_ranks": ()}) == ["ranks that differ none"]
+    assert evidence_text({"rule": "recent", "first_ranks": ()}) == ["first on ranks none"]
     assert evidence_text({"batch_shape": [4, 2048], "wait_ms": 0}) == ["batch 4 × 2048", "waited for data 0 s"]
 
 

@@ -20,9 +20,9 @@ from .nvml import Nvml
 RETRY_SECONDS = 30.0
 """Seconds between attempts to open NVML after it failed, since the driver may recover."""
 HEALTH_SECONDS = 10.0
-"""Seconds between queries of faults and links, because they change slowly and PCIe counters occupy the driver."""
+"""Seconds between queries of memory faults, which change slowly."""
 HEALTH_SENT_SECONDS = 60.0
-"""Seconds after which unchanged faults and links are sent again."""
+"""Seconds after which unchanged faults are sent again."""
 _KEPT = 4096
 """Maximum number of samples kept between polls; the oldest are dropped first."""
 
@@ -92,7 +92,7 @@ class DeviceSampler(threading.Thread):
         return samples
 
     def _sample_health(self) -> list[DeviceHealth]:
-        """Query faults and links if due; return those that changed or must be repeated."""
+        """Query memory faults if due; return those that changed or must be repeated."""
         if self._nvml is None or time.monotonic() < self._health_due:
             return []
         self._health_due = time.monotonic() + HEALTH_SECONDS

@@ -75,7 +75,7 @@ class Nvml:
         return samples
 
     def health(self, host: str, now: float) -> list[DeviceHealth]:
-        """Return faults and links of every GPU with a handle; values that NVML does not provide are None."""
+        """Return memory faults of every GPU with a handle; values that NVML does not provide are None."""
         return [
             _health(index, handle, self._names[index][1], host, now)
             for index, handle in enumerate(self._handles)
@@ -120,24 +120,11 @@ def _health(index: int, handle: Any, uuid: str, host: str, now: float) -> Device
         ecc_uncorrected=_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         remap_pending=bool(rows[2]) if rows is not None else False,
         remap_failed=bool(rows[3]) if rows is not None else False,
-        pcie_gen=_ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_gen_max=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        pcie_width=_ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        pcie_width_max=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        pcie_replays=_ask(pynvml.nvmlDeviceGetPcieReplayCounter, handle),
-        nvlinks_up=_links(handle),
     )
 
 
 def _errors(handle: Any, kind: int) -> int | None:
     return _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_VOLATILE_ECC)
-
-
-def _links(handle: Any) -> int | None:
-    """Return the number of NVLinks that are up; None for a card without NVLink."""
-    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-    known = [state for state in states if state is not None]
-    return sum(map(bool, known)) if known else None
 
 
 def reasons_in_words(mask: int) -> list[str]:

@@ -10,7 +10,6 @@ from ..active import mine, switched_on
 from ..guard import log_error
 from ..loop.training import Training
 from ..replace import replace, replace_in_package
-from ..values import replicas
 from .imports import after_import
 from .torch import clipping
 from .trained_model import report_framework
@@ -18,7 +17,6 @@ from .trained_model import report_framework
 
 def install() -> None:
     """Install the hooks, each when its module is imported."""
-    replace(torch.nn.parallel.DistributedDataParallel, "__init__", _making_parallel)
     replace(torch.nn.parallel.DistributedDataParallel, "forward", _parallel_forward("ddp"))
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
     after_import("torch.distributed.fsdp", _on_fsdp2)
@@ -26,14 +24,6 @@ def install() -> None:
     after_import("torch.distributed.pipelining.stage", _on_pipeline)
     after_import("torch.distributed.pipelining.schedules", _on_schedules)
     after_import("torch.distributed.distributed_c10d", _on_process_groups)
-
-
-def _making_parallel(original: Any) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        replicas.note_parallel(self)
-
-    return __init__
 
 
 def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:

@@ -6,7 +6,7 @@ training. It never queries the allocator: a training thread that is stuck in the
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -71,7 +71,6 @@ class Publisher(threading.Thread):
         hold: the rank's hold at an out-of-memory error.
         oom_history: figures of earlier steps, filled in here.
         phase_marks: the phases of the last steps, filled in here.
-        ready: functions that return messages whose values the device has copied.
         last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
     """
 
@@ -87,7 +86,6 @@ class Publisher(threading.Thread):
         hold: Hold,
         oom_history: OomHistory,
         phase_marks: PhaseMarks,
-        ready: Sequence[Callable[[], Iterable[wire.Message]]],
         last_iterator: Callable[[], Any],
     ) -> None:
         super().__init__(name="ftmon-publisher", daemon=True)
@@ -104,7 +102,6 @@ class Publisher(threading.Thread):
         self._hold = hold
         self._oom_history = oom_history
         self._phase_marks = phase_marks
-        self._ready = ready
         self._sequence = 0
         self._changes = 0.0
         """Progress and hold as of the latest heartbeat, in one number."""
@@ -199,7 +196,6 @@ class Publisher(threading.Thread):
                 self._commands.receive(ranks)
             self._drain()
             self._send_steps()
-            self._send_comparisons()
             now = time.time()
             beat = self._next_beat(now)
             if beat is not None and not self._closed:
@@ -214,11 +210,6 @@ class Publisher(threading.Thread):
                 self._tend()
         self._drain()
         self._send_last_steps()
-
-    def _send_comparisons(self) -> None:
-        for ready in self._ready:
-            for message in ready():
-                self.send(message)
 
     def _tend(self) -> None:
         """Restart the agent and the stack handler if they were lost, and send changed facts; once a second."""
@@ -288,7 +279,6 @@ class Publisher(threading.Thread):
             self._send_steps()
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
-        self._send_comparisons()
         self._send_compiles()
         self._captures.send_ready()
 

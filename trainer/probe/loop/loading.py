@@ -15,7 +15,6 @@ from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 from ..rank.trained import Trained
 from ..values import batch
-from ..values.batch_losses import BatchLosses
 from ..values.fetched_batches import FetchedBatches
 from .eval_mode import EvalMode
 from .loader_pass import LoaderPass
@@ -39,7 +38,6 @@ class Loading:
         phases: moves between its phases.
         forwards: judges whether a forward is training.
         state: state of the training loop.
-        batch_losses: compares losses of equal batches.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Loading:
         phases: Phases,
         forwards: Forwards,
         state: LoopState,
-        batch_losses: BatchLosses,
     ) -> None:
         self.guard = rank.guard
         self._device = rank.device
@@ -58,7 +55,6 @@ class Loading:
         self._phases = phases
         self._forwards = forwards
         self._state = state
-        self._batch_losses = batch_losses
         self._fetched = FetchedBatches()
         self._eval_mode = EvalMode(tracker, phases, forwards, trained, state)
         self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
@@ -125,8 +121,6 @@ class Loading:
             key = id(self._last_iterator())
             notes.fetches[key] = notes.fetches.get(key, 0) + 1
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
-            if self._batch_losses.current is not None:
-                self._batch_losses.add(found, False)
             self._data_iterator = self._last_iterator
         elif tracker.phase == "eval":
             self._eval_fetches += 1

@@ -20,7 +20,6 @@ from ..rank.hello import Introduction
 from ..rank.model import dtype_name
 from ..rank.trained import Trained
 from ..values import batch
-from ..values.batch_losses import BatchLosses
 from ..values.losses import LossNotes
 from .loading import Loading
 from .one_each import OneEach
@@ -42,7 +41,6 @@ class MicroSteps:
         loading: follows the dataloaders.
         updaters: the engines and optimizers that update.
         state: state of the training loop.
-        batch_losses: compares losses of equal batches.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class MicroSteps:
         loading: Loading,
         updaters: Updaters,
         state: LoopState,
-        batch_losses: BatchLosses,
     ) -> None:
         self.guard = rank.guard
         self._device = rank.device
@@ -70,7 +67,6 @@ class MicroSteps:
         self._loading = loading
         self._updaters = updaters
         self._state = state
-        self._batch_losses = batch_losses
         self._loss_notes = LossNotes()
         self._divisors: set[int] = set()
         """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
@@ -104,8 +100,6 @@ class MicroSteps:
         if state.calls_module:
             state.calls_module = False
             self._forget_untrained()
-        if self._batch_losses.current is not None:
-            self._batch_losses.add((args, kwargs), True)
         if module is None:
             self._forwards.settle(training=True)
         else:
@@ -176,8 +170,6 @@ class MicroSteps:
         original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else None
         notes.sum_losses, notes.divisors = state.sum_losses or scaled, self._divisors
         notes.added_ranks = state.added_ranks
-        if self._batch_losses.current is not None:
-            self._batch_losses.end(loss if original is None else original)
         if loss is not None:
             is_divided = notes.sum_losses or owner is not None or (state.engine_steps and self._updaters.is_sole)
             self._loss_notes.note(notes, loss, owner, original, is_divided)

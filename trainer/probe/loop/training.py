@@ -6,7 +6,6 @@ from ..guard import guarded
 from ..phases.forwards import Forwards
 from ..phases.marks import ClosingRaw, StepRaw
 from ..phases.outbox import Outbox
-from ..phases.pace import Pace
 from ..phases.tracker import Counts, Tracker
 from ..phases.updaters import Updaters
 from ..rank.context import RankContext
@@ -14,8 +13,6 @@ from ..rank.hello import Introduction
 from ..rank.model import describe_models
 from ..rank.optimized import Optimized
 from ..rank.trained import Trained
-from ..values.batch_losses import BatchLosses
-from ..values.replicas import EARLY_EVERY, Replicas
 from .loading import Loading
 from .manual_updates import ManualUpdates
 from .micro_steps import MicroSteps
@@ -36,7 +33,6 @@ class Training:
         introduction: the contents of its hello.
         trained: filled in by hooks.
         outbox: receives finished steps.
-        pace: usual time of a step.
         counts: the collective counters.
     """
 
@@ -46,7 +42,6 @@ class Training:
         introduction: Introduction,
         trained: Trained,
         outbox: Outbox,
-        pace: Pace,
         counts: Counts,
     ) -> None:
         device = rank.device
@@ -64,11 +59,9 @@ class Training:
         self.updaters = updaters = Updaters(tracker, self._finish_step, self._met_updater)
         self.forwards = forwards = Forwards(tracker)
         self.phases = phases = Phases(rank, tracker, outbox)
-        self.replicas = Replicas(rank, tracker, trained, pace)
-        self.batch_losses = BatchLosses(rank, tracker, trained)
-        self.loading = loading = Loading(rank, trained, tracker, phases, forwards, state, self.batch_losses)
+        self.loading = loading = Loading(rank, trained, tracker, phases, forwards, state)
         self.micro_steps = MicroSteps(
-            rank, introduction, trained, outbox, tracker, phases, forwards, loading, updaters, state, self.batch_losses
+            rank, introduction, trained, outbox, tracker, phases, forwards, loading, updaters, state
         )
         self.manual_updates = ManualUpdates(rank.guard, tracker, forwards, self._finish_step)
         self.updates = Updates(rank.guard, trained, tracker, phases, forwards, updaters, state)
@@ -88,9 +81,6 @@ class Training:
 
     def _finish_step(self, raw: StepRaw) -> None:
         self.outbox.hand_over_step(raw)
-        if raw.number % EARLY_EVERY == 0:
-            self.replicas.compute(raw.number)
-            self.batch_losses.arm(raw.number, bool(self.state.forward_by) and self.updaters.is_sole)
 
     def _met_updater(self) -> None:
         """Send the hello of the trained engines, if several train."""

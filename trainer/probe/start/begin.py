@@ -61,7 +61,7 @@ def become_rank() -> None:
 
 def _begin(rank: RankContext) -> Probe:
     introduction, trained, outbox, pace, stop = Introduction(rank), Trained(), Outbox(), Pace(), StopRequest()
-    training = Training(rank, introduction, trained, outbox, pace, active.counts)
+    training = Training(rank, introduction, trained, outbox, active.counts)
     tracker = training.tracker
     hold, history, phase_marks = Hold(rank.options), OomHistory(), PhaseMarks()
     reporter = OomReporter(rank, tracker, trained, outbox, hold, history, phase_marks)
@@ -78,7 +78,6 @@ def _begin(rank: RankContext) -> Probe:
         hold,
         history,
         phase_marks,
-        [training.replicas.ready, training.batch_losses.ready],
         training.loading.last_iterator,
     )
     ending.install(rank, training, stop, publisher)

@@ -1,1 +1,1 @@
-"""Figures of a step other than time and memory: losses, batches, FLOPs, checksums."""
+"""Figures of a step other than time and memory: losses, batches, FLOPs."""

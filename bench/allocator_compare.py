@@ -6,11 +6,17 @@ third.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
-
-from ...snapshot.model import (
+from ftmon.protocol.analysis.allocator.blocks import Block, Expandable, Pool
+from ftmon.protocol.analysis.allocator.caching import CachingAllocator
+from ftmon.protocol.analysis.allocator.driver import CHUNK_BYTES, Driver
+from ftmon.protocol.analysis.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_MOST_BYTES, Settings
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot.segments import Range
+from ftmon.protocol.analysis.allocator.views import BlockView, DeviceOutOfMemory, SegmentView
+from ftmon.protocol.snapshot.model import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
@@ -21,12 +27,6 @@ from ...snapshot.model import (
     SEGMENT_UNMAP,
     Snapshot,
 )
-from .caching import CachingAllocator
-from .driver import Driver
-from .settings import LARGE_SEGMENT_BYTES, SMALL_MOST_BYTES, Settings
-from .snapshot.replay import Replay
-from .snapshot.segments import Range
-from .views import BlockView, DeviceOutOfMemory, SegmentView
 
 _TAKES = (SEGMENT_ALLOC, SEGMENT_MAP)
 _GIVES = (SEGMENT_FREE, SEGMENT_UNMAP)
@@ -57,6 +57,88 @@ class Comparison(msgspec.Struct, frozen=True):
     modelled_ooms: int
 
 
+class RestoredAllocator(CachingAllocator):
+    """The model, started from the segments and blocks of a snapshot."""
+
+    def restore(self, segments: list[SegmentView], begins: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Restore the segments of a snapshot; return the new handles by block address.
+
+        Blocks in ``active_pending_free`` wait for the stream -1 until ``complete_free`` or ``complete_events``.
+
+        Args:
+            segments: all segments of the device.
+            begins: start address of each expandable segment, by the address of its first mapped range; default: that
+                address.
+        """
+        begins = begins or {}
+        handles: dict[int, int] = {}
+        tails: dict[tuple[int, bool], Block] = {}
+        for segment in sorted(segments, key=lambda one: one.address):
+            pool = self._small if segment.small else self._large
+            before, space = None, None
+            if segment.expandable:
+                key = (segment.stream, segment.small)
+                begin = begins.get(segment.address, segment.address)
+                before = self._grow_space(tails.get(key), segment, pool) or self._unmapped(segment, begin, pool)
+                space = before.expandable if before is not None else self._space(pool, begin)
+            for view in segment.blocks:
+                block = Block(pool, segment.stream, view.address, view.size_bytes, space)
+                block.insert_after(before, before.next if before is not None else None)
+                before = block
+                if view.state == "inactive":
+                    pool.add(block)
+                else:
+                    handles[view.address] = self._take_over(block, view)
+            if space is not None and before is not None:
+                tails[segment.stream, segment.small] = self._end_space(before, space)
+            self.reserved += segment.size_bytes
+            self.driver.adopt(segment.address, segment.size_bytes)
+        self.reset_peaks()
+        return handles
+
+    def _take_over(self, block: Block, view: BlockView) -> int:
+        self._last = handle = self._last + 1
+        block.handle, block.requested = handle, view.requested_bytes
+        self.active += block.size
+        self.requested += block.requested
+        if view.state == "active_pending_free":
+            block.events = 1
+            self._waiting.setdefault(-1, deque()).append(block)
+        else:
+            self.allocated += block.size
+            self._live[handle] = block
+        return handle
+
+    def _grow_space(self, tail: Block | None, segment: SegmentView, pool: Pool) -> Block | None:
+        """Return the unmapped block before a mapped range of the same expandable segment."""
+        if tail is None or tail.expandable is None or segment.address >= tail.expandable.address + tail.expandable.size:
+            return None
+        pool.remove_unmapped(tail)
+        tail.size = segment.address - tail.address
+        if not tail.size:
+            return tail.previous
+        pool.add_unmapped(tail)
+        return tail
+
+    def _unmapped(self, segment: SegmentView, begin: int, pool: Pool) -> Block | None:
+        """Add the unmapped block from the start of an expandable segment to its first mapped range."""
+        if begin >= segment.address:
+            return None
+        block = Block(pool, segment.stream, begin, segment.address - begin, self._space(pool, begin))
+        block.mapped = False
+        pool.add_unmapped(block)
+        return block
+
+    def _end_space(self, last: Block, space: Expandable) -> Block:
+        """Add the unmapped rest of an expandable segment after its last mapped block."""
+        begin = last.address + last.size
+        tail = Block(last.pool, last.stream, begin, space.address + space.size - begin, space)
+        tail.mapped = False
+        tail.insert_after(last, None)
+        last.pool.add_unmapped(tail)
+        return tail
+
+
 class RecordedDriver(Driver):
     """Assigns the recorded addresses to segments in order, and records the requests."""
 
@@ -76,6 +158,11 @@ class RecordedDriver(Driver):
         if self._addresses and self._addresses[0][1] == size:
             return self._addresses.popleft()[0]
         return address
+
+    def adopt(self, address: int, size: int) -> None:
+        """Count memory that was allocated before; new addresses are assigned below it."""
+        self.used_bytes += size
+        self._lowest = min(self._lowest, address // CHUNK_BYTES * CHUNK_BYTES)
 
     def release(self, address: int, size: int) -> None:
         """Release a segment."""
@@ -137,7 +224,7 @@ class _Comparing:
         self.driver = RecordedDriver(taken if recorded_addresses else [], None)
         self.recorded_addresses = recorded_addresses
         settings = msgspec.structs.replace(settings, per_process_memory_fraction=1.0)
-        self.model = CachingAllocator(settings, device_bytes=device_bytes, driver=self.driver)
+        self.model = RestoredAllocator(settings, device_bytes=device_bytes, driver=self.driver)
         if allowed is not None:
             self.model.limit_reserved(allowed)
         before = _segments_before(self.replay)
