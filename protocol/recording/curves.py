@@ -8,7 +8,7 @@ from the stream.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -17,6 +17,7 @@ from msgspec.structs import astuple
 
 from ..messages.telemetry import PAUSES, Checkpoint, Evaluation, Step
 from ..messages.throughput import mfu
+from .pooling import pieces
 from .results import TrainingPoint
 from .schema import ROLLUP_SIZES
 
@@ -287,17 +288,10 @@ def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int
     return points
 
 
-def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, level: int) -> Iterable[TrainingPoint]:
-    if first > last:
-        return
-    bind = {"level": level, "rank": rank, "first": first, "last": last}
-    if level < 0:
-        yield from map(_from_step, connection.execute(_STEPS, bind))
-        return
-    rows = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
-    if not rows:
-        yield from _rows(connection, rank, first, last, level - 1)
-        return
-    yield from _rows(connection, rank, first, rows[0][0] - 1, level - 1)
-    yield from (point for _, _, point in rows)
-    yield from _rows(connection, rank, rows[-1][1] + 1, last, level - 1)
+def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, level: int) -> Iterator[TrainingPoint]:
+    for size, begin, end in pieces(connection, "curves", rank, first, last, level):
+        bind = {"level": size, "rank": rank, "first": begin, "last": end}
+        if size < 0:
+            yield from map(_from_step, connection.execute(_STEPS, bind))
+        else:
+            yield from (_from_curve(row)[2] for row in connection.execute(_CURVES, bind))

@@ -2,6 +2,7 @@
 
 import sqlite3
 
+from .pooling import pieces
 from .schema import ROLLUP_SIZES
 
 _PEAK = "coalesce(resident_peak, allocated_peak)"
@@ -18,30 +19,16 @@ def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0
     With ``since`` (the start of a job) only steps numbered from there on count. The pooled rows within the range are
     searched, and the single steps at its edges.
     """
-    pooled = "SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?"
     best: tuple[int, int] | None = None
-
-    def search(level: int, first: int, last: int) -> None:
-        nonlocal best
-        if first > last:
-            return
+    parts = list(pieces(connection, "rollups", rank, since, seq, len(ROLLUP_SIZES) - 1))[::-1]
+    while parts:
+        level, first, last = parts.pop()
+        query, bind = (_HIGHEST_STEP, (rank,)) if level < 0 else (_HIGHEST_POOLED, (level, rank))
+        row = connection.execute(query, (*bind, first, last)).fetchone()
+        if row is None or row[0] is None or (best is not None and row[0] <= best[0]):
+            continue
         if level < 0:
-            row = connection.execute(_HIGHEST_STEP, (rank, first, last)).fetchone()
-            if row is not None and row[0] is not None and (best is None or row[0] > best[0]):
-                best = row
-            return
-        whole = f"{pooled} AND first_seq >= ?"
-        ends = connection.execute(
-            f"SELECT min(first_seq), max(last_seq) FROM ({whole})", (level, rank, first, last, first)
-        ).fetchone()
-        if ends[0] is None:
-            search(level - 1, first, last)
-            return
-        search(level - 1, first, ends[0] - 1)
-        row = connection.execute(_HIGHEST_POOLED, (level, rank, ends[0], ends[1])).fetchone()
-        if row is not None and (best is None or row[0] > best[0]):
-            search(level - 1, row[1], row[2])
-        search(level - 1, ends[1] + 1, last)
-
-    search(len(ROLLUP_SIZES) - 1, since, seq)
+            best = row
+        else:  # the rows of the level below cover the same steps
+            parts.append((level - 1, row[1], row[2]))
     return best[1] if best is not None else None
