@@ -300,9 +300,8 @@ class Worker:
         try:
             transport = source.transport
             settle(source)
-            span = transport.last - transport.first
             for share in (1.0, 0.4):
-                transport.seek(transport.first + span * share)
+                transport.goto(f"{share:.2%}")
                 settle(source)
             if "cannot be played" in source.connection.text:
                 self._failures.append(f"source: {source.connection.text[:120]}")

@@ -164,7 +164,7 @@ def compiled(r: random.Random, total: int, at: int | None) -> Iterator[tuple[int
         if name:
             counted[name] += 1
             one = Compilation(name, number, 0.5, "size mismatch at index 0")
-            for found in monitor.compiles(Compiles(0, 1e9 + number, counted.total(), [one])):
+            for found in monitor.handlers()[Compiles](Compiles(0, 1e9 + number, counted.total(), [one])) or []:
                 yield number, found
         for found in monitor.step(step_of(number, {})):
             yield number, found

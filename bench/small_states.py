@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ftmon.trainer.recipe.optim import adamw
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
+from ftmon.trainer.recipe.optim.rounding import to_bfloat16
 from torch.nn import functional
 
 BYTES = 256
@@ -49,10 +51,16 @@ class Model(torch.nn.Module):
         return self.last(self.norm(hidden + functional.gelu(self.second(hidden))))
 
 
+def to_nearest(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    del bits
+    return value.to(torch.bfloat16)
+
+
 def train(text: torch.Tensor, seed: int, steps: int, lr: float, variant: dict[str, Any]) -> float:
     torch.manual_seed(seed)
     model = Model()
     chance = torch.Generator().manual_seed(seed)
+    adamw.to_bfloat16 = to_nearest if variant.get("nearest") else to_bfloat16
     if variant.get("pure"):
         model = model.bfloat16()
     betas = (0.9, 0.999)
@@ -65,7 +73,6 @@ def train(text: torch.Tensor, seed: int, steps: int, lr: float, variant: dict[st
             betas=betas,
             eps=1e-8,
             seed=seed,
-            nearest=variant.get("nearest", False),
         )
     else:
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas)

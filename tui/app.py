@@ -18,6 +18,9 @@ from .source.base import Source
 from .source.transport import Transport
 from .widgets.state.app_state import AppState
 
+FPS = 4
+"""Paints per second."""
+
 FIRST_POLLS = 100
 """Polls per second until the first ranks have reported, so that they are painted at once."""
 
@@ -28,15 +31,8 @@ FIRST_SECONDS = 3.0
 class FtmonApp(ThemedApp):
     """The terminal app on one run, or on the list of runs.
 
-    Args:
-        source: The run to show; None opens the list of runs.
-        ascii: Draw with ASCII only, regardless of the locale.
-        read_only: Refuse all commands to the run.
-        fps: Paints per second.
-        light: Start with the light theme.
-        play: Play a recording at once.
-        open_run: Returns the source of a run selected from the list.
-        notices: Finds events for notifications in the terminal.
+    ``None`` as source opens the list of runs. ``play`` plays a recording at once. ``notices`` finds events for
+    notifications in the terminal. The app closes once ``ends`` returns True.
     """
 
     TITLE = "ftmon"
@@ -47,22 +43,17 @@ class FtmonApp(ThemedApp):
         *,
         ascii: bool = False,  # noqa: A002  (the name of the option)
         read_only: bool = False,
-        fps: float = 4,
         light: bool = False,
         play: bool = False,
-        open_run: "Callable[[RunDir], Source] | None" = None,
         notices: TerminalNotices | None = None,
         ends: "Callable[[], bool]" = lambda: False,
     ) -> None:
         super().__init__(source, ascii=ascii, light=light, read_only=read_only)
-        self.fps = fps
         self._play = play
         self._notices = notices
         self._ends = ends
-        self._open_run = open_run or open_live_or_recorded
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the first screen: the overview, or the list of runs."""
         if self.app_state.source is not None:
             return OverviewScreen(self.app_state)
         from .screens.runs import RunsScreen
@@ -70,13 +61,12 @@ class FtmonApp(ThemedApp):
         return RunsScreen(self.app_state)
 
     def on_mount(self) -> None:
-        """Start the source and the timer."""
         if self.app_state.source is not None:
             self.app_state.source.start()
             transport = self.app_state.source.transport
             if self._play and transport.mode == "replay" and not transport.at_end:
                 transport.play()
-        self.set_interval(1 / self.fps, self.pump)
+        self.set_interval(1 / FPS, self.pump)
         self._hurry_until = time.monotonic() + FIRST_SECONDS
         self._hurry = self.set_interval(1 / FIRST_POLLS, self._until_first)
 
@@ -131,7 +121,6 @@ class FtmonApp(ThemedApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return False for actions without a meaning on the visible screen, which hides their keys."""
-        del parameters
         if action == "jobs" and not self.app_state.model.has_jobs:
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
@@ -144,36 +133,12 @@ class FtmonApp(ThemedApp):
         return "q leaves, training continues" + ("" if refusal(self.app_state, "kill") else "; k ends it")
 
     def repaint(self) -> None:
-        """Apply new messages and paint."""
         self.pump()
 
     # Keys of every screen.
 
-    def action_toggle_play(self) -> None:
-        """Pause or resume the view."""
-        self._transport("toggle")
-
-    def action_step(self, count: int) -> None:
-        """Move by steps, forward or back."""
-        self._transport("step", count)
-
-    def action_skip(self, seconds: float) -> None:
-        """Move by seconds, forward or back."""
-        self._transport("skip", seconds)
-
-    def action_speed(self, direction: int) -> None:
-        """Play faster or slower."""
-        self._transport("faster" if direction > 0 else "slower")
-
-    def action_alert(self, direction: int) -> None:
-        """Jump to an alert."""
-        self._transport("next_alert" if direction > 0 else "previous_alert")
-
-    def action_live(self) -> None:
-        """Return to the live end."""
-        self._transport("live")
-
-    def _transport(self, what: str, *args: float) -> None:
+    def action_transport(self, what: str, *args: float) -> None:
+        """Play, pause or seek: a method of the transport."""
         source = self.app_state.source
         if source is None:
             self.app_state.show_message("no run is open", "warning")
@@ -182,12 +147,10 @@ class FtmonApp(ThemedApp):
         self.pump()
 
     def action_finer(self) -> None:
-        """Reduce the time of a graph's column."""
         self.app_state.finer()
         self.pump()
 
     def action_coarser(self) -> None:
-        """Increase the time of a graph's column."""
         self.app_state.coarser()
         self.pump()
 
@@ -200,12 +163,10 @@ class FtmonApp(ThemedApp):
         self.push_screen(screen)
 
     async def action_back(self) -> None:
-        """Close the visible screen."""
         if len(self.screen_stack) > 1:
             await self.pop_screen()
 
     def action_open(self) -> None:
-        """Open the selected rank."""
         from .screens.rank import RankScreen
 
         if self.app_state.model.ranks:
@@ -224,37 +185,31 @@ class FtmonApp(ThemedApp):
         self.show(AlertsScreen(self.app_state))
 
     def action_logs(self) -> None:
-        """Open the logs."""
         from .screens.logs import LogsScreen
 
         self.show(LogsScreen(self.app_state))
 
     def action_stacks(self) -> None:
-        """Request the stacks of all ranks and show them."""
         from .screens.stacks import StacksScreen
 
         self.show(StacksScreen(self.app_state))
 
     def action_memory(self, phase: str = "") -> None:
-        """Open the memory of the selected rank."""
         from .screens.memory import MemoryScreen
 
         self.show(MemoryScreen(self.app_state, phase))
 
     def action_events(self) -> None:
-        """Open the allocator events."""
         from .screens.events import EventsScreen
 
         self.show(EventsScreen(self.app_state))
 
     def action_training(self) -> None:
-        """Open the training curves."""
         from .screens.training import TrainingScreen
 
         self.show(TrainingScreen(self.app_state))
 
     def action_jobs(self) -> None:
-        """Open the jobs of the run."""
         from .screens.jobs import JobsScreen
 
         if self.app_state.model.has_jobs:
@@ -287,7 +242,6 @@ class FtmonApp(ThemedApp):
         return source.transport if source is not None and source.transport.mode == "replay" else None
 
     def action_help(self) -> None:
-        """Open the help of the visible screen."""
         from .screens.help import HelpScreen
         from .screens.snapshot.help import SnapshotHelp
         from .screens.snapshot.screen import SnapshotScreen
@@ -297,14 +251,12 @@ class FtmonApp(ThemedApp):
             self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
-        """Ask for a step or time, and move there."""
         from .screens.goto import GotoDialog
 
         if self.app_state.source is not None:
             self.push_screen(GotoDialog(self.app_state))
 
     def action_kill(self) -> None:
-        """Open the dialog that ends the run or a rank."""
         from .screens.kill import KillDialog
 
         if self._may_act("kill"):
@@ -313,27 +265,26 @@ class FtmonApp(ThemedApp):
             self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
-        """Open the dialog that requests to save and end."""
         from .screens.stop import StopDialog
 
         if self._may_act("stop"):
             self.push_screen(StopDialog(self.app_state))
 
     def action_runs(self) -> None:
-        """Open the list of runs."""
         from .screens.runs import RunsScreen
 
         if not isinstance(self.screen, RunsScreen):
             self.show(RunsScreen(self.app_state))
 
     def on_runs_screen_opened(self, event: Any) -> None:
-        """Open the run that was selected from the list."""
         self.open_run(event.run)
 
     def open_run(self, run: RunDir) -> None:
-        """Show another run, and close the present one."""
+        """Show another run, live or its recording, and close the present one."""
+        from .source.live import LiveSource
+
         try:
-            source = self._open_run(run)
+            source = LiveSource(run)
         except FtmonError as error:
             self.app_state.show_message(str(error), "error")
             return
@@ -361,17 +312,6 @@ class FtmonApp(ThemedApp):
             self.app_state.show_message(why, "warning")
             self.pump()
         return not why
-
-
-def open_live_or_recorded(run: RunDir) -> Source:
-    """Return the source of a run directory: live, or its recording if the run has ended.
-
-    Raises:
-        FtmonError: it cannot be opened.
-    """
-    from .source.live import LiveSource
-
-    return LiveSource(run)
 
 
 def run_app(

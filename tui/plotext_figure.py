@@ -26,13 +26,7 @@ def draw(
 ) -> None:
     """Add points, or the line through them.
 
-    Args:
-        figure: result of ``new_figure``.
-        xs: their coordinates, at least one.
-        ys: their values.
-        marker: a character, or plotext's name of a raster (``braille``: 2 x 4 points a cell, ``hd``: 2 x 2).
-        line: join the points.
-        color: red, green and blue, 0 to 255.
+    ``marker``: a character, or plotext's name of a raster (``braille``: 2 x 4 points a cell, ``hd``: 2 x 2).
     """
     import plotext
 

@@ -141,11 +141,11 @@ def write_documents(size: Size, work: Path) -> None:
 
 def ordered_rows(size: Size, seed: int, folder: Path) -> Any:
     """Return the token ids of [steps x rows of a step, length], encoded and ordered as the trainer does it."""
-    from ftmon.trainer.recipe.config import resolve
     from ftmon.trainer.recipe.config.load import load
     from ftmon.trainer.recipe.data import pipeline, sources
     from ftmon.trainer.recipe.data.encode import Encoder
     from ftmon.trainer.recipe.data.order import Order
+    from ftmon.trainer.recipe.preflight import resolve
 
     config = resolve.settle_data(load(None, overrides(size, seed, folder)))
     records = sources.read(config)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import train_rows
 from ftmon.trainer.recipe import command
-from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.hardware import free_port
+from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.train import train
 from ftmon.trainer.recipe.trainer import Trainer
 from torch.autograd import DeviceType

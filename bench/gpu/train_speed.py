@@ -117,7 +117,7 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
         **(row.trl or {}),
     }
     if row.gpus > 1 or "zero.stage=3" in row.words:
-        from ftmon.trainer.recipe.engine.config import Zero
+        from ftmon.trainer.recipe.config.schema import Zero
 
         options["deepspeed"] = deepspeed_for_trl(Zero().bucket_bytes // 2)
     args = SFTConfig(**options)  # first: with it the integration knows that weights are to be partitioned as they load

@@ -1,8 +1,25 @@
-"""Facts of the hub's own findings, made without a detector; ``analysis.text`` turns them into text."""
+"""The hub's own findings, made without a detector: facts, words and records.
+
+They are about the monitor itself (recording, connections, processes without its hook) and about a run's jobs and
+processes (no step, ports, actions on hangs, leftover processes).
+"""
+
+from typing import Any
 
 import msgspec
 
+from ..text import duration, gib, kernel_sleep, ranks_in_words, sanitize
+from .findings import Finding
+from .findings.alert_store import RANKS_LISTED
+from .findings.kind import Kind, Shown
 from .stalls.verdicts import Verdict
+from .stalls.words import of_verdict
+from .text.words import Words, sentence
+
+DEFAULT_PORT = 29500
+_LISTED = 8
+_MOST_PIDS = 64
+_MOST_TITLE = 240
 
 
 class UnhookedFacts(msgspec.Struct, frozen=True):
@@ -168,3 +185,304 @@ class UnprovenHangFacts(msgspec.Struct, frozen=True):
     missing: str
     """The proof that is missing (``stalls.proof``)."""
     verdict: Verdict
+
+
+def _refused(finding: Finding) -> Words:
+    facts: RefusedFacts = finding.facts
+    return Words(f"messages of {facts.sender} are refused", facts.reason)
+
+
+def _not_notified(finding: Finding) -> Words:
+    facts: NotNotifiedFacts = finding.facts
+    return Words(f"not notified: {facts.target}: {facts.reason}", "")
+
+
+def _restarted(finding: Finding) -> Words:
+    facts: RestartFacts = finding.facts
+    return Words(
+        "the hub was restarted",
+        f"The run was not monitored for {facts.unwatched_s:.1f} s; training continued.",
+    )
+
+
+def _damaged(finding: Finding) -> Words:
+    facts: DamagedRecordingFacts = finding.facts
+    return Words("the recording was damaged", f"{facts.error}. It was moved to {facts.moved_to}; a new one was begun.")
+
+
+def _removed(finding: Finding) -> Words:
+    facts: RemovedRecordingFacts = finding.facts
+    return Words("the recording was removed", facts.notice)
+
+
+def _not_listening(finding: Finding) -> Words:
+    facts: NotListeningFacts = finding.facts
+    return Words("not listening for other hosts", f"{facts.error}. Apps on this host are served.")
+
+
+def _missing_ranks(finding: Finding) -> Words:
+    facts: MissingRanksFacts = finding.facts
+    return Words(
+        f"{len(facts.missing)} of {facts.world_size} ranks have not reported",
+        f"The first is rank {facts.missing[0]}. On its host ftmon must be installed in the job's environment, the "
+        f"run's join.json must be readable, and the hub must be reachable at {sanitize(facts.listen, 80)} and the "
+        "five ports after it.",
+        "In the run's directory on that host, hosts/HOST/logs/agent.log shows which condition fails.",
+    )
+
+
+def _unhooked(finding: Finding) -> Words:
+    found = without_hook(finding.facts)
+    return found._replace(title=f"not watched: {found.title}")
+
+
+def without_hook(facts: UnhookedFacts) -> Words:
+    """Return the text for a process that cannot be recorded because ``PYTHONPATH`` was replaced."""
+    given = sanitize(facts.pythonpath or "", 60)
+    started = f"with PYTHONPATH={given}" if given else "without PYTHONPATH"
+    remedy = f"use PYTHONPATH={given}:$PYTHONPATH" if given else "leave PYTHONPATH as it is"
+    return Words(
+        f"pid {facts.pid} was started {started}, so without ftmon's import hook; {remedy}",
+        "The hook is a folder on PYTHONPATH, which the command has replaced; the process and what it starts are not "
+        "recorded.",
+    )
+
+
+def _no_step(finding: Finding) -> Words:
+    facts: NoStepFacts = finding.facts
+    if facts.error:
+        source = "its output" if facts.error_rank is None else f"rank {facts.error_rank}"
+        place = f", raised at {facts.error_place}" if facts.error_place else ""
+        ranks = "Its ranks reported, and" if facts.ranks else "No rank reported;"
+        return Words(
+            f"ended before its first step: {facts.error}",
+            f"{ranks} none finished an optimizer step ({facts.end}). {source}: {facts.error}{place}",
+        )
+    if facts.unhooked is not None and not facts.ranks:
+        cause = without_hook(facts.unhooked)
+        return Words(
+            f"ended without a recorded step: no rank reported; {cause.title}",
+            f"No rank reported: {cause.title} ({facts.end}). {cause.text}",
+        )
+    if facts.ranks:
+        what = "its ranks reported, but no finished optimizer step was received from them"
+        why = (
+            "The script may have ended before its first step. Steps of other processes that a rank started are not "
+            "recorded. Ranks that are killed lose up to a tenth of a second of steps."
+        )
+    else:
+        what = "no rank reported"
+        why = "ftmon saw no DeepSpeed engine and no PyTorch optimizer in it."
+    wrote = "it" if facts.last_line_rank is None else f"rank {facts.last_line_rank}"
+    last = f"; the last line that {wrote} wrote: {facts.last_line}" if facts.last_line else ""
+    return Words(
+        f"ended without a recorded step: {what}{last}",
+        f"{sentence(f'{what} ({facts.end})')} {why}",
+        "The last lines of its output may show the cause." if facts.last_lines else "",
+    )
+
+
+def _no_step_evidence(finding: Finding) -> dict[str, Any]:
+    facts: NoStepFacts = finding.facts
+    found: dict[str, Any] = {"exit_code": facts.exit_code, "ranks": facts.ranks, "last_lines": facts.last_lines}
+    if facts.error:
+        found |= {"error": facts.error, "error_rank": facts.error_rank, "error_place": facts.error_place}
+    if facts.unhooked is not None:
+        found["pid"] = facts.unhooked.pid
+    return found
+
+
+def _port_taken(finding: Finding) -> Words:
+    facts: PortFacts = finding.facts
+    name = f"port {facts.port}" if facts.port else "a port"
+    by = "The launcher" if facts.rank < 0 else f"Rank {facts.rank}"
+    holder = f" by {sanitize(_holder(facts))}" if facts.pid is not None else ""
+    free = ", no process holds it any more" if facts.port and not holder else ""
+    default = (
+        f" {facts.port} is the launchers' default: another training of this host has it."
+        if facts.port == DEFAULT_PORT
+        else ""
+    )
+    end = f", or end that process: kill {facts.pid}" if facts.pid else ""
+    return Words(
+        f"{name} is taken{holder}{free}"[:_MOST_TITLE],
+        f"{by} could not listen there: {sanitize(facts.error)[:500]}.{default}",
+        "Give the job another port: 'deepspeed --master_port PORT', 'torchrun --master-port PORT' (or torchrun "
+        f"--standalone, which finds a free one), 'accelerate launch --main_process_port PORT'{end}.",
+    )
+
+
+def _port_evidence(finding: Finding) -> dict[str, Any]:
+    facts: PortFacts = finding.facts
+    command = None if facts.command is None else sanitize(facts.command)
+    return {"port": facts.port, "pid": facts.pid, "user": facts.user, "command": command}
+
+
+def _holder(facts: PortFacts) -> str:
+    if facts.pid:
+        return f"{facts.command or 'a process'} (pid {facts.pid}, user {facts.user})"
+    return f"a process of user {facts.user} whose details need root (ss -ltnp)"
+
+
+def _job_failed(finding: Finding) -> Words:
+    facts: JobFailedFacts = finding.facts
+    return Words(
+        f"job {facts.number} failed: {facts.error}",
+        "It ran at the same time as the job that is shown; its steps and peaks are in the table of jobs.",
+    )
+
+
+def _concurrent_job(finding: Finding) -> Words:
+    facts: ConcurrentJobFacts = finding.facts
+    number, shown = facts.number, facts.shown
+    return Words(
+        f"job {number} runs at the same time as job {shown}",
+        f"Both have a rank {facts.rank}. The screens, the alerts and the recorded steps are of job {shown}. Of job "
+        f"{number}, ftmon only counts steps, peaks and its end until job {shown} ends ('ftmon status'); then it shows "
+        f"job {number}. Both write their output to the same files.",
+        "To watch both, start each with an 'ftmon run' of its own.",
+    )
+
+
+def _leftovers(finding: Finding) -> Words:
+    facts: LeftoverFacts = finding.facts
+    count, names = len(facts.processes), [left_process(one) for one in facts.processes[:_LISTED]]
+    held = sum(facts.gpu_bytes.values())
+    gpu = f" They hold {gib(held)} of GPU memory." if held else ""
+    return Words(
+        f"{count} process{'es' if count > 1 else ''} of the run could not be ended: {names[0]}",
+        f"{'; '.join(names)}.{gpu} They are watched; 'ftmon cleanup' finds them later.",
+    )
+
+
+def left_process(process: LeftProcess) -> str:
+    """Return the state of a process that could not be ended."""
+    name = f"pid {process.pid} ({sanitize(process.name, 40)})"
+    if process.state == "D":
+        return f"{name} is {kernel_sleep(process.kernel_function)}: it ends when the kernel returns"
+    return f"{name} is still alive in state {process.state}"
+
+
+def _hang_action(finding: Finding) -> Words:
+    facts: HangActionFacts = finding.facts
+    why = hang_cause(facts.cause)
+    what = "stacks saved" if facts.action == "stacks" else f"ending the run ({facts.option})"
+    return Words(f"{what}: {why}", f"Stacks: {facts.stacks}." if facts.stacks else "")
+
+
+def hang_cause(cause: Verdict | LateExit) -> str:
+    """Return the reason of the hub's action."""
+    if isinstance(cause, Verdict):
+        return of_verdict(cause).title
+    left = ranks_in_words(cause.left) if cause.left else "the launcher"
+    were = "were" if len(cause.left) > 1 else "was"
+    return (
+        f"{cause.finished} of {cause.ranks} ranks finished, and {left} {were} still running "
+        f"{duration(cause.after_s)} later"
+    )
+
+
+def _unproven_hang(finding: Finding) -> Words:
+    facts: UnprovenHangFacts = finding.facts
+    return Words(
+        f"{facts.option} waits for proof: {facts.missing}", f"The hang so far: {of_verdict(facts.verdict).title}."
+    )
+
+
+def _leftover_evidence(finding: Finding) -> dict[str, Any]:
+    facts: LeftoverFacts = finding.facts
+    return {"pids": [process.pid for process in facts.processes[:_MOST_PIDS]], "gpu_bytes": facts.gpu_bytes}
+
+
+def _action_evidence(finding: Finding) -> dict[str, Any]:
+    facts: HangActionFacts = finding.facts
+    return {"action": facts.action, "option": facts.option, "stacks": facts.stacks}
+
+
+def _unproven_evidence(finding: Finding) -> dict[str, Any]:
+    facts: UnprovenHangFacts = finding.facts
+    return {"option": facts.option, "missing": facts.missing}
+
+
+_SHOWN: dict[str, Shown] = {
+    "last_recorded": Shown("last recorded", "moment"),
+    "unwatched_s": Shown("not watched for", "s"),
+    "notice": Shown("what happened"),
+    "world_size": Shown("ranks expected"),
+    "listen": Shown("address"),
+    "pythonpath": Shown("PYTHONPATH"),
+    "error_rank": Shown("error on", "rank"),
+    "error_place": Shown("error at"),
+    "gpu_bytes": Shown("GPU memory by process", "bytes", "pid"),
+}
+
+KINDS = (
+    Kind("no_step", NoStepFacts, _no_step, "exit", "before_first_step", evidence=_no_step_evidence, shown=_SHOWN),
+    Kind("messages_refused", RefusedFacts, _refused, "note", "refused"),
+    Kind("not_notified", NotNotifiedFacts, _not_notified, "note", "notify"),
+    Kind(
+        "hub_restarted",
+        RestartFacts,
+        _restarted,
+        "note",
+        "restarted",
+        evidence=lambda finding: {"last_recorded": finding.facts.last_recorded},
+    ),
+    Kind("recording_damaged", DamagedRecordingFacts, _damaged, "disk", "damaged"),
+    Kind("recording_removed", RemovedRecordingFacts, _removed, "disk", "removed"),
+    Kind("not_listening", NotListeningFacts, _not_listening, "note", "listen"),
+    Kind(
+        "missing_ranks",
+        MissingRanksFacts,
+        _missing_ranks,
+        "note",
+        "unheard",
+        evidence=lambda finding: {"missing": finding.facts.missing[:RANKS_LISTED]},
+        resolved={"resumed": "All ranks have reported."},
+    ),
+    Kind(
+        "unhooked",
+        UnhookedFacts,
+        _unhooked,
+        "note",
+        "unhooked",
+        evidence=lambda finding: {"pid": finding.facts.pid},
+        resolved={"resumed": "A rank has reported since."},
+    ),
+    Kind("port_taken", PortFacts, _port_taken, "failure", "port", evidence=_port_evidence),
+    Kind(
+        "job_failed",
+        JobFailedFacts,
+        _job_failed,
+        "failure",
+        "job",
+        evidence=lambda finding: {"job": finding.facts.number},
+    ),
+    Kind(
+        "concurrent_job",
+        ConcurrentJobFacts,
+        _concurrent_job,
+        "note",
+        "beside",
+        evidence=lambda finding: {"command": finding.facts.command},
+    ),
+    Kind(
+        "leftover_processes",
+        LeftoverFacts,
+        _leftovers,
+        "note",
+        "leftover",
+        evidence=_leftover_evidence,
+        resolved={"calm": "All of them are gone now."},
+    ),
+    Kind("hang_action", HangActionFacts, _hang_action, "note", "on-hang", evidence=_action_evidence),
+    Kind(
+        "unproven_hang",
+        UnprovenHangFacts,
+        _unproven_hang,
+        "note",
+        "on-hang-proof",
+        evidence=_unproven_evidence,
+        resolved={"resumed": "The hang is over."},
+    ),
+)

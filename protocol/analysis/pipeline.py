@@ -19,35 +19,22 @@ The hub's own messages (states, alerts) may be fed too; they are ignored.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from ..messages.control import Alert, HubStats, RankState, Result
-from ..messages.health import Compiles, DeviceHealth, DiskSpace, Xid
 from ..messages.jobs import Job
 from ..messages.memory import Cause, Composition
 from ..messages.oom import OomReport
-from ..messages.telemetry import (
-    AllocatorEvents,
-    Checkpoint,
-    CheckpointFailed,
-    DeviceSample,
-    Failure,
-    Heartbeat,
-    Hello,
-    LogLine,
-    Oom,
-    Plan,
-    Step,
-)
+from ..messages.telemetry import AllocatorEvents, DeviceSample, Failure, Heartbeat, Hello, LogLine, Oom, Plan, Step
 from ..messages.wire import Frame, Message
 from ..run.failure import FATAL, standing
+from . import kinds
 from .deaths.detector import DeathDetector, is_lost_peer, is_nearer_cause
 from .finding_alerts import FindingAlerts
 from .findings import Finding
 from .findings.alert_store import AlertStore
+from .findings.detector import Handler
 from .findings.requests import Action, DiagnosticRequests
 from .health.hub import HealthDetector
-from .health.monitor import HealthMonitor
 from .hub_facts import NoStepFacts
 from .memory.growth import GrowthDetector
 from .memory.known_causes import KnownCauses
@@ -59,13 +46,18 @@ from .stalls.hang_detector import HangDetector
 from .stalls.rank_tracker import RankTracker
 from .stalls.straggler_detector import SlowDetector
 
+_AS_RECEIVED = (Hello, Plan, LogLine)
+"""Messages of the recording that are processed like received ones."""
+
+_Check = Callable[[float, Step], Sequence[Finding] | None]
+"""Checks a step, given the time at which it was received."""
+
 
 class Detectors:
     """All detectors, fed with one stream of messages.
 
     Args:
         tracker: The run's rank tracker; it must be fed and ticked first.
-        store: The run's alerts.
         keep: Stores the report of an out-of-memory error in a file; returns the report with the file's path.
     """
 
@@ -75,16 +67,17 @@ class Detectors:
         self._keep = keep
         self._tracker = tracker
         self._store = store
-        self._moments = LatestByRank()
+        self._latest = LatestByRank()
         self._health = HealthDetector()
-        self._monitor = HealthMonitor()
-        """Resets itself if a rank is a new process; its checks of hosts continue."""
+        self._independent = [make() for make in kinds.DETECTORS]
         self._findings = FindingAlerts(store)
         self._job = 0
+        self._now = 0.0
+        """Time of receipt of the current message."""
         self._begin()
 
     def _begin(self) -> None:
-        """Create the detectors for the ranks of one job; those for hosts and for the monitor are kept."""
+        """Create the detectors for the ranks of one job; the independent ones are kept."""
         self._asks = DiagnosticRequests()
         self._causes = KnownCauses()
         self._spike = SpikeDetector(self._causes, self._asks)
@@ -94,37 +87,47 @@ class Detectors:
         self._oom = OomDetector()
         self._death = DeathDetector(self._oom, self._ended_without_error)
         self._hang = HangDetector()
-        self._restorers: dict[str, Callable[[Finding], None]] = {
-            "spike": self._spike.restore,
-            "steady_transient": self._spike.restore,
-            "state_growth": self._growth.restore,
-            "leak": self._leak.restore,
-            "straggler": self._slow.restore,
-            "oom": self._oom.restore,
-            "oom_failure": self._oom.restore,
-            "hang": self._hang.restore,
-            "stopped": self._hang.restore,
-            "unreachable": self._hang.restore,
+        self._register()
+
+    def _register(self) -> None:
+        """Set the methods that process each type of message, received or recorded, and restore each kind of finding."""
+        spike, growth, leak, slow, oom, hang = self._spike, self._growth, self._leak, self._slow, self._oom, self._hang
+        latest, asks = self._latest, self._asks
+        self._handlers: dict[type, list[Handler]] = {
+            Hello: [asks.hello, self._causes.hello, *(one.hello for one in (spike, growth, leak, latest, slow))],
+            Plan: [leak.plan],
+            LogLine: [self._death.log],
+            Heartbeat: [latest.beat],
+            DeviceSample: [latest.sample, slow.sample],
+            AllocatorEvents: [spike.allocator],
+            Cause: [spike.cause, leak.cause],
+            Composition: [growth.composition],
+            OomReport: [self._out_of_memory],
+            Failure: [lambda failure: self._death.failure(self._now, failure, self._tracker.kill_asked)],
+            HubStats: [lambda stats: self._health.stats(self._now, stats, bool(self._store.standing("disk")))],
         }
-        self._handlers: dict[type, Callable[[float, Any], Sequence[Message]]] = {
-            Step: lambda t, step: self.steps([(t, step)], _reraise),
-            Hello: self._hello,
-            LogLine: self._log,
-            Oom: self._out_of_memory,
-            Failure: self._failure,
-            AllocatorEvents: lambda t, found: self._put(t, self._spike.allocator(found)),
-            Cause: self._cause,
-            Plan: self._plan,
-            HubStats: self._stats,
-            Composition: lambda t, found: self._put(t, self._growth.composition(found)),
-            Heartbeat: self._beat,
-            DeviceSample: self._sample,
-            Compiles: lambda t, found: self._put(t, self._monitor.compiles(found)),
-            Checkpoint: lambda t, found: self._put(t, self._monitor.checkpoint(found)),
-            CheckpointFailed: lambda t, found: self._put(t, self._monitor.checkpoint_failed(found)),
-            DiskSpace: lambda t, found: self._put(t, self._monitor.disks(found)),
-            DeviceHealth: lambda t, found: self._put(t, self._monitor.device(found)),
-            Xid: lambda t, found: self._put(t, self._monitor.xid(found)),
+        self._recorded: dict[type, list[Handler]] = {
+            Step: [spike.observe, growth.observe],
+            Cause: [spike.restore_cause],
+            HubStats: [self._health.observe],
+        }
+        checks: list[_Check] = [spike.step, _untimed(growth.step), slow.step, _untimed(leak.step), _untimed(oom.step)]
+        for detector in self._independent:
+            for kind, handle in detector.handlers().items():
+                if kind is Step:
+                    checks.append(_untimed(handle))
+                else:
+                    self._handlers.setdefault(kind, []).append(handle)
+                if kind in detector.replays and kind not in _AS_RECEIVED:
+                    self._recorded.setdefault(kind, []).append(handle)
+        self._checks = checks
+        self._restorers: dict[str, Callable[[Finding], None]] = {
+            **dict.fromkeys(("spike", "steady_transient"), spike.restore),
+            **dict.fromkeys(("oom", "oom_failure"), oom.restore),
+            **dict.fromkeys(("hang", "stopped", "unreachable"), hang.restore),
+            "state_growth": growth.restore,
+            "leak": leak.restore,
+            "straggler": slow.restore,
         }
 
     def begin_job(self, now: float) -> list[Message]:
@@ -136,8 +139,18 @@ class Detectors:
 
     def feed(self, seq: int, t: float, message: Message) -> Sequence[Message]:
         """Process one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
-        handler = self._handlers.get(type(message))
-        return handler(t, message) if handler is not None else []
+        self._now = t
+        if isinstance(message, Step):
+            return self.steps([(t, message)], _reraise)
+        sent: list[Message] = []
+        if isinstance(message, Oom):
+            message = self._report(t, message)
+            sent.append(message)
+        for handle in self._handlers.get(type(message), ()):
+            found = handle(message)
+            if found:
+                sent += self._findings.put(t, found)
+        return sent
 
     def steps(self, steps: Sequence[tuple[float, Step]], failed: Callable[[], object]) -> list[Message]:
         """Process a batch of steps; return the alerts to send.
@@ -146,7 +159,6 @@ class Detectors:
         processor's cache: a batch takes half the CPU time of the same steps one at a time.
 
         Args:
-            steps: time of receipt and step, in the order of the stream.
             failed: called in the ``except`` block of an exception that a detector raised for one step; processing
                 continues with the next step.
         """
@@ -154,19 +166,11 @@ class Detectors:
         if self._store.past:
             alerts += self._store.resolve_past(steps[0][0], "A later job of the run has made a step since.")
         for _, step in steps:
-            self._moments.step(step)
-        detect: tuple[Callable[[float, Step], list[Finding]], ...] = (
-            self._spike.step,
-            lambda _, step: self._growth.step(step),
-            self._slow.step,
-            lambda _, step: self._leak.step(step),
-            lambda _, step: self._monitor.step(step),
-            lambda _, step: self._oom.step(step),
-        )
-        for find in detect:
+            self._latest.step(step)
+        for check in self._checks:
             for t, step in steps:
                 try:
-                    found = find(t, step)
+                    found = check(t, step)
                     if found:
                         alerts += self._findings.put(t, found)
                 except Exception:
@@ -190,6 +194,8 @@ class Detectors:
         stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)
         alerts += self._put(now, stalls)
         alerts += self._put(now, self._death.tick(now, over, run is not None and run.state == "finished"))
+        for detector in self._independent:
+            alerts += self._put(now, detector.tick(now))
         if not ending:
             self._slow.tick()
         alerts += self._findings.tick(now)
@@ -236,89 +242,46 @@ class Detectors:
         for frame in frames:
             message = frame.message
             if isinstance(message, Alert):
-                if not self._store.restore(message):
-                    continue
-                finding = self._findings.restore(message)
-                if finding is not None and finding.kind in self._restorers:
-                    self._restorers[finding.kind](finding)
-                if finding is not None and message.kind in ("failure", "died", "oom"):
-                    self._death.restore(message.time, finding)
+                self._restore_alert(message)
             elif isinstance(message, Job):
                 if message.shown and not message.is_over and message.number != self._job:
                     if self._job:
                         self.begin_job(frame.t)
                     self._job = message.number
-            elif isinstance(message, Step):
-                self._spike.observe(message)
-                self._growth.observe(message)
-                self._monitor.step(message)
-            elif isinstance(message, Checkpoint):
-                self._monitor.checkpoint(message)
-            elif isinstance(message, CheckpointFailed):
-                self._monitor.checkpoint_failed(message)
-            elif isinstance(message, Hello):
-                self._hello(frame.t, message)
-            elif isinstance(message, Plan):
-                self._leak.plan(message)
-                self._monitor.plan(message)
-            elif isinstance(message, Cause):
-                self._spike.restore_cause(message)
             elif isinstance(message, RankState):
                 if message.state in ("gone", "finished"):
                     self._slow.forget(message.rank)
-                    self._monitor.drop(message.rank)
-            elif isinstance(message, HubStats):
-                self._health.observe(message)
-            elif isinstance(message, LogLine):
-                self._death.log(message)
+                    for detector in self._independent:
+                        detector.rank_ended(message.rank)
+            elif isinstance(message, _AS_RECEIVED):
+                self.feed(frame.seq, frame.t, message)
+            else:
+                for restore in self._recorded.get(type(message), ()):
+                    restore(message)
+
+    def _restore_alert(self, alert: Alert) -> None:
+        finding = self._findings.restore(alert) if self._store.restore(alert) else None
+        if finding is None:
+            return
+        if finding.kind in self._restorers:
+            self._restorers[finding.kind](finding)
+        if alert.kind in ("failure", "died", "oom"):
+            self._death.restore(alert.time, finding)
 
     def _put(self, t: float, findings: Sequence[Finding]) -> list[Alert]:
         return self._findings.put(t, findings) if findings else []
 
-    def _cause(self, t: float, cause: Cause) -> list[Alert]:
-        return self._put(t, [*self._spike.cause(cause), *self._leak.cause(cause)])
-
-    def _stats(self, t: float, stats: HubStats) -> list[Alert]:
-        return self._put(t, self._health.stats(t, stats, bool(self._store.standing("disk"))))
-
-    def _plan(self, t: float, plan: Plan) -> list[Alert]:
-        self._leak.plan(plan)
-        self._monitor.plan(plan)
-        return []
-
-    def _hello(self, t: float, hello: Hello) -> list[Alert]:
-        self._asks.hello(hello)
-        self._causes.hello(hello)
-        self._spike.hello(hello)
-        self._growth.hello(hello)
-        self._leak.hello(hello)
-        self._moments.hello(hello)
-        return self._put(t, [*self._slow.hello(hello), *self._monitor.hello(hello)])
-
-    def _log(self, _t: float, line: LogLine) -> list[Alert]:
-        self._death.log(line)
-        return []
-
-    def _beat(self, _t: float, beat: Heartbeat) -> list[Alert]:
-        self._moments.beat(beat)
-        return []
-
-    def _sample(self, t: float, sample: DeviceSample) -> list[Alert]:
-        self._moments.sample(sample)
-        self._slow.sample(sample)
-        found = self._monitor.sample(sample)
-        return self._findings.put(t, found) if found else []
-
-    def _out_of_memory(self, t: float, oom: Oom) -> list[Message]:
+    def _report(self, t: float, oom: Oom) -> OomReport:
         states = {rank: tracked.state for rank, tracked in self._tracker.ranks.items() if tracked.state is not None}
-        report = self._moments.report(t, oom, states)
-        if self._keep is not None:
-            report = self._keep(report)
-        messages: list[Message] = [report, *self._put(t, self._oom.oom(report))]
-        matter = self._oom.standing(oom.rank)
-        if matter is not None:
-            self._death.trouble(t, matter)
-        return messages
+        report = self._latest.report(t, oom, states)
+        return self._keep(report) if self._keep is not None else report
+
+    def _out_of_memory(self, report: OomReport) -> list[Finding]:
+        found = self._oom.oom(report)
+        condition = self._oom.standing(report.rank)
+        if condition is not None:
+            self._death.trouble(self._now, condition)
+        return found
 
     def _ended_without_error(self) -> dict[int, int]:
         return {
@@ -326,9 +289,6 @@ class Detectors:
             for rank, tracked in self._tracker.ranks.items()
             if tracked.succeeded
         }
-
-    def _failure(self, t: float, failure: Failure) -> list[Alert]:
-        return self._put(t, self._death.failure(t, failure, self._tracker.kill_asked))
 
     def _rank_state(self, now: float, state: RankState) -> list[Alert]:
         tracked = self._tracker.ranks.get(state.rank)
@@ -339,15 +299,20 @@ class Detectors:
             alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
         if state.state == "gone":
             kill = fact.kernel_kill if fact is not None else None
-            pressure = self._moments.pressure(now, state.rank)
+            pressure = self._latest.pressure(now, state.rank)
             alone = tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1
             phase = tracked.progress.phase if tracked is not None else ""
             asked = self._tracker.kill_asked
             alerts += self._put(now, self._death.process_gone(now, state, asked, kill, pressure, alone, phase))
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
-            alerts += self._findings.put(now, self._monitor.drop(state.rank))
+            for detector in self._independent:
+                alerts += self._put(now, detector.rank_ended(state.rank))
         return alerts
+
+
+def _untimed(handle: Handler) -> _Check:
+    return lambda _, step: handle(step)
 
 
 def _reraise() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from ftmon.trainer.recipe import command
-from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA, demo_config
 from ftmon.trainer.recipe.hardware import usable_gpus
+from ftmon.trainer.recipe.preflight import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 STEPS = 12

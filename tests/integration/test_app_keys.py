@@ -41,7 +41,7 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Commanded(ReplaySource):
     """A recording that the app takes for a run with a hub."""
 
-    can_command = True  # pyright: ignore[reportAssignmentType]
+    can_command = True
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import small_runs
 pytest.importorskip("deepspeed")
 
 import torch
-from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.preflight import resolve
 from transformers import AutoModelForCausalLM
 
 # Sixty small trainings, one after the other: a minute on two free cores.

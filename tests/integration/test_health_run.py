@@ -54,7 +54,7 @@ def test_a_healthy_run_has_known_disks_and_no_finding(home: Ftmon) -> None:
 
 
 def test_waiting_for_data_is_told_with_its_figures(home: Ftmon) -> None:
-    run, messages, _ = played(home, "loader", STEPS="60")
+    run, messages, _ = played(home, "loader", STEPS="110")
     found = health(messages)
     data = found["input_bound"]
     assert data.evidence["loader"]["workers"] == 0

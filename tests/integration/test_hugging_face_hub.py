@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fake_hub
 import pytest
-from ftmon.trainer.recipe.config.inputs import hub_refusal
+from ftmon.trainer.recipe.preflight.inputs import hub_refusal
 
 PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.push import push; "
 PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
@@ -18,12 +18,11 @@ from pathlib import Path
 import torch.distributed as dist
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.export import push, save
-from ftmon.trainer.recipe.monitor import Monitor
 world = World()
 assert dist.is_initialized()
 upload = push.push
 push.push = lambda *arguments: f"{upload(*arguments)}, in a group: {dist.is_initialized()}"
-save.push_last(Path(sys.argv[1]), sys.argv[2], world, Monitor())
+save.push_last(Path(sys.argv[1]), sys.argv[2], world)
 """
 UNREACHABLE = """
 import sys, time
@@ -31,8 +30,9 @@ time.sleep = lambda seconds: None  # the pauses between the hub library's 24 att
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data import sources
-from ftmon.trainer.recipe.data.config import Data
-from ftmon.trainer.recipe.model import config as model, tokenizer
+from ftmon.trainer.recipe.config.schema import Data
+from ftmon.trainer.recipe.config import schema as model
+from ftmon.trainer.recipe.model import tokenizer
 for attempt in (
     lambda: sources.read(Config(data=Data(name="me/words"))),
     lambda: tokenizer.load(Config(model=model.Model(name="me/model")), None),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from ftmon.protocol.analysis.hub_facts import left_process
 from ftmon.protocol.analysis.stalls.activity import Activity
-from ftmon.protocol.analysis.text.run import left_process
 from ftmon.protocol.run.rundir import RunFile
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.inspection import activity

@@ -13,9 +13,10 @@ pytest.importorskip("deepspeed")
 
 import torch
 from ftmon.trainer.recipe import command
-from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
+from ftmon.trainer.recipe.preflight import resolve
 from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).parents[1] / "support" / "recipe_ranks.py"
@@ -47,7 +48,7 @@ JOBS: dict[str, list[str]] = {
         "model.gradient_checkpointing=selective",
         "training.rehearsal=true",
     ],
-    "packed": ["data.packing=true", "data.train_on_prompt=true"],
+    "packed": ["data.packing=true", "data.train_on=all"],
     "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
     "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],

@@ -18,9 +18,10 @@ from ftmon.protocol.errors import UsageError
 from ftmon.trainer.recipe.chat import source
 from ftmon.trainer.recipe.chat.load import load as load_chat
 from ftmon.trainer.recipe.checkpoint import folder
-from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
+from ftmon.trainer.recipe.preflight import resolve
 
 pytestmark = pytest.mark.timeout(1800)  # the jobs of all tests run in the first one's fixture
 PROGRAM = Path(__file__).parents[1] / "support" / "resume_ranks.py"

@@ -168,7 +168,7 @@ def test_after_a_hole_too_long_to_be_fetched_the_charts_have_their_past(
         feed(hub, frames[100:-10], published=False)
         sent = feed(hub, frames[-10:])
         pump(source, lambda: source.model.last_seq == sent[-1].seq and source.model is not joined)
-        pump(source, lambda: source.model.ranks[0].step_ms.first_step in range(10))
+        pump(source, lambda: source.model.moments[0].first_step in range(10))
         source.close()
 
 
@@ -284,7 +284,8 @@ def test_pausing_holds_the_view_while_the_run_goes_on(run: RunDir) -> None:
         pump(source, lambda: source.live_model.last_seq == sent[-1].seq)
         assert source.model.step == held
         assert source.transport.last >= source.transport.position
-        source.transport.set_speed(64)
+        for _ in range(6):
+            source.transport.faster()
         source.transport.play()
         pump(source, lambda: source.transport.mode == "live")
         same(source, sent)
@@ -402,7 +403,7 @@ def test_a_run_that_ends_while_watched_is_shown_to_its_end(run: RunDir, process:
     pump(source, lambda: source.connection.state == "ended")
     assert source.model.state == "finished"
     same(source, sent)
-    source.transport.begin()
+    source.transport.goto("0%")
     settle(source)
     assert source.model.step == 0
     source.close()

@@ -10,11 +10,9 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-from ftmon.trainer.recipe.config.schema import Config, Tokenizer, Training
+from ftmon.trainer.recipe.config.schema import Config, Data, Tokenizer, Training
 from ftmon.trainer.recipe.data import handover, pipeline, prepare, sources
-from ftmon.trainer.recipe.data.config import Data
 from ftmon.trainer.recipe.data.encode import Encoder
-from ftmon.trainer.recipe.monitor import Monitor
 from small_tokenizer import family_tokenizer
 
 
@@ -123,7 +121,7 @@ def test_every_rank_has_the_template_that_rank_0_chose_and_texts_need_none(tmp_p
 
         def rank(number: int) -> Any:
             world: Any = ThreadWorld(number, shared, barrier)
-            made, _, examples = prepare.prepare(config, world, Monitor(), tmp_path, None)
+            made, _, examples = prepare.prepare(config, world, tmp_path, None)
             assert len(examples.rows) == 2
             return made.chat_template
 

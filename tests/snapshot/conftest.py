@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.widgets.state import app_state
-from scenes import hanging, recorded, settled
+from scenes import ReadyReplay, hanging, recorded, settled
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from textual.app import App
@@ -94,9 +94,12 @@ def snap_compare(snapshot: SnapshotAssertion, tmp_path: Path) -> Callable[..., b
 
 @pytest.fixture
 def plays(snap_compare: Any) -> Callable[..., bool]:
-    """Compare an app's screen after some keys."""
+    """Compare the app's screen after some keys, a recording at its end; ``options`` are the app's."""
 
-    def compare(app: FtmonApp, size: tuple[int, int], *keys: str) -> bool:
+    def compare(source: Path | ReadyReplay, size: tuple[int, int], *keys: str, **options: Any) -> bool:
+        source = ReadyReplay(source, at_end=True) if isinstance(source, Path) else source
+        app = FtmonApp(source, **options)
+
         async def play(pilot: Any) -> None:
             await settled(pilot)
             for key in keys:
@@ -106,7 +109,6 @@ def plays(snap_compare: Any) -> Callable[..., bool]:
         try:
             return snap_compare(app, terminal_size=size, run_before=play)
         finally:
-            if app.app_state.source is not None:
-                app.app_state.source.close()
+            source.close()
 
     return compare

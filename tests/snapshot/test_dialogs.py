@@ -1,6 +1,7 @@
 """The dialogs, the stacks and the list of runs as they look, compared as SVG."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,14 @@ CREATED = 1_780_000_000.0
 class Commanded(ReadyReplay):
     """A recording that the app takes for a run with a hub, up to the moment a command is sent."""
 
-    can_command = True  # pyright: ignore[reportAssignmentType]
+    can_command = True
 
 
 @pytest.fixture
 def asks(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callable[..., bool]:
     """Compare the screen after some keys on a run in which a rank hangs."""
 
-    def compare(size: tuple[int, int], *keys: str, **options: Any) -> bool:
-        return plays(FtmonApp(Commanded(recording("hang"), at_end=True), **options), size, *keys)
-
-    return compare
+    return partial(plays, Commanded(recording("hang"), at_end=True))
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

@@ -1,12 +1,11 @@
 """The jobs of a driver script on screen: finished, out of memory, failed before its first step, training."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from ftmon.tui.app import FtmonApp
 from jobscenes import driven
-from scenes import ReadyReplay
 
 SIZES = [(80, 24), (200, 60)]
 
@@ -18,13 +17,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shows(plays: Callable[..., bool], driver: Path) -> Callable[..., bool]:
-    """Compare the screen after some keys, the recording at its end."""
-
-    def compare(size: tuple[int, int], *keys: str) -> bool:
-        app = FtmonApp(ReadyReplay(driver, at_end=True))
-        return plays(app, size, *keys)
-
-    return compare
+    return partial(plays, driver)
 
 
 @pytest.mark.parametrize("size", SIZES)

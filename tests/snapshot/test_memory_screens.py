@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.tui.app import FtmonApp
 from peaks import explained
-from scenes import ReadyReplay
 
 SMALL, LARGE = (80, 24), (200, 60)
 # So few steps that a replay holds all of them at once: what it fetches later, when it rests, changes no picture.
@@ -35,13 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def shows(plays: Callable[..., bool], scene: Callable[[str], Path]) -> Callable[..., bool]:
-    """Compare the screen after some keys, the recording at its end."""
-
-    def compare(name: str, size: tuple[int, int], *keys: str, **options: Any) -> bool:
-        app = FtmonApp(ReadyReplay(scene(name), at_end=True), **options)
-        return plays(app, size, *keys)
-
-    return compare
+    return lambda name, *how, **options: plays(scene(name), *how, **options)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

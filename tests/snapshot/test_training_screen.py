@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.tui.app import FtmonApp
-from scenes import ReadyReplay
 from streams import Stream, write
 from trainscenes import trained
 
@@ -15,12 +13,8 @@ SMALL, LARGE = (80, 24), (200, 60)
 
 @pytest.fixture
 def shows(plays: Callable[..., bool], tmp_path: Path) -> Callable[..., bool]:
-    """Compare the screen after some keys."""
-
     def compare(size: tuple[int, int], *keys: str, path: Path | None = None, **options: Any) -> bool:
-        replay = ReadyReplay(path or trained(tmp_path / "recording.sqlite", ranks=2), at_end=True)
-        app = FtmonApp(replay, **options)
-        return plays(app, size, "t", *keys)
+        return plays(path or trained(tmp_path / "recording.sqlite", ranks=2), size, "t", *keys, **options)
 
     return compare
 

@@ -35,7 +35,7 @@ def work(world: World, jobs: list[str]) -> None:
         record_gradients(run.engine, grads, lambda dtypes=dtypes: dtypes.update(reduced))
         run.fit()
         if world.is_first:
-            rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in run.examples.rows]
+            rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in run.data.examples.rows]
             torch.save({"grads": grads, "rows": rows, "reduced": list(dtypes)}, path.with_suffix(".pt"))
         run.engine.destroy()
 

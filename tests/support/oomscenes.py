@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ftmon.protocol.analysis.oom.verdict import OomContext
+from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
-from ftmon.protocol.analysis.text.oom import explain
 from ftmon.protocol.messages.blocks import StackGroup
 from ftmon.protocol.messages.control import Accepted, Alert, RankState, Result
 from ftmon.protocol.messages.oom import OomReport, RankMoment

@@ -35,7 +35,7 @@ def work(world: World, jobs: list[str]) -> None:
             with deepspeed.zero.GatheredParameters([parameter], enabled=run.config.zero.stage == 3):
                 weights[name] = parameter.detach().clone()
         if world.is_first:
-            rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in run.examples.rows]
+            rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in run.data.examples.rows]
             torch.save(
                 {"weights": weights, "rows": rows, "holds": max(stepped, key=lambda one: one["count"])},
                 path.with_suffix(".pt"),

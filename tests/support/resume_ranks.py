@@ -20,7 +20,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import progress, termination
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
-from ftmon.trainer.recipe.monitor import Monitor
+from ftmon.trainer.recipe.monitor import Unwatched
 from ftmon.trainer.recipe.train import train
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     termination._LEAST_SECONDS = 200.0  # a step of two ranks on a busy host
     gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
     world = World()
-    ask = Monitor.stop_requested
+    ask = Unwatched.stop_requested
     step = progress.ProgressLines.step
 
     def exact(self: progress.ProgressLines, number: int, result: object, *rest: object) -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         kind, _, rest = path.stem.partition("-")
         calls = 0
 
-        def stop_requested(self: Monitor, kind: str = kind, rest: str = rest) -> bool:
+        def stop_requested(self: Unwatched, kind: str = kind, rest: str = rest) -> bool:
             nonlocal calls
             calls += 1
             when = int(rest.partition("-")[0]) if kind in ("cut", "kill", "term", "full") else 0
@@ -60,7 +60,7 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             return ask(self)
 
-        Monitor.stop_requested = stop_requested  # type: ignore[method-assign]
+        Unwatched.stop_requested = stop_requested  # type: ignore[method-assign]
         # A print of all ranks' lines, one job after the other.
         world.barrier()
         if world.is_first:

@@ -7,8 +7,9 @@ from typing import Any
 
 import rank_jobs
 import torch
-from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.preflight import resolve
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROGRAM = Path(__file__).with_name("forked_ranks.py")

@@ -8,11 +8,11 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.host.gpus import Gpu
-from ..recipe.config import resolve
-from ..recipe.config.inputs import check_hub
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from ..recipe.model.positions import beyond
+from ..recipe.preflight import resolve
+from ..recipe.preflight.inputs import check_hub
 from . import fake_tensors
 from .documents import Documents
 from .dry import DryRun, Job

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import hjson
 
 from ...protocol.errors import ConfigError
-from ..recipe.engine import ds_keys
+from ..recipe.preflight import ds_keys
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "deepspeed": {"type": "AdamW", "params": {"lr": 1e-4}},

@@ -15,7 +15,6 @@ from ..recipe.data.collate import Batch, Collate
 from ..recipe.engine.distributed import World
 from ..recipe.engine.make import make_engine
 from ..recipe.model import fused, load, tokenizer
-from ..recipe.monitor import Monitor
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.step import Stepper, make_collate
 from . import quantized
@@ -117,7 +116,7 @@ class DryStep:
         self._accumulation = config.training.grad_accumulation
         engine.train()
         self.engine = engine
-        self._stepper = Stepper(config, world, Monitor(), _Observed(engine, begin, end))
+        self._stepper = Stepper(config, world, _Observed(engine, begin, end))
 
     def batch(self, documents: list[int]) -> Batch:
         """Return a micro-batch of equal rows in which all tokens carry loss; call it outside fake tensors.

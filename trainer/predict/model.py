@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import ConfigError
-from ..recipe.config.inputs import hub_refusal
+from ..recipe.preflight.inputs import hub_refusal
 
 _CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

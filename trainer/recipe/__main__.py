@@ -1,6 +1,6 @@
 """One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by DeepSpeed's launcher.
 
-Without CONFIG it reads the run directory's ``config.yaml``. The configuration is already resolved (``config.resolve``).
+Without CONFIG it reads the run directory's ``config.yaml``. The configuration is already resolved (``preflight``).
 """
 
 import gc

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from .config.resolve import Resolved
 from .hardware import free_port
+from .preflight.resolve import Resolved
 
 
 def launch_command(resolved: Resolved) -> list[str]:

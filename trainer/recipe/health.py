@@ -9,11 +9,6 @@ from .config.schema import Config
 def check_skipped(skipped: int, config: Config, step: int) -> None:
     """Raise if too many updates in a row were skipped.
 
-    Args:
-        skipped: number of skipped updates in a row; equal on all ranks.
-        config: the resolved configuration.
-        step: optimizer updates applied.
-
     Raises:
         FtmonError: there are ``training.max_skipped`` of them.
     """

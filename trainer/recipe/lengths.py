@@ -16,6 +16,7 @@ from ...protocol.errors import ConfigError
 from .data.collate import Batch
 from .data.positions import WithCounts
 from .model.loss import IGNORED
+from .monitor import probe
 from .progress import ProgressLines
 from .rehearse import Sampled
 from .step import Stepper
@@ -71,22 +72,17 @@ def label_tokens(row: Row) -> int:
 def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
     """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
 
-    Args:
-        stepper: runs the steps.
-        data: examples for the steps.
-        total_steps: number of steps at all lengths together.
-
     Raises:
         ConfigError: the data have no rows of the longest length.
         torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
     """
-    config, world, monitor = stepper.config, stepper.world, stepper.monitor
+    config, world = stepper.config, stepper.world
     micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation
     rows = long_rows(data, micro_batch * accumulation * world.data_ranks, max(config.debug.lengths))
     collate = WithCounts(data.collate, world.sequence)
     lines = ProgressLines(total_steps, config.output.log_every, world)
-    monitor.plan(total_steps, 0.0, "")
-    monitor.normalised_over_ranks()
+    probe().plan(total_steps, 0.0, "")
+    probe().normalise_over_ranks()
     stepper.engine.train()
     step = 0
 

@@ -32,13 +32,7 @@ class ProgressLines:
         """Number of latest printed losses in a row that are not finite."""
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
-        """Process one step; all ranks call this, as the loss is summed over them.
-
-        Args:
-            step: its number.
-            result: its result; the loss is still on the device.
-            tokens: its tokens over all ranks.
-        """
+        """Process one step; all ranks call this, as the loss is summed over them."""
         if self._since_step < 0:
             self._since_step = step - 1
         self._tokens += tokens

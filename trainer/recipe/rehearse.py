@@ -27,6 +27,7 @@ from .engine.make import forget_module_order
 from .evaluation.evaluate import Evaluator
 from .model.compiling import compile_ahead
 from .model.layers import decoder_layers
+from .monitor import activity, probe
 from .state import TrainState
 from .step import Stepper
 
@@ -43,8 +44,9 @@ class Sampled(NamedTuple):
     collate: Collate
 
     def longest(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` longest rows."""
-        return longest_rows(self.examples.tokens.tolist(), count)
+        """Return the numbers of the ``count`` longest rows, longest first; fewer if there are fewer."""
+        tokens = self.examples.tokens.tolist()
+        return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
 
     def batch(self, rows: list[int]) -> Batch:
         """Return a batch of some rows."""
@@ -55,13 +57,6 @@ def rehearse(
     stepper: Stepper, data: Sampled, evaluator: Evaluator | None, checkpoints: Checkpoints, state: TrainState
 ) -> None:
     """Rehearse a run that has done no step in this process. All ranks call this.
-
-    Args:
-        stepper: runs the steps.
-        data: examples for the steps.
-        evaluator: evaluates the run, or None.
-        checkpoints: writes the checkpoints.
-        state: position of the run.
 
     Raises:
         FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
@@ -77,8 +72,8 @@ def rehearse(
     parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
     world.log(f"rehearsal: {'; '.join(parts)}")
     with (
-        stepper.monitor.rehearsal(),
-        stepper.monitor.activity("rehearsal", parts[0], total=len(parts)) as progress,
+        probe().rehearsal(),
+        activity("rehearsal", parts[0], total=len(parts)) as progress,
         _restored(stepper),
     ):
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
@@ -106,15 +101,10 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
     """
     rows = data.longest(stepper.config.training.micro_batch)
     stepper.engine.train()
-    with stepper.monitor.rehearsal(), _same_random_numbers(stepper.world):
+    with probe().rehearsal(), _same_random_numbers(stepper.world):
         batch = stepper.prepare(data.batch(rows))
-        compile_ahead(model, decoder_layers(model), batch, stepper.world, stepper.monitor)
+        compile_ahead(model, decoder_layers(model), batch, stepper.world)
     forget_module_order(stepper.engine)
-
-
-def longest_rows(tokens: list[int], count: int) -> list[int]:
-    """Return the numbers of the ``count`` rows with most tokens, longest first; fewer if there are fewer."""
-    return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
 
 
 def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:

@@ -20,20 +20,19 @@ from ...protocol.run.start_request import StartRequest, print_started, read_requ
 from ..launch import start
 from . import command, hardware
 from .checkpoint import folder as checkpoints
-from .config import resolve, write
-from .config.inputs import check_hub
+from .config import write
 from .config.load import Loaded, load
 from .config.schema import Config
 from .demo import demo_config
 from .faults import spec
+from .preflight.inputs import check_hub
+from .preflight.resolve import resolve
 
 
 def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     """Check a configuration and start its run.
 
-    Args:
-        request: of kind ``train`` or ``demo``. Where it has no name, the run is called ``run.name``, or after the file.
-        loaded: the configuration.
+    Where the request has no name, the run is called ``run.name``, or after the file.
 
     Raises:
         UsageError: the configuration or the request does not hold, or packages are missing.
@@ -44,7 +43,7 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     if missing:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
     check_hub(loaded)
-    resolved = resolve.resolve(loaded)
+    resolved = resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
     chosen = request.name or resolved.config.run.name or Path(loaded.source).stem

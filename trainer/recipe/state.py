@@ -26,7 +26,7 @@ class TrainState(msgspec.Struct):
     examples: int = 0
     """Number of rows of the encoded examples, which make an epoch."""
     order: str = ""
-    """Their order in an epoch, in words; empty in checkpoints of earlier versions."""
+    """Their order in an epoch, in words."""
     sequence_length: int = 0
     """``training.sequence_length``."""
     micro_batch: int = 0
@@ -41,7 +41,7 @@ class TrainState(msgspec.Struct):
     best_evaluation: float = math.inf
     """Lowest evaluation loss so far."""
     best_evaluation_step: int = 0
-    """Step of the best evaluation; 0: none, or not in a checkpoint of an earlier version."""
+    """Step of the best evaluation; 0: none."""
     evaluations_without_best: int = 0
     """Number of evaluations since then."""
 

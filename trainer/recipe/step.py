@@ -1,60 +1,48 @@
 """Runs optimizer steps."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .config.schema import Config
-from .data.collate import Batch, Collate
-from .data.positions import WithPositions
-from .data.slices import Sliced
+from .data.collate import Batch, Collate, Then
+from .data.positions import with_positions
+from .data.slices import cut
 from .engine.distributed import World
 from .model import attention, sequence_parallel
 from .model.compiling import mark_varying
 from .model.inputs import on_device
-from .monitor import Monitor
+from .monitor import probe
 from .state import StepResult
 
 
 def make_collate(model: Any, config: Config, world: World, padding: Collate, fused_loss: bool) -> Collate:
-    """Return the collation that makes the model's batches. All ranks call this.
-
-    Args:
-        model: the model inside the engine; the attention of packed rows is selected and checked here.
-        config: the resolved configuration.
-        world: the ranks.
-        padding: pads rows to one length.
-        fused_loss: whether ``fused.set_up`` has switched the model to the fused loss.
-
-    Raises:
-        ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
-    """
+    """Return the collation that makes the model's batches. All ranks call this."""
     collate, group = padding, world.sequence
     if group.size > 1:
         varlen = sequence_parallel.set_up(model, config, world)
-        collate = Sliced(collate, group.size, group.rank)
-        collate = attention.Isolated(collate, varlen) if varlen else collate
+        collate = Then(collate, partial(cut, size=group.size, rank=group.rank))
+        collate = Then(collate, partial(attention.isolate, varlen=True)) if varlen else collate
     elif config.data.packing:
-        collate = attention.Isolated(collate, attention.set_up(model, config, world))
-    return WithPositions(collate) if fused_loss else collate
+        collate = Then(collate, partial(attention.isolate, varlen=attention.set_up(model, config, world)))
+    return Then(collate, with_positions) if fused_loss else collate
 
 
 class Stepper:
     """Runs optimizer steps with DeepSpeed's engine on given batches."""
 
-    def __init__(self, config: Config, world: World, monitor: Monitor, engine: Any) -> None:
+    def __init__(self, config: Config, world: World, engine: Any) -> None:
         self.config = config
         self.world = world
-        self.monitor = monitor
         self.engine = engine
 
     def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
         """Run one optimizer step on the mean loss over ``label_tokens``.
 
-        Args:
-            batches: for each micro-step, a function that fetches this rank's micro-batch.
-            label_tokens: tokens that carry loss in the micro-batches of all ranks together.
+        ``batches`` has a function for each micro-step that fetches this rank's micro-batch; ``label_tokens`` are those
+        of all ranks together.
 
         DeepSpeed averages gradients over ranks, so the loss is scaled by their number; micro-steps are summed. Ranks
         that share sequences sum the losses of their slices.
@@ -65,10 +53,10 @@ class Stepper:
         loss_sum = torch.zeros((), device=self.world.device)
         skipped_before = engine.skipped_steps
         for fetch in batches:
-            with self.monitor.phase("data"):
+            with probe().phase("data"):
                 fetched = fetch()
                 if "counts" in fetched:
-                    self.monitor.micro_batch(*fetched.pop("counts").tolist())
+                    probe().micro_batch(*fetched.pop("counts").tolist())
                 batch = self.prepare(fetched)
             loss: torch.Tensor = engine(**batch, use_cache=False).loss
             loss_sum += loss.detach()

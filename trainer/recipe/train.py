@@ -26,23 +26,19 @@ from .evaluation.evaluate import Evaluator
 from .lengths import measure_lengths
 from .model import fused, shape
 from .model.adapters import quiet_bitsandbytes
-from .monitor import Monitor
+from .monitor import probe
 from .rehearse import Sampled
 from .state import TrainState
 from .step import make_collate
-from .trainer import Resuming, Trainer
+from .trainer import Course, Resuming, Trained, Trainer
 
 
 def train(config: Config, world: World) -> None:
-    """Train one rank's share of a resolved configuration. All ranks call this.
-
-    Raises:
-        ConfigError: a setting proved invalid.
-    """
+    """Train one rank's share of a resolved configuration. All ranks call this."""
     _silence_libraries()
     run = setup(config, world)
     if config.debug.lengths:
-        measure_lengths(run, Sampled(run.examples, run.collate), run.total_steps)
+        measure_lengths(run, run.data, run.total_steps)
     else:
         run.fit()
 
@@ -55,12 +51,7 @@ def output_folder(config: Config) -> Path:
 
 
 def setup(config: Config, world: World) -> Trainer:
-    """Prepare data, model, engine and position; all ranks call this.
-
-    Raises:
-        ConfigError: the data, the model or the checkpoint do not fit the configuration.
-    """
-    monitor = Monitor()
+    """Prepare data, model, engine and position; all ranks call this."""
     _, note = shape.check(config)
     if note:
         world.log(f"note: {note}")
@@ -69,9 +60,9 @@ def setup(config: Config, world: World) -> Trainer:
     found, skipped = find(config, output, world)
     if world.is_first:
         _prepare_output(config, output, keep=bool(found))
-    with monitor.phase("init"):
-        tokens, documents, examples = prepare.prepare(config, world, monitor, output, found[0] if found else None)
-        held_out = evaluation_examples.held_out(config, world, monitor, tokens, documents)
+    with probe().phase("init"):
+        tokens, documents, examples = prepare.prepare(config, world, output, found[0] if found else None)
+        held_out = evaluation_examples.held_out(config, world, tokens, documents)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1
@@ -80,29 +71,14 @@ def setup(config: Config, world: World) -> Trainer:
         state = _fresh_state(config, examples, order, world)
         base = identity.base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
-        resuming = Resuming(found, skipped, base, step)
-        checkpoints = Checkpoints(engine, tokens, config, world, monitor, output / "checkpoints", base)
+        checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
     # Rows cut to one of several lengths are not padded to the longest.
     padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
     collate = make_collate(model, config, world, padding, fused_loss)
-    evaluator = Evaluator(config, world, monitor, engine, tokens, held_out, collate) if held_out else None
-    trainer = Trainer(
-        config,
-        world,
-        monitor,
-        engine,
-        model,
-        tokens,
-        examples,
-        order,
-        state,
-        total,
-        output,
-        collate,
-        evaluator,
-        checkpoints,
-        resuming,
-    )
+    evaluator = Evaluator(config, world, engine, tokens, held_out, collate) if held_out else None
+    course = Course(state, order, total, Resuming(found, skipped, base, step))
+    trained, data = Trained(engine, model, tokens), Sampled(examples, collate)
+    trainer = Trainer(config, world, trained, data, course, evaluator, checkpoints)
     trainer.introduce()
     return trainer
 

@@ -10,9 +10,8 @@ from .checkpoint.restore import restore
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
 from .data.ahead import Ahead
-from .data.collate import Batch, Collate, loader
+from .data.collate import Batch, loader
 from .data.order import Order
-from .data.pipeline import Examples
 from .data.positions import WithCounts
 from .engine.distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
@@ -21,7 +20,7 @@ from .export.save import push_last, save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
-from .monitor import Monitor
+from .monitor import activity, probe
 from .optim import optimizer
 from .progress import ProgressLines
 from .rehearse import Sampled, compile_first, rehearse
@@ -43,6 +42,25 @@ class Resuming(NamedTuple):
     """Number of steps before."""
 
 
+class Trained(NamedTuple):
+    """What is trained."""
+
+    engine: Any
+    """DeepSpeed's engine."""
+    model: Any
+    """The model inside it."""
+    tokenizer: Any
+
+
+class Course(NamedTuple):
+    """The way from the first step to the last."""
+
+    state: TrainState
+    order: Order
+    total_steps: int
+    resuming: Resuming
+
+
 class Trainer(Stepper):
     """A run after setup: runs steps, writes checkpoints and the final model."""
 
@@ -50,56 +68,38 @@ class Trainer(Stepper):
         self,
         config: Config,
         world: World,
-        monitor: Monitor,
-        engine: Any,
-        model: Any,
-        tokenizer: Any,
-        examples: Examples,
-        order: Order,
-        state: TrainState,
-        total_steps: int,
-        output: Path,
-        collate: Collate,
+        trained: Trained,
+        data: Sampled,
+        course: Course,
         evaluator: Evaluator | None,
         checkpoints: Checkpoints,
-        resuming: Resuming,
     ) -> None:
-        super().__init__(config, world, monitor, engine)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.examples = examples
-        self.order = order
-        self.state = state
-        self.total_steps = total_steps
-        self.output = output
-        self.collate = collate
+        super().__init__(config, world, trained.engine)
+        self.model = trained.model
+        self.tokenizer = trained.tokenizer
+        self.data = data
+        self.state, self.order, self.total_steps, self._resuming = course
         self.evaluator = evaluator
         self.evaluated: Evaluated | None = None
         """The latest evaluation's result."""
         self.stopped_early = False
         self.checkpoints = checkpoints
-        self._resuming = resuming
+        self.output = checkpoints.folder.parent
         self.last_loss: float | None = None
         """Loss of the last step over all ranks, set at the end of the training."""
 
     def fit(self) -> None:
         """Train to the planned end or until a stop is requested, then write the final model."""
         self._report_plan()
-        self.monitor.normalised_over_ranks()
+        probe().normalise_over_ranks()
         if self.config.model.compile != "off":
-            compile_first(self, Sampled(self.examples, self.collate), self.model)
+            compile_first(self, self.data, self.model)
         if self.config.training.rehearsal and self._resuming.step < self.total_steps:
-            data = Sampled(self.examples, self.collate)
-            rehearse(self, data, self.evaluator, self.checkpoints, self.state)
+            rehearse(self, self.data, self.evaluator, self.checkpoints, self.state)
         if self._resuming.paths:
             self._resume()
-        batches = loader(
-            self.examples.rows,
-            self.order,
-            WithCounts(self.collate, self.world.sequence),
-            self.config,
-            pin=self.world.on_gpu,
-        )
+        collate = WithCounts(self.data.collate, self.world.sequence)
+        batches = loader(self.data.examples.rows, self.order, collate, self.config, pin=self.world.on_gpu)
         ahead = Ahead(iter(batches), self.world.device)
         stopped = self._steps(ahead)
         ahead.close()
@@ -107,7 +107,7 @@ class Trainer(Stepper):
 
     def _report_plan(self) -> None:
         evaluation, saving = self.config.evaluation, self.config.checkpoint
-        self.monitor.plan(
+        probe().plan(
             self.total_steps,
             self.total_steps / self.order.steps_per_epoch,
             str(self.output),
@@ -129,41 +129,21 @@ class Trainer(Stepper):
         stop = False
         skipped = 0
         self.engine.train()
-
-        def fetch() -> Batch:
-            faults.in_data()
-            return batches.next_batch()
-
         while not self.ended and not stop:
-            faults.begin(state.step + 1)
-            counts = self.order.counts(state.batches)
-            result = self.train_step([fetch] * config.training.grad_accumulation, counts.label_tokens)
-            state.batches += 1
-            state.samples += self.order.samples_per_step
-            state.tokens += counts.tokens
-            state.label_tokens += counts.label_tokens
-            if not result.skipped:
-                state.step += 1
-                lines.step(state.step, result, counts.tokens)
+            is_skipped = self._step(batches, faults, lines)
             termination.step()
-            skipped = skipped + 1 if result.skipped else 0
+            skipped = skipped + 1 if is_skipped else 0
             health.check_skipped(skipped, config, state.step)
             broken = lines.not_a_number >= config.training.stop_after_nan
-            stop = flag.exchange(self.monitor.stop_requested() or termination.requested, broken)
+            stop = flag.exchange(probe().stop_requested() or termination.requested, broken)
             with termination.busy():
                 if flag.broken:
                     self.checkpoints.wait()
                     health.refuse_nan(state.step, self.output / "checkpoints")
-                evaluated = None if result.skipped else self._evaluate(lines)
-                every = config.checkpoint.every
-                due = not result.skipped and bool(
-                    (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
-                )
-                if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
-                    # After the last step of a run without other checkpoints, the exported model has the best weights.
-                    due = due or bool(every) or not (self.ended and config.output.save_model)
+                evaluated = None if is_skipped else self._evaluate(lines)
                 if stop:
                     termination.acknowledge()
+                due = not is_skipped and self._is_checkpoint_due(evaluated)
                 if (stop or due) and not self._is_broken(lines):
                     self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
         flag.finish()
@@ -174,6 +154,35 @@ class Trainer(Stepper):
             self.world.barrier()
         termination.close()
         return stop and not self.ended
+
+    def _step(self, batches: Ahead, faults: FaultMaker, lines: ProgressLines) -> bool:
+        """Train one step; return whether its update was skipped."""
+        state = self.state
+
+        def fetch() -> Batch:
+            faults.in_data()
+            return batches.next_batch()
+
+        faults.begin(state.step + 1)
+        counts = self.order.counts(state.batches)
+        result = self.train_step([fetch] * self.config.training.grad_accumulation, counts.label_tokens)
+        state.batches += 1
+        state.samples += self.order.samples_per_step
+        state.tokens += counts.tokens
+        state.label_tokens += counts.label_tokens
+        if not result.skipped:
+            state.step += 1
+            lines.step(state.step, result, counts.tokens)
+        return result.skipped
+
+    def _is_checkpoint_due(self, evaluated: Evaluated | None) -> bool:
+        """Return whether a checkpoint of the latest step is planned, or it has the best evaluation."""
+        settings = self.config.checkpoint
+        if (settings.every and self.state.step % settings.every == 0) or (settings.at_end and self.ended):
+            return True
+        # After the last step of a run without other checkpoints, the exported model has the best weights.
+        exported = self.ended and self.config.output.save_model and not settings.every
+        return evaluated is not None and evaluated.best and settings.keep_best and not exported
 
     @property
     def ended(self) -> bool:
@@ -201,7 +210,7 @@ class Trainer(Stepper):
             tries, best, best_step = state.evaluations_without_best, state.best_evaluation, state.best_evaluation_step
             self.world.log(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
             if self.world.is_first:
-                self.monitor.stopped_early(tries, best, best_step, step=state.step)
+                probe().stopped_early(tries, best, best_step, step=state.step)
         return self.evaluated
 
     def _finish(self, stopped: bool) -> None:
@@ -215,8 +224,8 @@ class Trainer(Stepper):
             parameters = sum(1 for _ in self.model.parameters())
             what = f"the model of step {state.step:,}{self._better()}"
             with (
-                self.monitor.phase("checkpoint"),
-                self.monitor.activity("export", what, total=parameters) as progress,
+                probe().phase("checkpoint"),
+                activity("export", what, total=parameters) as progress,
             ):
                 equal = save_model(
                     self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
@@ -228,7 +237,7 @@ class Trainer(Stepper):
                     "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
                 )
             if self.config.output.push:
-                push_last(folder, self.config.output.push, self.world, self.monitor)
+                push_last(folder, self.config.output.push, self.world)
         log(f"finished: {state.step} steps, {state.tokens:,} tokens")
 
     def _better(self) -> str:
@@ -259,10 +268,10 @@ class Trainer(Stepper):
     def _resume(self) -> None:
         """Load the checkpoint that the run resumes from."""
         state, world = self.state, self.world
-        with self.monitor.phase("init"):
+        with probe().phase("init"):
             path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
             optimizer.apply_schedule(self.engine, self.config, state.step, self.total_steps)
-        self.monitor.resumed(state.step)
+        probe().report(step=state.step)
         self._report_plan()
         self.order.first_step = state.batches
         world.log(f"resumed from {path} after step {state.step}")
@@ -270,7 +279,7 @@ class Trainer(Stepper):
         if state.step >= self.total_steps:
             world.log(f"note: training ends at step {self.total_steps}: nothing is left to train")
             told = f"; training ends at step {self.total_steps}: nothing is left to train{told}"
-        with self.monitor.activity("resume", f"from {path.name}, after step {state.step}{told}"):
+        with activity("resume", f"from {path.name}, after step {state.step}{told}"):
             pass
         if self.evaluator is not None and world.is_first:
             self.evaluator.report_best(state)
@@ -288,6 +297,6 @@ class Trainer(Stepper):
         parameters = load.count_parameters(self.model)
         world.log(
             f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
-            f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
+            f"{config.training.precision}, {where}; {len(self.data.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"
         )

@@ -31,22 +31,10 @@ class AlertHistory:
         self._by_id[alert.id] = alert
         self.version += 1
 
-    def get(self, alert_id: int) -> Alert | None:
-        """Return an alert by id."""
-        return self._by_id.get(alert_id)
-
-    def newest_first(self) -> list[Alert]:
-        """List every alert, the newest first."""
-        return sorted(self._by_id.values(), key=lambda alert: (alert.time, alert.id), reverse=True)
-
     def unresolved(self) -> list[Alert]:
         """List the unresolved alerts by severity, then the newest first."""
         standing = [alert for alert in self._by_id.values() if alert.resolved is None]
         return sorted(standing, key=lambda alert: (SEVERITIES[alert.severity], alert.time, alert.id), reverse=True)
-
-    def of_rank(self, rank: int) -> list[Alert]:
-        """List the alerts about a rank, the newest first."""
-        return [alert for alert in self.newest_first() if alert.rank == rank or rank in alert.ranks]
 
     def counts(self) -> dict[Severity, int]:
         """Count the unresolved alerts by severity."""

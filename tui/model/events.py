@@ -98,9 +98,7 @@ def segment_bytes(events: AllocatorEvents) -> int:
 def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
     """Return the allocator activity in each phase of a sampled step, in the order of phases.
 
-    Args:
-        events: the sample.
-        steps: the rank's recent steps, for probes that do not send phase durations with the sample.
+    ``steps``: recent ones, for probes that do not send phase durations with the sample.
     """
     order = {name: index for index, name in enumerate(PHASES)}
     step = next((step for step in steps if step.step == events.step), None)

@@ -39,26 +39,12 @@ class LogHistory:
         self.ranks.add(line.rank)
         self.version += 1
 
-    def after(self, seq: int) -> list[tuple[int, LogEntry]]:
-        """List the lines after sequence number ``seq``, with their numbers, oldest first."""
-        found: list[tuple[int, LogEntry]] = []
-        for entry in reversed(self._entries):
-            if entry.seq <= seq:
-                break
-            found.append((entry.seq, entry))
-        found.reverse()
-        return found
-
-    def select(
-        self, rank: int | None = None, text: str = "", stream: str | None = None, limit: int | None = None
-    ) -> list[LogEntry]:
-        """List the last ``limit`` lines of one rank, of one stream, containing ``text`` in any case; oldest first."""
+    def select(self, rank: int | None = None, text: str = "", limit: int | None = None) -> list[LogEntry]:
+        """List the last ``limit`` lines of one rank, containing ``text`` in any case; oldest first."""
         wanted = text.casefold()
         found: list[LogEntry] = []
         for entry in reversed(self._entries):
             if rank is not None and entry.rank != rank:
-                continue
-            if stream is not None and entry.stream != stream:
                 continue
             if wanted and wanted not in entry.text.casefold():
                 continue

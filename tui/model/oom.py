@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...protocol.analysis.oom.verdict import OomContext
+from ...protocol.analysis.oom.words import explain
 from ...protocol.analysis.remedies import remedies
-from ...protocol.analysis.text.oom import explain
 from ...protocol.messages.oom import OomReport, OomVerdict, RankMoment, Remedy
 from ...protocol.messages.telemetry import Oom
 from ...protocol.text import gib

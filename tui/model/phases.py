@@ -1,10 +1,10 @@
-"""Figures of a step's phases: the shares of its time, and the rows of the phase table."""
+"""The shares of a step's phases in its time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...protocol.messages.telemetry import PHASES, STEP_PHASES, PhaseRecord, Span, Step
+from ...protocol.messages.telemetry import PHASES, STEP_PHASES, Step
 
 _OWN_SHARE = (*STEP_PHASES, "generate")
 SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
@@ -56,57 +56,3 @@ def shares(steps: Iterable[Step]) -> Shares:
 def _on_device(step: Step) -> bool:
     within = [record for record in step.phases if record.name != "init"]
     return bool(within) and all(record.device_us is not None for record in within)
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
-    """One row of the phase table: times in milliseconds, memory in bytes."""
-
-    name: str
-    host_ms: float
-    device_ms: float | None
-    """None on the CPU, or while events were not read."""
-    count: int
-    """Number of occurrences (micro-steps)."""
-    allocated: Span
-    reserved: Span
-    resident: Span | None
-    """Resident set size; None on CUDA."""
-    growth: int
-    """Bytes that stayed allocated, of the figure with exact peaks (allocated on CUDA, resident on the CPU)."""
-    transient: int
-    """Bytes freed within the phase, of the same figure."""
-    peak: int
-    """That figure's peak."""
-    collective_ms: float
-    collectives: int
-    allocations: int
-    frees: int
-    allocated_bytes: int
-
-
-def row(record: PhaseRecord) -> PhaseRow:
-    """Return the table's row of one phase."""
-    true = record.peak_span
-    return PhaseRow(
-        name=record.name,
-        host_ms=record.host_us / 1000,
-        device_ms=None if record.device_us is None else record.device_us / 1000,
-        count=record.count,
-        allocated=record.allocated,
-        reserved=record.reserved,
-        resident=record.resident,
-        growth=true.growth,
-        transient=true.transient,
-        peak=true.peak,
-        collective_ms=record.collective_us / 1000,
-        collectives=record.collectives,
-        allocations=record.allocations,
-        frees=record.frees,
-        allocated_bytes=record.allocated_bytes,
-    )
-
-
-def rows(step: Step | None) -> list[PhaseRow]:
-    """Return the phase table of a step, in the order the phases ran."""
-    return [] if step is None else [row(record) for record in sorted(step.phases, key=lambda each: each.start_us)]

@@ -32,15 +32,7 @@ def compared_phases(rank: RankModel, prediction: Prediction | None) -> list[Comp
 def predicted_phase(
     rank: RankModel, prediction: Prediction | None, composition: Composition | None, step: int, phase: str
 ) -> PredictedPhase | None:
-    """Return the prediction for one phase of one step; None if there is none, or if the step's batch is unknown.
-
-    Args:
-        rank: the rank.
-        prediction: the run's prediction.
-        composition: the step's composition, if it was analysed.
-        step: number of the step.
-        phase: the phase.
-    """
+    """Return the prediction for one phase of one step; None if there is none, or if the step's batch is unknown."""
     if prediction is None or not comparable(rank, prediction):
         return None
     elements = _elements(rank, step)

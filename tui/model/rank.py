@@ -4,12 +4,22 @@ from collections import deque
 from dataclasses import dataclass
 
 from ...protocol.messages.control import RankState, RankStateName
-from ...protocol.messages.telemetry import Closing, Failure, Goodbye, Heartbeat, Hello, Oom, SnapshotTaken, Stacks, Step
+from ...protocol.messages.telemetry import (
+    Closing,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Oom,
+    PhaseRecord,
+    SnapshotTaken,
+    Stacks,
+    Step,
+)
 from ...protocol.messages.throughput import peak_flops
 from .events import AllocatorHistory
 from .memory import RankMemory
-from .phases import PhaseRow, Shares, rows, shares
-from .series import StepSeries
+from .phases import Shares, shares
 from .timeline import EMPTY, Timeline
 
 RECENT_STEPS = 240
@@ -62,8 +72,6 @@ class RankModel:
         self.reserved_peak = 0
         """Highest reserved bytes of the run."""
         self.timeline = Timeline()
-        self.step_ms = StepSeries()
-        """Host time of each step, milliseconds, over the whole run."""
         self.memory = RankMemory()
         """Explanations of its memory."""
         self.allocator = AllocatorHistory()
@@ -88,6 +96,7 @@ class RankModel:
         self.version = 0
         self.peak_flops: float | None = None
         """Data-sheet peak of its device for its data type, FLOP/s; None: not known."""
+        self._shares: tuple[tuple[int, int], Shares] | None = None
 
     @property
     def step(self) -> int:
@@ -100,11 +109,6 @@ class RankModel:
     def phase(self) -> str:
         """Its phase in the latest heartbeat; empty if unknown."""
         return self.beat.phase if self.beat else ""
-
-    @property
-    def collective(self) -> str:
-        """The collective call that it is in; empty outside one."""
-        return self.beat.collective if self.beat else ""
 
     @property
     def capacity_bytes(self) -> int:
@@ -125,12 +129,16 @@ class RankModel:
     def shares(self) -> Shares:
         """Shares of the step's time by phase, over the last few steps."""
         recent = self.steps
-        return shares(recent[index] for index in range(max(0, len(recent) - SHARE_STEPS), len(recent)))
+        known_for = (id(self.last), len(recent))
+        if self._shares is None or self._shares[0] != known_for:
+            last = (recent[index] for index in range(max(0, len(recent) - SHARE_STEPS), len(recent)))
+            self._shares = known_for, shares(last)
+        return self._shares[1]
 
     @property
-    def phase_rows(self) -> list[PhaseRow]:
-        """The phase table of the last finished step."""
-        return rows(self.last)
+    def phases(self) -> list[PhaseRecord]:
+        """The phases of the last finished step, in the order they ran."""
+        return sorted(self.last.phases, key=lambda record: record.start_us) if self.last is not None else []
 
     def begin_job(self, now: float) -> None:
         """Reset for another job of the run; memory over time and snapshots are kept."""
@@ -142,7 +150,6 @@ class RankModel:
         self.steps.clear()
         self.peak = None
         self.reserved_peak = 0
-        self.step_ms = StepSeries()
         self.memory = RankMemory()
         self.allocator = AllocatorHistory()
         self.version += 1
@@ -184,7 +191,6 @@ class RankModel:
         self.memory.on_step(step)
         self.allocator.on_step(step)
         self.steps.append(step)
-        self.step_ms.add(step.step, step.host_us / 1000)
         self.dropped = step.dropped
         self.last = step
         if self.state == "starting":
@@ -241,15 +247,13 @@ class RankModel:
         self.version += 1
 
     def forget_steps(self) -> None:
-        """Drop the recent steps and the step times, and keep their results: peaks, the last step, the timeline."""
+        """Drop the recent steps, and keep their results: peaks, the last step, the timeline."""
         self.steps.clear()
-        self.step_ms = StepSeries()
         self.version += 1
 
     def remember_step(self, step: Step) -> None:
         """Restore one of the dropped steps."""
         self.steps.append(step)
-        self.step_ms.add(step.step, step.host_us / 1000)
         self.version += 1
 
     def _now(self, allocated: int, reserved: int, resident: int) -> None:

@@ -76,9 +76,6 @@ def recent_seconds(steps: Sequence[Step]) -> list[float]:
 
     The first of several steps only gives the beginning of the second. Older steps are left out if the newest ones have
     another speed.
-
-    Args:
-        steps: consecutive steps of a rank, oldest first, at least one.
     """
     if len(steps) == 1:
         return [steps[0].training_us * 1e-6]
@@ -102,12 +99,7 @@ def _end(step: Step) -> float:
 
 
 def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
-    """Return the mean speed over all steps of a job except the first, which prepares kernels and memory.
-
-    Args:
-        course: the job's training figures.
-        ranks: number of ranks; those not read count with the mean of those read.
-    """
+    """Return the mean speed over all steps of a job except the first, which prepares kernels and memory."""
     seconds, tokens, flops = course.mean_step
     if not seconds:
         return Rates()

@@ -84,15 +84,12 @@ class RunModel(RunState):
             return
         self.training.on_step(step, point_of(step, frame.t))
         if step.loss is not None and isfinite(step.loss):
-            self.losses.add_pooled(step.step, step.loss, step.loss, step.loss, step.label_tokens or 1)
+            self.losses.add(step.step, step.loss, step.label_tokens or 1)
         if step.updates:
             self._update_names += [each.name for each in step.updates if each.name not in self._update_names]
         if self.state == "starting":
             self.state = "training"
             self.state_time = frame.t
-
-    def _beat(self, beat: telemetry.Heartbeat, frame: Frame) -> None:
-        self.rank(beat.rank).on_beat(beat)
 
     def _hello(self, hello: telemetry.Hello, frame: Frame) -> None:
         info = self.info
@@ -151,18 +148,6 @@ class RunModel(RunState):
     def _predicted(self, prediction: Prediction, frame: Frame) -> None:
         self.prediction = prediction
 
-    def _evaluation(self, evaluation: telemetry.Evaluation, frame: Frame) -> None:
-        self.training.on_evaluation(evaluation)
-
-    def _checkpoint(self, checkpoint: telemetry.Checkpoint, frame: Frame) -> None:
-        self.training.on_checkpoint(checkpoint)
-
-    def _early_stop(self, stop: telemetry.EarlyStop, frame: Frame) -> None:
-        self.training.on_early_stop(stop)
-
-    def _activity(self, activity: telemetry.Activity, frame: Frame) -> None:
-        self.training.on_activity(activity)
-
     def _device(self, sample: telemetry.DeviceSample, frame: Frame) -> None:
         key = (sample.host, sample.kind, sample.index)
         if key not in self.devices and len(self.devices) >= _MOST_DEVICES:
@@ -171,27 +156,9 @@ class RunModel(RunState):
         if sample.uuid:
             self._by_uuid[sample.uuid] = key
 
-    def _log(self, line: telemetry.LogLine, frame: Frame) -> None:
-        self.logs.put(frame.seq, line)
-
-    def _events(self, events: telemetry.AllocatorEvents, frame: Frame) -> None:
-        self._touch(events.rank).allocator.on_events(events)
-
-    def _snapshot(self, snapshot: telemetry.SnapshotTaken, frame: Frame) -> None:
-        self._touch(snapshot.rank).snapshots.append(snapshot)
-
-    def _composition(self, composition: memory.Composition, frame: Frame) -> None:
-        self._touch(composition.rank).memory.on_composition(composition)
-
-    def _cause(self, cause: memory.Cause, frame: Frame) -> None:
-        self._touch(cause.rank).memory.on_cause(cause)
-
     def _oom(self, oom: telemetry.Oom, frame: Frame) -> None:
         self._touch(oom.rank).oom = oom
         self.ooms.put(oom)
-
-    def _oom_report(self, report: OomReport, frame: Frame) -> None:
-        self.ooms.report(report)
 
     def _failure(self, failure: telemetry.Failure, frame: Frame) -> None:
         self._touch(failure.rank).failure = failure
@@ -203,14 +170,8 @@ class RunModel(RunState):
         else:
             rank.stacks = stacks
 
-    def _closing(self, closing: telemetry.Closing, frame: Frame) -> None:
-        self.rank(closing.rank).on_closing(closing)
-
     def _goodbye(self, goodbye: telemetry.Goodbye, frame: Frame) -> None:
         self._touch(goodbye.rank).goodbye = goodbye
-
-    def _rank_state(self, state: control.RankState, frame: Frame) -> None:
-        self.rank(state.rank).on_state(state)
 
     def _run_state(self, state: control.RunState, frame: Frame) -> None:
         self.state, self.state_text = state.state, state.text
@@ -239,9 +200,6 @@ class RunModel(RunState):
     def _hub_stats(self, stats: control.HubStats, frame: Frame) -> None:
         self.hub = stats
 
-    def _result(self, result: control.Result, frame: Frame) -> None:
-        self.results.append(result)
-
     def _touch(self, rank: int) -> RankModel:
         found = self.rank(rank)
         found.version += 1
@@ -250,31 +208,31 @@ class RunModel(RunState):
     # Functions, not bound methods: a model that refers to itself would survive a seek until garbage collection.
     _HANDLERS: ClassVar[dict[type, Callable[["RunModel", Any, Frame], None]]] = {
         telemetry.Step: _step,
-        telemetry.Heartbeat: _beat,
+        telemetry.Heartbeat: lambda run, beat, _: run.rank(beat.rank).on_beat(beat),
         telemetry.Hello: _hello,
         telemetry.Plan: _plan,
         telemetry.DeviceSample: _device,
-        telemetry.LogLine: _log,
-        telemetry.AllocatorEvents: _events,
-        telemetry.SnapshotTaken: _snapshot,
-        memory.Composition: _composition,
-        memory.Cause: _cause,
+        telemetry.LogLine: lambda run, line, frame: run.logs.put(frame.seq, line),
+        telemetry.AllocatorEvents: lambda run, events, _: run._touch(events.rank).allocator.on_events(events),
+        telemetry.SnapshotTaken: lambda run, snapshot, _: run._touch(snapshot.rank).snapshots.append(snapshot),
+        memory.Composition: lambda run, made, _: run._touch(made.rank).memory.on_composition(made),
+        memory.Cause: lambda run, cause, _: run._touch(cause.rank).memory.on_cause(cause),
         telemetry.Oom: _oom,
-        OomReport: _oom_report,
+        OomReport: lambda run, report, _: run.ooms.report(report),
         telemetry.Failure: _failure,
         telemetry.Stacks: _stacks,
-        telemetry.Closing: _closing,
+        telemetry.Closing: lambda run, closing, _: run.rank(closing.rank).on_closing(closing),
         telemetry.Goodbye: _goodbye,
-        control.RankState: _rank_state,
+        control.RankState: lambda run, state, _: run.rank(state.rank).on_state(state),
         control.RunState: _run_state,
         control.Alert: _alert,
         control.HubStats: _hub_stats,
         hosts.HostState: _host,
-        control.Result: _result,
+        control.Result: lambda run, result, _: run.results.append(result),
         jobs.Job: _job,
-        telemetry.Evaluation: _evaluation,
-        telemetry.Checkpoint: _checkpoint,
-        telemetry.EarlyStop: _early_stop,
-        telemetry.Activity: _activity,
+        telemetry.Evaluation: lambda run, evaluation, _: run.training.on_evaluation(evaluation),
+        telemetry.Checkpoint: lambda run, checkpoint, _: run.training.on_checkpoint(checkpoint),
+        telemetry.EarlyStop: lambda run, stop, _: run.training.on_early_stop(stop),
+        telemetry.Activity: lambda run, activity, _: run.training.on_activity(activity),
         Prediction: _predicted,
     }

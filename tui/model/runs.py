@@ -144,10 +144,6 @@ class RunList:
 def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     """Return the entry of a run from its recording, which may be untrusted, and the arguments in its run directory.
 
-    Args:
-        path: the recording.
-        info: its description, if already read.
-
     Raises:
         RecordingError: the recording cannot be read.
     """

@@ -62,9 +62,7 @@ class Rows(Sequence[Row]):
 def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
     """List the rows of the selected view.
 
-    Args:
-        explorer: the state.
-        width: cells per row, at which sentences are wrapped.
+    ``width``: cells at which sentences are wrapped.
     """
     if explorer.view == "stacks":
         return _stacks(explorer)

@@ -23,10 +23,8 @@ def rows(
 ) -> list[Row]:
     """Return the rows: a head for each group, then its training thread's frames, innermost first.
 
-    Args:
-        stacks: the latest stacks by rank, as faulthandler writes them.
-        native: stacks read by py-spy, by rank.
-        unfolded: ranks shown with all threads, and native frames if available, instead of their group's frames.
+    Ranks of ``unfolded`` are shown with all threads, and py-spy's native frames if available, instead of their group's
+    frames.
     """
     found: list[Row] = []
     for group in python_stacks.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):

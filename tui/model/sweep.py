@@ -52,11 +52,7 @@ class Dots(NamedTuple):
 
 
 class SweepModel:
-    """One sweep.
-
-    Args:
-        path: its results file.
-    """
+    """One sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

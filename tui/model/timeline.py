@@ -10,11 +10,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import floor
 
+from ...protocol.messages.control import Severity
+from .alerts import SEVERITIES
 from .max_pyramid import EMPTY, KEEP, RATIO, Level
 
 __all__ = ["EMPTY", "Columns", "Mark", "Timeline"]
-
-_SEVERITY_ORDER = {"info": 0, "warning": 1, "error": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Mark:
 
     time: float
     kind: str
-    severity: str
+    severity: Severity
     alert_id: int
 
 
@@ -85,19 +85,20 @@ class Timeline:
         index = first - level.first
         end = last - level.first
         self.version += 1
-        if index < 0 or end >= len(level.allocated):
+        if index < 0 or end >= len(level):
             self._add_slowly(first, last, allocated, reserved, resident)
             return
         if self._dirty is None or first < self._dirty:
             self._dirty = first
         # Inlined for speed: this runs several times for every step of every rank.
+        of_allocated, of_reserved, of_resident = level.figures
         while index <= end:
-            if allocated > level.allocated[index]:
-                level.allocated[index] = allocated
-            if reserved > level.reserved[index]:
-                level.reserved[index] = reserved
-            if resident > level.resident[index]:
-                level.resident[index] = resident
+            if allocated > of_allocated[index]:
+                of_allocated[index] = allocated
+            if reserved > of_reserved[index]:
+                of_reserved[index] = reserved
+            if resident > of_resident[index]:
+                of_resident[index] = resident
             index += 1
 
     def mark(self, mark: Mark) -> None:
@@ -177,7 +178,7 @@ class Timeline:
             if index >= width:
                 break
             before = out.marks[index]
-            if before is None or _SEVERITY_ORDER[before.severity] <= _SEVERITY_ORDER[mark.severity]:
+            if before is None or SEVERITIES[before.severity] <= SEVERITIES[mark.severity]:
                 out.marks[index] = mark
         return out
 

@@ -136,6 +136,11 @@ class TrainingHistory:
     def __len__(self) -> int:
         return len(self._buckets)
 
+    @property
+    def first_step(self) -> int | None:
+        """The first known step; None while empty."""
+        return min((bucket.first_step for bucket in self._buckets.values()), default=None)
+
     def add(self, point: TrainingPoint) -> None:
         """Add one rank's step, or several that a recording has pooled."""
         bucket = self._buckets.get(point.step // self.per)

@@ -95,14 +95,7 @@ def phases_of(composition: Composition) -> list[PhaseComposition]:
 def waterfall(rank: RankModel, composition: Composition, phase: str, sample: DeviceSample | None) -> Waterfall | None:
     """Return the waterfall of one phase.
 
-    Args:
-        rank: the rank.
-        composition: the composition of its step.
-        phase: the phase; a name that the step does not have selects the highest.
-        sample: the latest sample of its device; None if there is none.
-
-    Returns:
-        None for a composition without phases.
+    A phase that the step does not have selects the highest. None for a composition without phases.
     """
     ordered = phases_of(composition)
     if not ordered:
@@ -211,8 +204,6 @@ class RankBar:
     parts: tuple[tuple[str, int], ...]
     """Parts and bytes from the bottom up; the last may be ``unused``, reserved but not allocated."""
     peak: int
-    on_cpu: bool = False
-    taken_apart: bool = True
 
 
 def rank_bars(ranks: Iterable[RankModel], phase: str) -> list[RankBar]:
@@ -225,9 +216,5 @@ def rank_bars(ranks: Iterable[RankModel], phase: str) -> list[RankBar]:
         if made is not None:
             parts = [(part.name, part.bytes) for part in made.parts if part.bytes > 0]
             parts += [("unused", made.unused)] if made.unused else []
-            found.append(
-                RankBar(
-                    made.rank, made.step, made.phase, tuple(parts), made.peak, made.measure == "glibc", made.taken_apart
-                )
-            )
+            found.append(RankBar(made.rank, made.step, made.phase, tuple(parts), made.peak))
     return found

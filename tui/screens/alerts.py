@@ -15,7 +15,7 @@ from ..widgets.base.panes import pressing
 from ..widgets.base.prompt import Prompt
 from ..widgets.drawing.line import Line
 from ..widgets.lines.alert_lines import alert_detail, alert_line
-from .base import MonitorScreen, key
+from .base import ListScreen, key
 from .kill_targets import suggested
 from .memory import MemoryScreen
 
@@ -27,7 +27,6 @@ class AlertList(Listing):
 
     @property
     def empty(self) -> str:
-        """The text in place of alerts."""
         replay = self.app_state.source is not None and self.app_state.source.transport.mode == "replay"
         return "no alert in this recording" if replay else "no alerts: nothing to report"
 
@@ -39,20 +38,16 @@ class AlertList(Listing):
 
     @property
     def chosen(self) -> Alert | None:
-        """The selected alert."""
         alerts = self.alerts()
         return alerts[min(self.selected, len(alerts) - 1)] if alerts else None
 
     def key(self) -> object:
-        """Return a value that changes with the alerts and the filter."""
         return id(self.app_state.model.alerts), self.app_state.model.alerts.version, self.text, self.selected
 
     def count(self) -> int:
-        """Return the number of alerts."""
         return len(self.alerts())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one alert."""
         return alert_line(self.alerts()[index], width, self.theme, selected)
 
 
@@ -65,7 +60,6 @@ class AlertDetail(Canvas):
     """Whether to show all stacks of a spike's cause, with all frames."""
 
     def key(self) -> object:
-        """Return a value that changes with the alert and its cause."""
         return self.alert, self.top, self.unfolded, id(self._cause())
 
     def _cause(self) -> Cause | None:
@@ -74,7 +68,6 @@ class AlertDetail(Canvas):
         return cause_of_alert(self.alert, causes) if self.alert is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw a rule and the alert."""
         theme = self.theme
         rule = Line(theme.glyphs.rule * width, theme.style("rule"))
         if self.alert is None:
@@ -87,7 +80,7 @@ class AlertDetail(Canvas):
         return [rule, *shown]
 
 
-class AlertsScreen(MonitorScreen):
+class AlertsScreen(ListScreen):
     """All alerts."""
 
     NAME = "alerts"
@@ -113,19 +106,16 @@ class AlertsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return list, details and filter."""
         yield AlertList(self.app_state, name="alert-list")
         yield AlertDetail(self.app_state, name="alert-detail")
         yield Prompt(self.app_state, "filter", "kind, rank or words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Draw changes."""
         detail, alerts = self.query_one(AlertDetail), self.query_one(AlertList)
         detail.alert = alerts.chosen
         super().tick()
 
     def action_move(self, delta: int) -> None:
-        """Select another alert."""
         detail = self.query_one(AlertDetail)
         if detail.unfolded:
             detail.top = max(0, detail.top + delta)
@@ -135,7 +125,6 @@ class AlertsScreen(MonitorScreen):
         self.tick()
 
     def action_page(self, direction: int) -> None:
-        """Scroll the evidence."""
         detail = self.query_one(AlertDetail)
         detail.top = max(0, detail.top + direction * max(1, detail.size.height - 2))
         self.tick()
@@ -153,7 +142,6 @@ class AlertsScreen(MonitorScreen):
             await self.run_action(f"app.oom({alert.rank})" if out_of_memory else "app.open")
 
     def action_memory(self) -> None:
-        """Open the memory of the alert's rank and phase."""
         alert = self.query_one(AlertList).chosen
         if alert is not None and self._select_rank(alert):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
@@ -172,31 +160,13 @@ class AlertsScreen(MonitorScreen):
         return True
 
     def action_jump(self) -> None:
-        """Go to the alert's time."""
         alert, source = self.query_one(AlertList).chosen, self.app_state.source
         if alert is not None and source is not None:
             source.transport.to_alert(alert.id)
             self.app_state.show_message(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:
-        """Return the ranks of the selected alert."""
         return suggested(self.app_state.model, self.app_state.selected, self.query_one(AlertList).chosen)
 
-    def action_filter(self) -> None:
-        """Open the filter prompt."""
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Apply the filter at each change."""
-        self.query_one(AlertList).text = event.text
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep or clear the filter."""
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = self.query_one(AlertList).text = ""
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.query_one(AlertList).text = text

@@ -10,7 +10,9 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from ..widgets.base.canvas import Canvas
+from ..widgets.base.listing import Listing
 from ..widgets.base.panes import KeyBar, ReplayBar, SummaryBar
+from ..widgets.base.prompt import Prompt
 from ..widgets.drawing.line import Line
 from ..widgets.drawing.wrapping import wrap
 from ..widgets.state.app_state import AppState
@@ -43,19 +45,19 @@ FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", 
 COMMON_KEYS: list[BindingType] = [
     key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
     key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first"),
-    key("space", "app.toggle_play", "pause", "pause or resume the view (the run itself continues)"),
-    key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
-    key("right_square_bracket", "app.step(1)", "step", "one step forward", bar="[ ]"),
-    key("left_curly_bracket", "app.skip(-10)", "10 s back", "ten seconds back", show=False),
-    key("right_curly_bracket", "app.skip(10)", "10 s", "ten seconds forward", bar="{ }"),
-    key("plus,equals_sign", "app.speed(1)", "speed", "play faster, up to 64x", bar="+ -"),
-    key("minus", "app.speed(-1)", "slower", "play slower, down to 0.25x", show=False),
-    key("n", "app.alert(1)", "alert", "jump to the next alert"),
-    key("N", "app.alert(-1)", "alert before", "jump to the previous alert", show=False),
+    key("space", "app.transport('toggle')", "pause", "pause or resume the view (the run itself continues)"),
+    key("left_square_bracket", "app.transport('step', -1)", "step back", "one step back", show=False),
+    key("right_square_bracket", "app.transport('step', 1)", "step", "one step forward", bar="[ ]"),
+    key("left_curly_bracket", "app.transport('skip', -10)", "10 s back", "ten seconds back", show=False),
+    key("right_curly_bracket", "app.transport('skip', 10)", "10 s", "ten seconds forward", bar="{ }"),
+    key("plus,equals_sign", "app.transport('faster')", "speed", "play faster, up to 64x", bar="+ -"),
+    key("minus", "app.transport('slower')", "slower", "play slower, down to 0.25x", show=False),
+    key("n", "app.transport('next_alert')", "alert", "jump to the next alert"),
+    key("N", "app.transport('previous_alert')", "alert before", "jump to the previous alert", show=False),
     key("o", "app.oom", "oom", "out-of-memory errors: why, what to try, and what can be done now"),
     key("J", "app.jobs", "jobs", "the jobs of the run: steps, peaks, loss and end of each training that it started"),
     key("g", "app.goto", "go to", "go to a step or a time"),
-    key("L", "app.live", "live", "back to the live end of the run", show=False),
+    key("L", "app.transport('live')", "live", "back to the live end of the run", show=False),
     key("comma", "app.finer", "finer", "graphs: less time a column", show=False),
     key("full_stop", "app.coarser", "coarser", "graphs: more time a column", show=False),
     key("d", "app.theme", "light/dark", "switch between the light and the dark theme", show=False),
@@ -91,6 +93,8 @@ class MonitorScreen(Screen[Any]):
     """Name of the screen in help."""
     WHAT = ""
     """Description of the screen in a few sentences."""
+    inherits_keys = True
+    """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
     """Actions of the app that do not apply to this screen."""
     LEGEND: ClassVar[tuple[str, ...]] = ()
@@ -145,15 +149,44 @@ class MonitorScreen(Screen[Any]):
         return [child for child in self.children if isinstance(child, Canvas) and child.display]
 
 
+class ListScreen(MonitorScreen):
+    """A screen with a list, and maybe a line to filter it by a text."""
+
+    def filter_by(self, text: str) -> None:
+        """Show only what contains a text; empty: everything."""
+        raise NotImplementedError
+
+    def action_move(self, delta: int) -> None:
+        self.query_one(Listing).move(delta)
+
+    def action_page(self, direction: int) -> None:
+        self.query_one(Listing).page(direction)
+
+    def action_filter(self) -> None:
+        self.add_class("filtering")
+        self.query_one(Prompt).focus()
+
+    def on_prompt_changed(self, event: Prompt.Changed) -> None:
+        self.filter_by(event.text)
+        self.tick()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        prompt = self.query_one(Prompt)
+        if not event.accepted:
+            prompt.text = ""
+            self.filter_by("")
+        self.set_class(bool(prompt.text), "filtering")
+        self.set_focus(None)
+        self.tick()
+
+
 class SelectedRankScreen(MonitorScreen):
     """A screen of the selected rank, with an action that selects a neighbour."""
 
     def in_question(self) -> set[int]:
-        """Return the visible rank."""
         return {self.app_state.selected}
 
     def action_rank(self, delta: int) -> None:
-        """Select a neighbouring rank."""
         ranks = list(self.app_state.model.ranks)
         if self.app_state.selected in ranks:
             index = ranks.index(self.app_state.selected) + delta

@@ -48,7 +48,6 @@ class CommandStatus:
         return bool(self._open)
 
     def tick(self) -> None:
-        """Show new answers to the sent commands."""
         source = self._app_state.source
         for number in list(self._open) if source is not None else []:
             record = source.commands.get(number) if source is not None else None

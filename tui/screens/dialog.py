@@ -17,7 +17,6 @@ class Panel(Canvas):
     """Draws the text of its dialog."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the dialog's lines."""
         dialog = self.screen
         assert isinstance(dialog, Dialog)
         return dialog.lines(width, height)
@@ -70,7 +69,6 @@ class Dialog(ModalScreen[Any]):
 
     def on_resize(self, event: Resize) -> None:
         """Lay out again."""
-        del event
         self.fit()
 
     def tick(self) -> None:

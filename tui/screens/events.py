@@ -19,6 +19,7 @@ from ..widgets.memory.events_view import (
     unused_lines,
 )
 from ..widgets.ranks.card import name
+from ..widgets.state.view_models import rank_view
 from .base import TALL, SelectedRankScreen, key
 
 _HIGH = 46
@@ -29,21 +30,17 @@ class EventsCanvas(Canvas):
     """The screen between summary and keys."""
 
     def key(self) -> object:
-        """Return a value that changes with each sampled step, and with each step for the figures of every step."""
-        model = self.app_state.model
-        rank = model.ranks.get(self.app_state.selected)
+        model, rank = self.app_state.model, self.app_state.rank
         if rank is None:
             return ()
         others = sum(each.allocator.version for each in model.ranks.values())
         return id(rank), rank.allocator.version, id(rank.last), others
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the table, the graphs, and if there is room the ranks."""
-        model, theme = self.app_state.model, self.theme
-        rank = model.ranks.get(self.app_state.selected)
+        model, rank, theme = self.app_state.model, self.app_state.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
-        view = self.app_state.views.rank(model, rank, several_hosts=True)
+        view = rank_view(model, rank, with_host=True)
         lines = [title_line(rank, name(view, theme), width, theme)]
         if rank.on_cpu:
             text = "On a CPU there is no caching allocator to watch: m shows the resident set by phase."
@@ -89,5 +86,4 @@ class EventsScreen(SelectedRankScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the canvas."""
         yield EventsCanvas(self.app_state, name="body")

@@ -15,14 +15,12 @@ class GotoDialog(Dialog):
     WIDTH = 60
 
     def compose(self) -> ComposeResult:
-        """Return the text and the input line."""
         with Vertical(id="goto", classes="dialog"):
             self.panel.remove_class("dialog")
             yield self.panel
             yield Prompt(self.app_state, "go to", name="place")
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the accepted forms."""
         source = self.app_state.source
         if source is None:
             return []
@@ -44,12 +42,10 @@ class GotoDialog(Dialog):
         box.styles.width, box.styles.height = self.inner_width + 4, 6
 
     def on_mount(self) -> None:
-        """Focus the input line."""
         self.fit()
         self.query_one(Prompt).focus()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Seek to the position."""
         source = self.app_state.source
         if event.accepted and event.text.strip() and source is not None:
             source.transport.goto(event.text.strip())

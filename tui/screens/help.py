@@ -44,7 +44,8 @@ class HelpScreen(Dialog):
 
     def _bindings_of_behind(self) -> list[Binding]:
         own = [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
-        common = [binding for binding in MonitorScreen.BINDINGS if isinstance(binding, Binding)]
+        inherited = MonitorScreen.BINDINGS if self.behind.inherits_keys else []
+        common = [binding for binding in inherited if isinstance(binding, Binding)]
         actions, keys = {each.action for each in own}, {each for binding in own for each in binding.key.split(",")}
         return [*own, *(each for each in common if each.action not in actions and each.key not in keys)]
 
@@ -60,6 +61,5 @@ class HelpScreen(Dialog):
         return [*content[self.top : self.top + room], foot]
 
     def action_scroll(self, direction: int) -> None:
-        """Scroll by half a screen."""
         self.top += direction * max(1, self.panel.size.height // 2)
         self.panel.tick(force=True)

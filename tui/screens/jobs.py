@@ -21,7 +21,6 @@ class JobList(Listing):
     follow = True
 
     def rows(self) -> list[JobRow]:
-        """Return the table's rows."""
         model = self.app_state.model
         return job_rows(model.jobs, model.now)
 
@@ -31,15 +30,12 @@ class JobList(Listing):
         return model.job, tuple(model.jobs.values()), self.selected, int(model.now)
 
     def count(self) -> int:
-        """Return the number of jobs."""
         return len(self.app_state.model.jobs)
 
     def head(self, width: int) -> list[Line]:
-        """Draw the column heads."""
         return [head_line(width, self.theme)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one job."""
         row = self.rows()[index]
         return job_line(row, width, self.theme, selected, row.number == self.app_state.model.job)
 
@@ -51,13 +47,11 @@ class JobDetail(Canvas):
     top = 0
 
     def key(self) -> object:
-        """Return a value that changes with the job."""
         model = self.app_state.model
         losses = model.losses_of(self.number)
         return self.number, self.top, model.jobs.get(self.number), losses.version if losses is not None else 0
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the visible part."""
         model = self.app_state.model
         job = model.jobs.get(self.number)
         if job is None:
@@ -96,12 +90,10 @@ class JobsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the list and the detail."""
         yield JobList(self.app_state, name="jobs")
         yield JobDetail(self.app_state, name="job")
 
     def tick(self) -> None:
-        """Draw changes."""
         listing, detail = self.query_one(JobList), self.query_one(JobDetail)
         listing.styles.height = min(listing.count() + 2, max(4, self.size.height // 3))
         listing.tick()
@@ -111,12 +103,10 @@ class JobsScreen(MonitorScreen):
         super().tick()
 
     def action_move(self, delta: int) -> None:
-        """Select a neighbour."""
         self.query_one(JobList).move(delta)
         self.query_one(JobDetail).top = 0
         self.tick()
 
     def action_scroll(self, direction: int) -> None:
-        """Scroll the selected job."""
         self.query_one(JobDetail).top += direction * max(1, self.query_one(JobDetail).size.height - 2)
         self.tick()

@@ -53,7 +53,6 @@ class KillDialog(CommandDialog):
         return len(self.targets.ranks) + 2
 
     def command(self) -> Kill | None:
-        """Return the command that kills the marked targets."""
         if not self.targets.any:
             self.app_state.show_message("nothing is marked: space marks a rank, a the whole run", "warning")
             return None
@@ -61,8 +60,6 @@ class KillDialog(CommandDialog):
         return Kill(self.targets.chosen, SIGNALS[self.signal])
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the question, or its outcome."""
-        del height
         theme, model = self.theme, self.app_state.model
         dim = theme.style("dim")
         name = model.info.name or model.info.id or "the run"
@@ -94,12 +91,10 @@ class KillDialog(CommandDialog):
         return [*lines, Line(), Line(word, theme.style("dim"))]
 
     def action_move(self, delta: int) -> None:
-        """Move the cursor."""
         self.cursor = max(0, min(self.cursor + delta, self.buttons))
         self.paint()
 
     def action_turn(self, direction: int) -> None:
-        """Change the signal, or the answer."""
         if self.cursor == self.buttons:
             self.yes = direction > 0
         elif self.cursor == self.buttons - 1:
@@ -107,13 +102,11 @@ class KillDialog(CommandDialog):
         self.paint()
 
     def action_mark(self) -> None:
-        """Mark or unmark the target under the cursor."""
         if self.cursor < self.buttons - 1 and not self.sent:
             self.targets.toggle(self.cursor)
             self.paint()
 
     def action_all(self) -> None:
-        """Mark the whole run."""
         if not self.sent:
             self.targets.whole = True
             self.paint()

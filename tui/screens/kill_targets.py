@@ -106,7 +106,7 @@ class Targets:
                 words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
                 line.add(words, theme.style("dim"))
             elif rank.state_text:
-                line.add(cut(rank.state_text, max(0, width - line.width), theme.glyphs.ellipsis), theme.style("dim"))
+                line.add(theme.cut(rank.state_text, max(0, width - line.width)), theme.style("dim"))
             lines.append(line)
         if len(numbers) > _NAMED:
             left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
@@ -138,11 +138,6 @@ _LAUNCHERS = {
 
 def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
     """Return the ranks that a kill suggests.
-
-    Args:
-        model: the run.
-        selected: the selected rank, possibly selected for another purpose.
-        alert: the visible alert, if any.
 
     Returns:
         The stuck ranks that the alert names, else the alert's rank while it is unresolved. Without an alert: the
@@ -215,7 +210,8 @@ def _consequence(targets: Targets, model: RunModel) -> str:
         launcher = launcher_that_ends_all(model)
         reason = f" {launcher} would end it with any one rank." if launcher else ""
         return f"The run ends immediately; progress since its last checkpoint is lost.{reason}"
-    hosts = {rank.hello.host for rank in _ranks(model, targets.marked) if rank.hello}
+    marked = [rank for number, rank in model.ranks.items() if number in targets.marked]
+    hosts = {rank.hello.host for rank in marked if rank.hello}
     same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
     if launcher := launcher_that_ends_all(model):
         where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
@@ -224,7 +220,3 @@ def _consequence(targets: Targets, model: RunModel) -> str:
             "cannot continue without them, so the run ends."
         )
     return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
-
-
-def _ranks(model: RunModel, numbers: set[int]) -> list[RankModel]:
-    return [model.ranks[number] for number in numbers if number in model.ranks]

@@ -9,9 +9,10 @@ from textual.widget import Widget
 from ..model.logs import LogEntry
 from ..widgets.base.listing import Listing
 from ..widgets.base.prompt import Prompt
-from ..widgets.drawing.line import Line, spread
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import ruled
 from ..widgets.lines.log_lines import log_line
-from .base import MonitorScreen, key
+from .base import ListScreen, key
 
 
 class LogList(Listing):
@@ -25,7 +26,6 @@ class LogList(Listing):
     _made_of: object = None
 
     def key(self) -> object:
-        """Return a value that changes with the log, the filter and the selection."""
         logs = self.app_state.model.logs
         return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
 
@@ -39,32 +39,26 @@ class LogList(Listing):
         return self._entries
 
     def count(self) -> int:
-        """Return the number of lines."""
         return len(self.entries())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one line."""
         return log_line(self.entries()[index], width, self.theme, self.rank is None, selected and not self.follow)
 
     def head(self, width: int) -> list[Line]:
-        """Draw the rule with the filter."""
         theme = self.theme
-        dim, rule = theme.style("dim"), theme.style("rule")
+        dim = theme.style("dim")
         who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
-        dash = theme.glyphs.rule
-        left = Line(dash, rule).add(f" output of {who} ", theme.style("text", bold=True))
+        left = Line(f" output of {who} ", theme.style("text", bold=True))
         left.add(f"{self.count():,} lines ", dim)
         if self.text:
             left.add(f"with {self.text!r} ", theme.style("accent"))
         right = Line(
             " following " if self.follow else " held: f follows ", theme.style("good" if self.follow else "dim")
         )
-        right.add(dash, rule)
-        left.add(dash * max(0, width - left.width - right.width), rule)
-        return [spread(left, right, width, theme.base)]
+        return [ruled(left, right, width, theme)]
 
 
-class LogsScreen(MonitorScreen):
+class LogsScreen(ListScreen):
     """The output of the run."""
 
     NAME = "logs"
@@ -89,7 +83,6 @@ class LogsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the lines and the filter."""
         yield LogList(self.app_state, name="logs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
@@ -104,39 +97,13 @@ class LogsScreen(MonitorScreen):
         lines.tick()
 
     def action_follow(self) -> None:
-        """Follow the end."""
         self.query_one(LogList).follow = True
         self.tick()
 
-    def action_move(self, delta: int) -> None:
-        """Scroll by lines."""
-        self.query_one(LogList).move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Scroll by screens."""
-        self.query_one(LogList).page(direction)
-
     def action_end(self, index: int) -> None:
-        """Go to the first or the last line."""
         lines = self.query_one(LogList)
         lines.follow = index < 0
         lines.go_to(index)
 
-    def action_filter(self) -> None:
-        """Open the filter prompt."""
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Apply the filter at each change."""
-        self.query_one(LogList).text = event.text
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep or clear the filter."""
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = self.query_one(LogList).text = ""
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.query_one(LogList).text = text

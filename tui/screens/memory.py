@@ -19,6 +19,7 @@ from ..widgets.memory.peak_bars import peak_bars
 from ..widgets.plots.charts import Chart, Series, chart_lines
 from ..widgets.ranks.card import name
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import rank_view
 from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 
@@ -33,33 +34,21 @@ class MemoryCanvas(Canvas):
     bars = False
     top = 0
 
-    @property
-    def rank(self) -> RankModel | None:
-        """The selected rank; None before the first one."""
-        return self.app_state.model.ranks.get(self.app_state.selected)
-
     def key(self) -> object:
-        """Return a value that changes with the ranks' memory, the device and the user's selection."""
-        model, rank = self.app_state.model, self.rank
+        model, rank = self.app_state.model, self.app_state.rank
         chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:
             return chosen
         sample = model.device_of(rank)
         of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
-        state = id(rank), rank.memory.version, id(rank.last), self.app_state.source is not None and self._can_ask
+        state = id(rank), rank.memory.version, id(rank.last), self.app_state.can_act
         return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
 
-    @property
-    def _can_ask(self) -> bool:
-        source = self.app_state.source
-        return source is not None and source.can_command and not self.app_state.read_only
-
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the waterfall, or the bars."""
-        rank, theme = self.rank, self.theme
+        rank, theme = self.app_state.rank, self.theme
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
-        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        view = rank_view(self.app_state.model, rank, with_host=True)
         lines = [title_line(rank, name(view, theme), width, theme)]
         if self.bars:
             return [*lines, *self._bars(width, height - 1)]
@@ -96,7 +85,7 @@ class MemoryCanvas(Canvas):
         source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
             return "No step was analysed up to here: the recording has no composition of this rank yet."
-        if self._can_ask:
+        if self.app_state.can_act:
             return (
                 "Not analysed yet. The probe captures one of the first steps, then one from time to time, and one "
                 "after a spike; c captures the next step."
@@ -163,11 +152,9 @@ class MemoryScreen(SelectedRankScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Return the canvas."""
         yield self._canvas
 
     def tick(self) -> None:
-        """Draw changes, and show results of commands."""
         self._asking.tick()
         super().tick()
 
@@ -177,14 +164,14 @@ class MemoryScreen(SelectedRankScreen):
         self.tick()
 
     def _phases(self) -> list[str]:
-        rank = self._canvas.rank
+        rank = self.app_state.rank
         fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
         return [phase for phase, _ in fall.standing] if fall is not None else []
 
     @property
     def phase(self) -> str:
         """The visible phase; empty before the first step."""
-        rank = self._canvas.rank
+        rank = self.app_state.rank
         fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
         return fall.phase if fall is not None else ""
 
@@ -193,17 +180,14 @@ class MemoryScreen(SelectedRankScreen):
         self._choose(phase=next_phase(self._phases(), self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
-        """Select a neighbouring rank, and scroll to the top."""
         self._canvas.top = 0
         super().action_rank(delta)
 
     def action_view(self) -> None:
-        """Switch between one rank and all of them."""
         self._canvas.bars = not self._canvas.bars
         self.tick()
 
     def action_highest(self) -> None:
-        """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
         self.app_state.show_message("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
@@ -217,22 +201,18 @@ class MemoryScreen(SelectedRankScreen):
             self._choose(unfolded=not self._canvas.choice.unfolded)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by most of a screen."""
         self._canvas.top = max(0, self._canvas.top + direction * max(1, self._canvas.size.height - 4))
         self.tick()
 
     def action_compose(self) -> None:
-        """Request a capture of the next step."""
         rank = self.app_state.selected
         self._asking.ask(verbs.Compose([rank]), f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
-        """Request stacks of the visible phase."""
         rank, phase = self.app_state.selected, self.phase
         where = f"the next step's {phase}" if phase else "the next step"
         self._asking.ask(verbs.Arm([rank], phase), f"rank {rank}: stacks are recorded in {where}")
 
     def action_take(self) -> None:
-        """Request a memory snapshot."""
         rank = self.app_state.selected
         self._asking.ask(verbs.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")

@@ -16,16 +16,13 @@ class OneScreenApp(ThemedApp):
     HELP_SCREEN: ClassVar[type[HelpScreen]]
 
     def on_mount(self) -> None:
-        """Start the timer, which redraws twice a second."""
         self.set_interval(1 / _TICKS_A_SECOND, self.repaint)
 
     def repaint(self) -> None:
-        """Draw changes."""
         # A closing app removes its screens before its timers.
         if self.is_running and isinstance(self.screen, self.MAIN_SCREEN):
             self.screen.tick()
 
     def action_help(self) -> None:
-        """Explain the screen."""
         if isinstance(self.screen, self.MAIN_SCREEN):
             self.push_screen(self.HELP_SCREEN(self.app_state, self.screen))

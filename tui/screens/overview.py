@@ -40,13 +40,11 @@ class OverviewScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Return the ranks and the alert strip."""
         yield RankGrid(self.app_state)
         yield TrainingStrip(self.app_state, name="training-strip")
         yield AlertStrip(self.app_state, name="alerts")
 
     def tick(self) -> None:
-        """Draw changes."""
         grid = self.query_one(RankGrid)
         self.set_class(self._has_room(grid), "roomy")
         super().tick()
@@ -64,16 +62,13 @@ class OverviewScreen(MonitorScreen):
         return before.mode == after.mode and before.rows * before.columns <= after.rows * after.columns
 
     def action_move(self, dx: int, dy: int) -> None:
-        """Move the selection."""
         self.query_one(RankGrid).move(dx, dy)
 
     def action_zoom(self) -> None:
-        """Switch the scale of the graphs."""
         self.app_state.toggle_zoom()
         self.tick()
 
     def action_view(self) -> None:
-        """Select the next layout of ranks."""
         self.app_state.next_view()
         self.app_state.show_message(f"view: {self.app_state.view}")
         self.tick()

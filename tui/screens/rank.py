@@ -7,65 +7,53 @@ from textual.binding import BindingType
 from textual.containers import Container
 from textual.widget import Widget
 
-from ..model.rank import RankModel
 from ..widgets.base.canvas import Canvas
 from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import ruled
 from ..widgets.lines.log_lines import log_line
 from ..widgets.memory.phase_table import phase_table
 from ..widgets.plots.charts import Chart, Series, chart_lines
 from ..widgets.ranks.card import title
 from ..widgets.ranks.rank_figures import figure_lines
 from ..widgets.state.app_state import AppState
+from ..widgets.state.view_models import rank_view
 from .base import SelectedRankScreen, key
 
 
-class RankCanvas(Canvas):
-    """A part of the screen that draws the selected rank."""
-
-    @property
-    def rank(self) -> RankModel | None:
-        """The selected rank; None before the first one."""
-        return self.app_state.model.ranks.get(self.app_state.selected)
-
-
-class RankHead(RankCanvas):
+class RankHead(Canvas):
     """Title, figures and the phase table."""
 
     def key(self) -> object:
-        """Return a value that changes with the rank's state and its last step."""
-        rank = self.rank
+        rank = self.app_state.rank
         if rank is None:
             return ()
         return (
             rank.rank,
             id(rank.last),
-            self.app_state.views.rank(self.app_state.model, rank),
+            rank_view(self.app_state.model, rank),
             rank.allocator.last is None,
         )
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the rank."""
-        rank = self.rank
+        rank = self.app_state.rank
         if rank is None:
             return [Line(" no rank yet", self.theme.style("dim"))]
-        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        view = rank_view(self.app_state.model, rank, with_host=True)
         lines = [title(view, width, self.theme, True)]
         lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
         lines.append(Line())
-        table = phase_table(rank.phase_rows, width, self.theme)
+        table = phase_table(rank.phases, width, self.theme)
         return [*lines, *table][:height]
 
 
-class StepChart(RankCanvas):
+class StepChart(Canvas):
     """Step time over the recent steps."""
 
     def key(self) -> object:
-        """Return a value that changes with the last step."""
-        return self.rank and (self.rank.rank, id(self.rank.last))
+        return self.app_state.rank and (self.app_state.rank.rank, id(self.app_state.rank.last))
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the chart."""
-        steps = list(self.rank.steps) if self.rank else []
+        steps = list(self.app_state.rank.steps) if self.app_state.rank else []
         times = [step.host_us / 1000 for step in steps]
         chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
         return chart_lines(chart, width, height, self.theme)
@@ -75,8 +63,7 @@ class MemoryChart(StepChart):
     """Each step's peak, with reserved or resident memory behind it."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the chart."""
-        rank = self.rank
+        rank = self.app_state.rank
         steps = [step for step in (rank.steps if rank else ()) if step.phases]
         gib = 2**30
         cpu = rank is not None and rank.on_cpu
@@ -92,19 +79,15 @@ class MemoryChart(StepChart):
         return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.theme)
 
 
-class RankLog(RankCanvas):
+class RankLog(Canvas):
     """The last lines of the rank's output."""
 
     def key(self) -> object:
-        """Return a value that changes with the log."""
         return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw a rule and the lines."""
         theme = self.theme
-        rule = theme.style("rule")
-        head = Line(theme.glyphs.rule, rule).add(" output ", theme.style("dim"))
-        lines = [head.add(theme.glyphs.rule * max(0, width - head.width), rule)]
+        lines = [ruled(Line(" output ", theme.style("dim")), Line(), width, theme)]
         entries = self.app_state.model.logs.select(rank=self.app_state.selected, limit=height - 1)
         if not entries:
             return [*lines, Line(" no output yet", theme.style("dim"))]
@@ -141,7 +124,6 @@ class RankScreen(SelectedRankScreen):
         self._parts: list[Canvas] = []
 
     def body(self) -> Iterable[Widget]:
-        """Return head, charts and log."""
         charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
         head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
         self._parts = [*charts]
@@ -150,7 +132,6 @@ class RankScreen(SelectedRankScreen):
         yield log
 
     def tick(self) -> None:
-        """Draw changes."""
         super().tick()
         for part in self._parts:
             part.tick()

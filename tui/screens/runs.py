@@ -16,9 +16,9 @@ from ...protocol.text import duration
 from ..model.runs import RunEntry, RunList
 from ..widgets.base.listing import Listing
 from ..widgets.base.prompt import Prompt
-from ..widgets.drawing.line import Line, cut
+from ..widgets.drawing.line import Line
 from ..widgets.state.app_state import AppState
-from .base import COMMON_KEYS, MonitorScreen, key
+from .base import COMMON_KEYS, ListScreen, key
 
 POLL_SECONDS = 1.0
 """Seconds between reads of the run directories."""
@@ -63,7 +63,6 @@ class RunRows(Listing):
         self.empty = f"no run contains '{text}'; / changes the filter" if text else _NO_RUNS
 
     def entries(self) -> list[RunEntry]:
-        """Return the runs that pass the filter."""
         wanted = self.text.casefold()
         return [
             e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {e.subject} {e.reason}".casefold()
@@ -71,12 +70,10 @@ class RunRows(Listing):
 
     @property
     def chosen(self) -> RunEntry | None:
-        """The selected run."""
         entries = self.entries()
         return entries[min(self.selected, len(entries) - 1)] if entries else None
 
     def key(self) -> object:
-        """Return a value that changes with the runs, the filter, the selection, and the minute."""
         return (
             self.entries(),
             self.text,
@@ -85,11 +82,9 @@ class RunRows(Listing):
         )
 
     def count(self) -> int:
-        """Return the number of runs."""
         return len(self.entries())
 
     def head(self, width: int) -> list[Line]:
-        """Draw the column heads."""
         theme = self.theme
         words = f"   {'run':<{self._name_width(width)}}{'state':<12}{'ranks':>6}{'step':>9}{'took':>11}{'started':>16}"
         live = sum(entry.live for entry in self._entries)
@@ -104,10 +99,8 @@ class RunRows(Listing):
             return [Line(), Line()]
         losses = [("loss", entry.loss), ("evaluation loss", entry.evaluation_loss)]
         words = [f"{name} {value:.4f}" for name, value in losses if value is not None]
-        about = Line(
-            f" {cut('  '.join([*words, entry.subject]), width - 2, theme.glyphs.ellipsis)}", theme.style("text")
-        )
-        reason = cut(entry.reason, width - 2, theme.glyphs.ellipsis)
+        about = Line(f" {theme.cut('  '.join([*words, entry.subject]), width - 2)}", theme.style("text"))
+        reason = theme.cut(entry.reason, width - 2)
         return [about, Line(f" {reason}" if reason else "", theme.style("error"))]
 
     @staticmethod
@@ -115,13 +108,12 @@ class RunRows(Listing):
         return max(20, min(48, width - 58))
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one run."""
         entry, theme = self.entries()[index], self.theme
         ground = "raised" if selected else "background"
         names = self._name_width(width)
         glyph, tone = theme.state(entry.condition if entry.condition != "lost" else "unreachable")
         line = Line(f" {theme.glyphs.selected if selected else ' '} ", theme.style("accent", ground, bold=True))
-        name = cut(entry.id, names - 1, theme.glyphs.ellipsis)
+        name = theme.cut(entry.id, names - 1)
         line.add(f"{name:<{names}}", theme.style("text", ground, bold=entry.live))
         line.add(f"{glyph} {entry.condition:<10}", theme.style(tone, ground))
         dim = theme.style("dim", ground)
@@ -129,11 +121,11 @@ class RunRows(Listing):
         line.add(f"{duration(entry.duration_s(time.time())):>11}", dim)
         line.add(f"{time.strftime('%d %b %H:%M', time.localtime(entry.created)):>16}", dim)
         note = entry.problem or entry.missing or entry.reason or entry.subject
-        line.add("  " + cut(note, max(0, width - line.width - 2), theme.glyphs.ellipsis), theme.style("faint", ground))
+        line.add("  " + theme.cut(note, max(0, width - line.width - 2)), theme.style("faint", ground))
         return line.fit(width, theme.style("text", ground))
 
 
-class RunsScreen(MonitorScreen):
+class RunsScreen(ListScreen):
     """Live and recorded runs of this user on this host."""
 
     NAME = "runs"
@@ -165,45 +157,17 @@ class RunsScreen(MonitorScreen):
                 yield widget
 
     def body(self) -> Iterable[Widget]:
-        """Return the list and the filter."""
         yield RunRows(self.app_state, name="runs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Read the runs, and draw changes."""
         self.query_one(RunRows).refresh_entries(time.monotonic())
         super().tick()
 
-    def action_move(self, delta: int) -> None:
-        """Select another run."""
-        self.query_one(RunRows).move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Move by one screen."""
-        self.query_one(RunRows).page(direction)
-
     def action_open_chosen(self) -> None:
-        """Open the selected run."""
         entry = self.query_one(RunRows).chosen
         if entry is not None:
             self.post_message(self.Opened(RunDir(home() / "runs" / entry.id)))
 
-    def action_filter(self) -> None:
-        """Open the filter prompt."""
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Apply the filter at each change."""
-        self.query_one(RunRows).filter(event.text)
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep or clear the filter."""
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = ""
-            self.query_one(RunRows).filter("")
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.query_one(RunRows).filter(text)

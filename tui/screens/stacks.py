@@ -11,10 +11,11 @@ from ...protocol.messages.telemetry import Stacks
 from ...protocol.text import counted
 from ..model.stacks import Row, rows
 from ..widgets.base.listing import Listing
-from ..widgets.drawing.line import Line, cut
+from ..widgets.drawing.line import Line
+from ..widgets.drawing.theme import ruled
 from ..widgets.lines.scrubber import time_of_day
 from ..widgets.state.app_state import AppState
-from .base import MonitorScreen, key
+from .base import ListScreen, key
 from .command_status import CommandStatus, refusal
 
 
@@ -28,7 +29,6 @@ class StackList(Listing):
     _made: tuple[object, list[Row]] = (None, [])
 
     def key(self) -> object:
-        """Return a value that changes with the stacks."""
         return self._stack_ids(), self.selected, self.waiting, self.unfolded
 
     def _stack_ids(self) -> object:
@@ -54,37 +54,31 @@ class StackList(Listing):
         return found[min(self.selected, len(found) - 1)] if found else None
 
     def count(self) -> int:
-        """Return the number of rows."""
         return len(self.rows())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one row; groups are highlighted."""
         row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
         tone = {"group": "accent", "thread": "text"}.get(row.kind, "text" if selected else "dim")
         style = theme.style(tone, ground, bold=row.kind == "group")
-        return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
+        return Line(theme.cut(indent + row.text, width), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
-        """Draw the ranks and the time of these stacks."""
         theme, stacks = self.theme, self.stacks()
-        line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)
-        line.add(f" stacks of {len(stacks)} of {counted(total, 'rank')} ", theme.style("text", bold=True))
+        line = Line(f" stacks of {len(stacks)} of {counted(total, 'rank')} ", theme.style("text", bold=True))
         if stacks:
             newest = max(stacks.values(), key=lambda one: one.time)
             why = f", {newest.reason}" if newest.reason else ""
-            text = cut(
-                f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 1), theme.glyphs.ellipsis
-            )
+            text = theme.cut(f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 2))
             line.add(text, theme.style("dim"))
         elif self.waiting:
             line.add("asked for ", theme.style("dim"))
-        return [line.add(theme.glyphs.rule * max(0, width - line.width), theme.style("rule"))]
+        return [ruled(line, Line(), width, theme)]
 
 
-class StacksScreen(MonitorScreen):
+class StacksScreen(ListScreen):
     """The stacks of every rank."""
 
     NAME = "stacks"
@@ -113,7 +107,6 @@ class StacksScreen(MonitorScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Return the stacks."""
         yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:
@@ -123,17 +116,14 @@ class StacksScreen(MonitorScreen):
         self.tick()
 
     def tick(self) -> None:
-        """Draw changes, and show results of commands."""
         self._asking.tick()
         self.query_one(StackList).waiting = self._asking.waiting
         super().tick()
 
     def action_again(self) -> None:
-        """Request the stacks of all ranks."""
         self._ask(verbs.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
-        """Request native frames of the first rank of the selected group."""
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
@@ -144,7 +134,6 @@ class StacksScreen(MonitorScreen):
         self.tick()
 
     def action_unfold(self) -> None:
-        """Toggle all threads of a group's ranks."""
         lines = self.query_one(StackList)
         row = lines.row()
         if row is None:
@@ -154,7 +143,6 @@ class StacksScreen(MonitorScreen):
         self._go_to_group(row.ranks)
 
     def action_group(self, delta: int) -> None:
-        """Go to the head of a neighbouring group."""
         lines = self.query_one(StackList)
         row = lines.row()
         if row is None:
@@ -171,14 +159,5 @@ class StacksScreen(MonitorScreen):
             lines.go_to(found[0])
 
     def in_question(self) -> set[int]:
-        """Return the rank of the selected group if it has only one."""
         row = self.query_one(StackList).row()
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
-
-    def action_move(self, delta: int) -> None:
-        """Scroll by lines."""
-        self.query_one(StackList).move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Scroll by screens."""
-        self.query_one(StackList).page(direction)

@@ -21,11 +21,9 @@ class StopDialog(CommandDialog):
     WIDTH = 72
 
     def command(self) -> Stop:
-        """Return the command that stops the run."""
         return Stop()
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw question or progress."""
         theme, model = self.theme, self.app_state.model
         name = model.info.name or model.info.id or "the run"
         lines = [Line(f"Stop {name}", theme.style("text", bold=True)), Line()]

@@ -60,11 +60,7 @@ def palette_place(action: str) -> tuple[int, int]:
 class ThemedApp(App[None]):
     """An app in a light and a dark theme.
 
-    Args:
-        source: The run to show, if any.
-        ascii: Draw with ASCII only, regardless of the locale.
-        light: Start with the light theme.
-        read_only: Refuse all commands to the run.
+    ``ascii``: ASCII only, regardless of the locale. ``read_only``: refuse all commands to the run.
     """
 
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {ordered_commands}
@@ -113,11 +109,9 @@ class ThemedApp(App[None]):
 
     def on_resize(self, event: Resize) -> None:
         """Draw everything again: a terminal's own change is not known. This event also follows a suspension."""
-        del event
         self.action_redraw()
 
     def repaint(self) -> None:
-        """Draw changes."""
         raise NotImplementedError
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -139,7 +133,6 @@ class ThemedApp(App[None]):
         self.call_later(self.run_action, action)
 
     def action_detach(self) -> None:
-        """Leave the app; the run continues."""
         self.exit()
 
     def action_redraw(self) -> None:
@@ -166,7 +159,6 @@ class ThemedApp(App[None]):
             os.killpg(0, signal.SIGTSTP)  # the group, as a wrapper such as env or uv may be the shell's job
 
     def action_theme(self) -> None:
-        """Switch between light and dark."""
         before = self.app_state.theme
         palette = LIGHT if before.palette.dark else DARK
         self.app_state.theme = Theme(palette, before.glyphs, before.color)

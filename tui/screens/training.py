@@ -47,7 +47,6 @@ class TrainingCanvas(Canvas):
         return self._shown, training.version, id(alerts), alerts.version, self.view.version
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the charts."""
         begun = time.monotonic()
         lines = training_lines(self.app_state.model, self.view, width, height, self.theme)
         self._drawn = time.monotonic()
@@ -102,7 +101,6 @@ class TrainingScreen(MonitorScreen):
         self.canvas = TrainingCanvas(app_state, self.view, "body")
 
     def body(self) -> Iterable[Widget]:
-        """Return the canvas."""
         yield self.canvas
 
     @property
@@ -111,24 +109,20 @@ class TrainingScreen(MonitorScreen):
         return self.app_state.model.moments
 
     def action_cursor(self, direction: int) -> None:
-        """Move the cursor by a column."""
         moments = self.moments
         begun = moments[0].t if moments else 0.0
         self.view.move(direction, moments, max(8, self.canvas.size.width - GUTTER), begun)
         self.tick()
 
     def action_zoom(self, direction: int) -> None:
-        """Show fewer or more steps."""
         self.view.zoom(direction, self.moments)
         self.tick()
 
     def action_pan(self, direction: int) -> None:
-        """Move the window."""
         self.view.pan(direction / 2, self.moments)
         self.tick()
 
     def action_edge(self, index: int) -> None:
-        """Move the cursor to the first or the newest step."""
         moments = self.moments
         if moments:
             self.view.to(index % len(moments), moments)
@@ -137,17 +131,14 @@ class TrainingScreen(MonitorScreen):
         self.tick()
 
     def action_figure(self, direction: int) -> None:
-        """Select another figure."""
         self.view.next_figure(direction)
         self.tick()
 
     def action_axis(self) -> None:
-        """Select the next axis."""
         self.view.next_axis()
         self.tick()
 
     def action_smoothing(self) -> None:
-        """Select the next strength of smoothing."""
         self.view.next_smoothing()
         over = self.view.smoothing
         text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"
@@ -155,12 +146,10 @@ class TrainingScreen(MonitorScreen):
         self.tick()
 
     def action_whole(self) -> None:
-        """Show the whole run."""
         self.view.whole()
         self.tick()
 
     def action_jump(self) -> None:
-        """Move the view to the step at the cursor."""
         moments, source = self.moments, self.app_state.source
         at = self.view.at_cursor(moments)
         if at is not None and source is not None:

@@ -51,29 +51,21 @@ class CommandRecord:
 class Source(Protocol):
     """A live or replayed run; the screens do not distinguish them."""
 
+    transport: Transport
+    """Play, pause, seek; the scrubber's figures."""
+    commands: dict[str, CommandRecord]
+    """Commands sent from here, by id, oldest first."""
+    folder: Path | None
+    """The run's directory if it is on this host, so that its files can be opened; else None."""
+
     @property
     def model(self) -> RunModel:
         """The state to draw; another object after a seek."""
         ...
 
     @property
-    def transport(self) -> Transport:
-        """Play, pause, seek; the scrubber's figures."""
-        ...
-
-    @property
     def connection(self) -> Connection:
         """State of the connection to the run."""
-        ...
-
-    @property
-    def commands(self) -> dict[str, CommandRecord]:
-        """Commands sent from here, by id, oldest first."""
-        ...
-
-    @property
-    def folder(self) -> Path | None:
-        """The run's directory if it is on this host, so that its files can be opened; else None."""
         ...
 
     @property

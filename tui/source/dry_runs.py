@@ -27,11 +27,7 @@ class _Progress(msgspec.Struct):
 class DryRuns:
     """Predicts in a separate process, which ends with this one.
 
-    Args:
-        config: the configuration, YAML.
-        words: options of ``ftmon predict``.
-        environment: variables of the run that change its memory.
-        cwd: base directory of relative paths in the configuration; None: the current directory.
+    ``words`` are options of ``ftmon predict``, ``environment`` the variables of the run that change its memory.
     """
 
     def __init__(

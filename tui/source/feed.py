@@ -62,13 +62,7 @@ class Arrival:
 
 
 class Feed(threading.Thread):
-    """Receives a live run's frames into ``arrivals``.
-
-    Args:
-        context: the ZeroMQ context for all sockets.
-        endpoint: locates the run's hub.
-        info: information about the run, if known.
-    """
+    """Receives a live run's frames into ``arrivals``."""
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
         super().__init__(name="feed", daemon=True)

@@ -4,7 +4,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -21,7 +20,8 @@ from .history import History
 from .load import adopt
 from .playback import Playback
 from .remote import RemoteReader
-from .transport import AlertMark, Request, Transport
+from .seek import marks
+from .transport import Request, Transport
 
 ANSWER_S = 10.0
 """Seconds after which a command that the hub has not accepted counts as failed."""
@@ -48,21 +48,20 @@ class LiveSource:
         info: RunInfo | None = None,
     ) -> None:
         self._endpoint = endpoint or Endpoint(run, addresses)
-        self._folder = run.path if run is not None else None
+        self.folder = run.path if run is not None else None
         self._context: zmq.Context[Any] = zmq.Context()
         self._live = RunModel(info or _info(run))
         self._feed = Feed(self._context, self._endpoint, info or _info(run))
-        self._transport = Transport("live", self._request)
+        self.transport = Transport("live", self._request)
         self._playback: Playback | None = None
-        self._connection = Connection("connecting", "waiting for the run's hub", time.time())
-        self._commands: dict[str, CommandRecord] = {}
+        self.connection = Connection("connecting", "waiting for the run's hub", time.time())
+        self.commands: dict[str, CommandRecord] = {}
         self._showing: Arrival | None = None
         self._marks_version = -1
         self._closed = False
 
     @property
     def model(self) -> RunModel:
-        """The state at the live end, or at the position while rewound."""
         return self._live if self._playback is None else self._playback.model
 
     @property
@@ -71,37 +70,14 @@ class LiveSource:
         return self._live
 
     @property
-    def transport(self) -> Transport:
-        """The controls."""
-        return self._transport
-
-    @property
-    def connection(self) -> Connection:
-        """State of the connection to the hub."""
-        return self._connection
-
-    @property
-    def commands(self) -> dict[str, CommandRecord]:
-        """Commands sent from here, by id, oldest first."""
-        return self._commands
-
-    @property
-    def folder(self) -> Path | None:
-        """The run's directory; None when only addresses are known."""
-        return self._folder
-
-    @property
     def can_command(self) -> bool:
-        """Whether there is a hub that accepts commands."""
         hub = self._feed.hub
         return hub is not None and not hub.read_only
 
     def start(self) -> None:
-        """Start to follow the run."""
         self._feed.start()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Apply the messages since the last call."""
         deadline = time.monotonic() + budget_s
         changed = False
         arrivals = self._feed.arrivals
@@ -118,20 +94,18 @@ class LiveSource:
         if self._playback is not None:
             changed = self._playback.pump(max(0.005, deadline - time.monotonic())) or changed
             if self._playback.reached_live or self._playback.error:
-                self._transport.message = self._playback.error
+                self.transport.message = self._playback.error
                 self._to_live()
         self._update_transport()
         return changed
 
     def send(self, verb: Verb) -> str:
-        """Send a command to the hub; its two answers appear in ``commands``."""
         command = verb.command(secrets.token_hex(8))
-        self._commands[command.id] = CommandRecord(command.id, verb, time.time())
+        self.commands[command.id] = CommandRecord(command.id, verb, time.time())
         self._feed.send(command)
         return command.id
 
     def close(self) -> None:
-        """End the threads and close the sockets; the run continues."""
         if self._closed:
             return
         self._closed = True
@@ -150,9 +124,9 @@ class LiveSource:
             adopt(self._live, arrival.overview)
             arrival.overview = None
         if arrival.connection is not None:
-            self._connection = arrival.connection
+            self.connection = arrival.connection
         answer = arrival.answer
-        record = self._commands.get(answer.id) if answer is not None else None
+        record = self.commands.get(answer.id) if answer is not None else None
         if record is not None and isinstance(answer, Accepted):
             record.accepted = answer
         elif record is not None and isinstance(answer, Result):
@@ -163,8 +137,8 @@ class LiveSource:
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)
             message = frame.message
-            if isinstance(message, Result) and message.id in self._commands:
-                self._commands[message.id].result = message
+            if isinstance(message, Result) and message.id in self.commands:
+                self.commands[message.id].result = message
             if done % 64 == 0 and time.monotonic() > deadline:
                 del arrival.frames[:done]
                 return False
@@ -174,15 +148,15 @@ class LiveSource:
         """Fail commands that were not accepted in time."""
         now = time.time()
         changed = False
-        for record in self._commands.values():
+        for record in self.commands.values():
             if record.accepted is None and record.result is None and now - record.sent > ANSWER_S:
                 record.accepted = Accepted(record.id, False, f"the hub gave no answer in {ANSWER_S:.0f} s")
                 changed = True
         return changed
 
     def _update_transport(self) -> None:
-        transport, live = self._transport, self._live
-        if self._connection.state in ("live", "hub-gone") and not live.ended:
+        transport, live = self.transport, self._live
+        if self.connection.state in ("live", "hub-gone") and not live.ended:
             live.tick(time.time())
         transport.last = max(live.now, live.last_t)
         if not transport.first or live.first_t < transport.first:
@@ -192,8 +166,7 @@ class LiveSource:
             transport.position = transport.last
         if self._marks_version != live.alerts.version:
             self._marks_version = live.alerts.version
-            marks = [AlertMark(each.time, each.severity, each.kind, each.id, each.title) for each in live.alerts]
-            transport.marks = sorted(marks, key=lambda mark: (mark.time, mark.alert_id))
+            transport.marks = marks(live.alerts)
 
     def _request(self, request: Request) -> None:
         """Execute a request of the transport; all except ``play`` leave the live end."""
@@ -201,17 +174,17 @@ class LiveSource:
             self._to_live()
             return
         if self._playback is None:
-            ended = self._connection.state == "ended"
+            ended = self.connection.state == "ended"
             forward = request.kind in ("step", "skip", "alert") and request.number > 0
-            if forward or (request.kind in ("play", "speed", "faster") and not ended):
-                self._transport.message = "this is the live end"
+            if forward or (request.kind in ("play", "faster") and not ended):
+                self.transport.message = "this is the live end"
                 return
-            self._transport.mode = "rewound"
+            self.transport.mode = "rewound"
             self._playback = Playback(
                 self._open_history,
                 self._live.info,
-                self._transport,
-                start=self._transport.position,
+                self.transport,
+                start=self.transport.position,
                 live_end=None if ended else lambda: self._live.last_t,
                 model=self._live,
             )

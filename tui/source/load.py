@@ -53,7 +53,7 @@ def load(
 ) -> RunModel:
     """Return the state at hub time ``t``, equal to that after folding all frames, except for steps and logs.
 
-    Recent steps reach back ``TAIL_FRAMES`` (fewer if ``quick``) and logs ``LOG_LINES``; older memory and step times are
+    Recent steps reach back ``TAIL_FRAMES`` (fewer if ``quick``) and logs ``LOG_LINES``; older memory and losses are
     pooled, from ``overview`` if available. ``superseded`` is polled; True cancels the loading.
 
     Raises:
@@ -143,11 +143,8 @@ def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
     """Add the run's past to a model.
 
-    Args:
-        model: receives memory before ``until``, or before its own, and steps before its own.
-        overview: the whole run, from which parts are copied.
-        until: seconds since the epoch.
-        now: the model's time, if the overview reaches beyond it: a rank without memory receives it up to then.
+    Memory before ``until`` (seconds since the epoch) or before its own, and steps before its own. ``now``: the model's
+    time if the overview reaches beyond it; a rank without memory receives it up to then.
     """
     for rank, past in overview.memory.items():
         timeline = model.rank(rank).timeline
@@ -159,22 +156,19 @@ def adopt(model: RunModel, overview: Overview, until: float | None = None, now: 
 
 
 def adopt_steps(model: RunModel, overview: Overview) -> None:
-    """Add to a model the step times, losses and explanations of the steps before its own."""
-    firsts: list[int] = []
-    curves = overview.of(model.job)
+    """Add to a model the losses, training figures and explanations of the steps before its own."""
     for number, rank in model.ranks.items():
         if number in overview.marks:
             rank.memory.adopt(overview.marks[number])
         if number in overview.events:
             rank.allocator.adopt(overview.events[number])
-        first = rank.step_ms.first_step
-        if first is not None:
-            firsts.append(first)
-            if curves is not None and number in curves.step_ms:
-                rank.step_ms.adopt(curves.step_ms[number], first)
-    if firsts and curves is not None:
-        model.losses.adopt(curves.losses, min(firsts))
+    curves = overview.of(model.job)
     if curves is not None:
+        firsts = [rank.steps[0].step for rank in model.ranks.values() if rank.steps]
+        first = model.training.course.first_step
+        firsts += [first] if first is not None else []
+        if firsts:
+            model.losses.adopt(curves.losses, min(firsts))
         model.training.course.adopt(curves.course, min(firsts, default=1 << 62))
         for frame in curves.results:
             if frame.t <= model.now and isinstance(frame.message, Evaluation):

@@ -37,17 +37,16 @@ RESULTS_READ = 1000
 """Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
 
 SERIES_RANKS = 64
-"""Maximum number of ranks whose step times are read; for others, only recent steps are charted."""
+"""Maximum number of ranks whose losses are read."""
 
 
 _RESULT_KINDS = ("evaluation", "checkpoint")
 
 
 class Curves:
-    """Step times by rank, losses, training figures and results of one job."""
+    """Losses, training figures and results of one job."""
 
     def __init__(self) -> None:
-        self.step_ms: dict[int, StepSeries] = {}
         self.losses = StepSeries()
         self.course = TrainingHistory()
         self.results: list[Frame] = []
@@ -55,7 +54,7 @@ class Curves:
 
 
 class Overview:
-    """Memory of every rank in aligned columns, step times, and losses; copies of its parts go into models."""
+    """Memory of every rank in aligned columns, and losses; copies of its parts go into models."""
 
     def of(self, job: int) -> Curves | None:
         """Return the curves of a job; of a run with one job its only ones."""
@@ -81,13 +80,7 @@ class Overview:
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
-    """Read the overview of a recording; takes up to a second for a long one.
-
-    Args:
-        history: the history to read.
-        info: the description of the recording.
-        cancelled: polled between reads; True returns what was read so far.
-    """
+    """Read the overview of a recording; takes up to a second for a long one."""
     end = info.last_t
     overview = Overview(info.first_t, end, len(info.ranks))
     overview.memory = read_memory(history, overview.first, overview.columns, overview.span)
@@ -97,12 +90,9 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
         for rank in info.ranks[: max(FEWEST_RANKS, SERIES_RANKS // len(spans))]:
             if cancelled():
                 break
-            series = curves.step_ms[rank] = StepSeries()
             for point in history.series(rank, begin, until, SERIES_POINTS):
-                longest = point.max_host_ms or point.host_ms
-                series.add_pooled(point.step, point.host_ms, point.host_ms, longest, point.count)
                 if point.loss is not None:
-                    curves.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
+                    curves.losses.add(point.step, point.loss, point.count)
         with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
             _read_course(curves.course, history, info.ranks[:COURSE_RANKS], (begin, until), cancelled)
     _read_results(overview, spans, history, info.ranks)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from ...protocol.errors import FtmonError
 from ...protocol.messages.telemetry import Step
 from ...protocol.messages.wire import Frame
-from ...protocol.recording.results import RecordingInfo
 from ..model.run import RunInfo, RunModel
 from . import positions
 from .history import History
@@ -39,11 +38,6 @@ _MAX_WAITING = 4
 class _Update:
     """An update from the thread to the screen: a new model or more frames, and the position."""
 
-    position: float
-    playing: bool
-    speed: float
-    handled: int
-    """Number of requests executed so far."""
     model: RunModel | None = None
     frames: list[Frame] = field(default_factory=list[Frame])
     overview: Overview | None = None
@@ -51,6 +45,11 @@ class _Update:
     span: tuple[float, float] | None = None
     message: str | None = None
     ended_live: bool = False
+    position: float = 0.0
+    playing: bool = False
+    speed: float = 1.0
+    handled: int = 0
+    """Number of requests executed so far."""
 
 
 class Playback:
@@ -121,7 +120,7 @@ class Playback:
     def request(self, request: Request) -> None:
         """Queue a request for the thread."""
         self._sent += 1
-        moves = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
+        moves = request.kind not in ("faster", "pause") or not self._thread.is_alive()
         self._transport.seeking = self._transport.seeking or moves
         self._requests.put(request)
 
@@ -176,7 +175,7 @@ class Playback:
         except Exception as error:  # a thread's error is not visible: the screen must show it
             known = isinstance(error, FtmonError)
             self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
-            self._put(message=self.error)
+            self._put(_Update(message=self.error))
         finally:
             if history is not None:
                 history.close()
@@ -190,9 +189,9 @@ class Playback:
         if self._requests.empty():
             self._load(history)
         if self._live_end is None:  # the screen already has a live run's marks
-            self._marks = marks(history)
-            self._put(marks=self._marks)
-        self._put(span=(self._first, self._last))
+            self._marks = marks(history.alerts())
+            self._put(_Update(marks=self._marks))
+        self._put(_Update(span=(self._first, self._last)))
         # On a long recording this takes a while; a seek must not wait for it.
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
@@ -205,16 +204,15 @@ class Playback:
             self._requests.put(Request("overview"))
         except Exception as error:  # a thread's error is not visible
             words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
-            self._put(message=f"older history cannot be read: {words}")
+            self._put(_Update(message=f"older history cannot be read: {words}"))
         finally:
             if history is not None:
                 history.close()
 
-    def _read_span(self, history: History) -> RecordingInfo:
+    def _read_span(self, history: History) -> None:
         info = history.info()
         self._first = info.first_t
         self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
-        return info
 
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
@@ -233,7 +231,7 @@ class Playback:
                     self._complete(history)
             except FtmonError as error:
                 self._playing = False
-                self._put(message=str(error))
+                self._put(_Update(message=str(error)))
             moved_at = time.monotonic() if requests else now  # the time of a seek is not played
 
     def _wait_for_requests(self, wait: float | None) -> list[Request]:
@@ -254,7 +252,7 @@ class Playback:
         if self._live_end is not None:
             self._last = max(self._last, self._live_end())
             if any(request.kind in ("alert", "mark") for request in requests):
-                self._marks = marks(history)
+                self._marks = marks(history.alerts())
         for request in requests:
             message = message if request.kind == "overview" else ""
             try:
@@ -269,17 +267,14 @@ class Playback:
             if self._loaded and history.seq_at(target) - self._last_seq > SEEK_FRAMES:
                 self._loaded = False  # without reading the frames in between
             self._go(history, target)
-        self._put(span=(self._first, self._last), message=message)
+        self._put(_Update(span=(self._first, self._last), message=message))
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
         """Return the target of a request, or None if it does not move; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:
-                self._put(overview=self._overview)  # applied frames are kept, as they are finer than a load
-            return None
-        if request.kind == "speed":
-            self._speed = request.number
+                self._put(_Update(overview=self._overview))  # applied frames are kept, as they are finer than a load
             return None
         if request.kind == "faster":  # from the speed requested last, which the screen may not have received yet
             self._speed = next_speed(self._speed, up=request.number > 0)
@@ -293,8 +288,6 @@ class Playback:
         alert, self._at_alert = self._at_alert, None
         if request.kind == "skip":
             return position + request.number
-        if request.kind == "time":
-            return request.number
         if request.kind == "goto":
             place = positions.parse(request.text, position, self._first, self._last)
             return place.time if place.step is None else self._step_time(history, place.step)
@@ -326,7 +319,7 @@ class Playback:
             target = self._last
             self._playing = False
             self._go(history, target)
-            self._put(ended_live=self._live_end is not None)
+            self._put(_Update(ended_live=self._live_end is not None))
         else:
             self._go(history, target)
 
@@ -344,7 +337,7 @@ class Playback:
         if frames:
             self._last_seq = frames[-1].seq
             self._step = max([self._step, *(each.message.step for each in frames if isinstance(each.message, Step))])
-        self._put(frames=frames)
+        self._put(_Update(frames=frames))
 
     def _load(self, history: History) -> None:
         model = load(history, self._position, self._info, self._overview, quick=True)
@@ -377,33 +370,12 @@ class Playback:
             message = message if stale.message is None else stale.message
             ended = ended or stale.ended_live
         marks, span = self._marks or None, (self._first, self._last)
-        self._put(model=model, marks=marks, span=span, message=message, ended_live=ended)
+        self._put(_Update(model=model, marks=marks, span=span, message=message, ended_live=ended))
 
-    def _put(
-        self,
-        model: RunModel | None = None,
-        frames: list[Frame] | None = None,
-        overview: Overview | None = None,
-        marks: list[AlertMark] | None = None,
-        span: tuple[float, float] | None = None,
-        message: str | None = None,
-        ended_live: bool = False,
-    ) -> None:
-        self._updates.append(
-            _Update(
-                self._position,
-                self._playing,
-                self._speed,
-                self._handled,
-                model,
-                frames or [],
-                overview,
-                marks,
-                span,
-                message,
-                ended_live,
-            )
-        )
+    def _put(self, update: _Update) -> None:
+        update.position, update.playing, update.speed = self._position, self._playing, self._speed
+        update.handled = self._handled
+        self._updates.append(update)
 
 
 def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert: int | None) -> AlertMark | None:

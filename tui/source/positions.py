@@ -1,7 +1,6 @@
 """Parses positions in a recording as typed by a user: ``812``, ``12:03:10``, ``+90s``, ``50%``."""
 
 import re
-import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -72,8 +71,3 @@ def _time_of_day(clock: re.Match[str], text: str, position: float, first: float,
 
 def _within(time_: float, first: float, last: float) -> float:
     return min(max(time_, first), last)
-
-
-def clock(time_: float) -> str:
-    """Format a time as ``12:03:10``, local."""
-    return time.strftime("%H:%M:%S", time.localtime(time_))

@@ -24,11 +24,7 @@ _POLL_MS = 50
 class RemoteReader:
     """A ``Reader`` at the other end of a query socket. Use it from one thread.
 
-    Args:
-        context: the ZeroMQ context of the socket.
-        address: address of the hub's query channel.
-        timeout_s: time limit of an answer, seconds.
-        cancelled: polled while waiting; True cancels the query.
+    ``cancelled`` is polled while waiting; True cancels the query.
     """
 
     def __init__(
@@ -46,61 +42,47 @@ class RemoteReader:
         self._asked = 0
 
     def info(self) -> RecordingInfo:
-        """Return the current description of the recording."""
         return self._ask("info")
 
     def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
-        """Read at most ``limit`` frames after ``after_seq``, in order, up to hub time ``until_t``."""
         return self._ask("frames", after_seq=after_seq, limit=limit, until_t=until_t)
 
     def state_at(self, t: float) -> list[Frame]:
-        """Read the minimal frames for the state at hub time ``t``."""
         return self._ask("state_at", t=t)
 
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
-        """Read memory peaks of all ranks between two times, pooled into columns."""
         return self._ask("memory", t0=t0, t1=t1, columns=columns)
 
     def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]:
-        """Read a rank's steps between two times, pooled when there are more than ``limit``."""
         return self._ask("series", rank=rank, t0=t0, t1=t1, limit=limit)
 
     def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
-        """Read a rank's training figures by step, pooled if there are more than ``limit``."""
         return self._ask("training", rank=rank, t0=t0, t1=t1, limit=limit)
 
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        """Read the last state of each alert."""
         return self._ask("alerts", t0=t0, t1=t1)
 
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Read the ``limit`` log lines before a position in the stream."""
         return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
 
     def marks(self) -> list[PeakMark]:
-        """Read the steps in which a phase reached a new peak, for all ranks."""
         return self._ask("marks")
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
-        """Read messages of one type of a rank, spread evenly over the recording."""
         return self._ask("sampled", kind=kind, rank=rank, limit=limit)
 
     def jobs(self) -> list[Frame]:
-        """Read the last state of each job."""
         return self._ask("jobs")
 
     def step_time(self, step: int) -> float | None:
-        """Return the time at which a step was finished, or None."""
         return self._ask("step_time", step=step)
 
     def seq_at(self, t: float) -> int:
-        """Return the stream's sequence number at hub time ``t``."""
         return self._ask("seq_at", t=t)
 
     def close(self) -> None:
-        """Close the socket; a later query opens another."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

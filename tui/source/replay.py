@@ -65,78 +65,55 @@ class ReplaySource:
         RecordingError: the file is missing, or is not a recording this version can read.
     """
 
+    can_command: bool = False
+
     def __init__(
         self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
     ) -> None:
         self._path = Path(path)
+        self.folder: Path | None = self._path.parent
         reader = Reader(self._path)
         try:
             info = reader.info()
             begin = begin_of(reader, info) if start is None and not at_end else info.last_t
         finally:
             reader.close()
-        self._transport = Transport("replay", self._request)
-        self._transport.first, self._transport.last = info.first_t, info.last_t
-        self._transport.position = begin if start is None else start
+        self.transport = Transport("replay", self._request)
+        self.transport.first, self.transport.last = info.first_t, info.last_t
+        self.transport.position = begin if start is None else start
         if start is None and not at_end and ended_badly(info):
-            self._transport.message = AT_ITS_END
+            self.transport.message = AT_ITS_END
         self._readers: list[Reader] = []
-        self._playback = Playback(self._open, describe(info), self._transport, self._transport.position)
+        self._playback = Playback(self._open, describe(info), self.transport, self.transport.position)
         self._play = play
-        self._commands: dict[str, CommandRecord] = {}
+        self.commands: dict[str, CommandRecord] = {}
         self._since = time.time()
         self._missing = info.missing
 
     @property
     def model(self) -> RunModel:
-        """The state at the position."""
         return self._playback.model
 
     @property
-    def transport(self) -> Transport:
-        """The controls."""
-        return self._transport
-
-    @property
     def connection(self) -> Connection:
-        """``replay``, with a note of missing parts of the recording, if any."""
         left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
         return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
-    @property
-    def commands(self) -> dict[str, CommandRecord]:
-        """Commands that were tried; all refused."""
-        return self._commands
-
-    @property
-    def folder(self) -> Path | None:
-        """The recording's directory, which may have other files of the run."""
-        return self._path.parent
-
-    @property
-    def can_command(self) -> bool:
-        """Always False: a recording accepts no commands."""
-        return False
-
     def start(self) -> None:
-        """Start reading."""
         self._playback.start()
         if self._play:
-            self._transport.play()
+            self.transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Fold frames read since the last call."""
         return self._playback.pump(budget_s)
 
     def send(self, verb: Verb) -> str:
-        """Refuse the command: a replay has no hub."""
-        number = f"replay-{len(self._commands) + 1}"
+        number = f"replay-{len(self.commands) + 1}"
         refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
-        self._commands[number] = CommandRecord(number, verb, time.time(), refusal)
+        self.commands[number] = CommandRecord(number, verb, time.time(), refusal)
         return number
 
     def close(self) -> None:
-        """End the thread."""
         self._playback.close()
 
     def _open(self, _cancelled: Callable[[], bool]) -> Reader:

@@ -1,5 +1,7 @@
 """Finds the times of alerts, to seek to them."""
 
+from collections.abc import Iterable
+
 from ...protocol.messages.control import Alert
 from .history import History
 from .transport import AlertMark
@@ -13,9 +15,9 @@ _FIRST_BATCH = 128
 _BATCH = 2048
 
 
-def marks(history: History) -> list[AlertMark]:
-    """List every alert of a recording, by time."""
-    found = [AlertMark(each.time, each.severity, each.kind, each.id, each.title) for each in history.alerts()]
+def marks(alerts: Iterable[Alert]) -> list[AlertMark]:
+    """Return the marks of alerts, by time."""
+    found = [AlertMark(each.time, each.severity, each.kind, each.id, each.title) for each in alerts]
     return sorted(found, key=lambda mark: (mark.time, mark.alert_id))
 
 

@@ -14,10 +14,7 @@ def open_replays(
 ) -> list[Replay]:
     """Read a snapshot and replay its devices concurrently, which is faster, since a replay needs the stacks last.
 
-    Args:
-        path: the file.
-        choose: called with the snapshot's devices; returns those to replay. Its exceptions are propagated.
-        meanwhile: called while the file is being read.
+    ``choose`` gets the snapshot's devices and returns those to replay; ``meanwhile`` is called while the file is read.
 
     Raises:
         SnapshotError: one line about the error in the file.

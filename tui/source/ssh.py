@@ -98,10 +98,7 @@ class SshCommand(NamedTuple):
 class Session:
     """One ssh connection.
 
-    Args:
-        command: its words.
-        folder: where the local sockets are made.
-        unattended: whether to stop after ``HELLO_SECONDS``, and not to ask for a password.
+    ``unattended``: stop after ``HELLO_SECONDS``, and do not ask for a password.
 
     Raises:
         SshError: connecting failed; the text is the last printed line.

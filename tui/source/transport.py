@@ -14,9 +14,7 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Mode = Literal["live", "rewound", "replay"]
 
-RequestKind = Literal[
-    "play", "pause", "speed", "faster", "time", "step", "skip", "goto", "alert", "mark", "live", "overview"
-]
+RequestKind = Literal["play", "pause", "faster", "step", "skip", "goto", "alert", "mark", "live", "overview"]
 """``mark``: to the alert with that id. ``overview`` is sent by the playback itself: older history was read."""
 
 
@@ -70,12 +68,6 @@ class Transport:
         self._request = request
 
     @property
-    def fraction(self) -> float:
-        """Position between first (0) and last (1)."""
-        length = self.last - self.first
-        return min(1.0, max(0.0, (self.position - self.first) / length)) if length > 0 else 1.0
-
-    @property
     def at_end(self) -> bool:
         """Whether there is nothing after the position."""
         return self.position >= self.last
@@ -99,10 +91,6 @@ class Transport:
     def slower(self) -> None:
         """Select the next lower speed, at least 0.25x."""
         self._ask(Request("faster", -1))
-
-    def set_speed(self, speed: float) -> None:
-        """Set the speed, times real time, between 0.25 and 64."""
-        self._ask(Request("speed", min(SPEEDS[-1], max(SPEEDS[0], speed))))
 
     def step(self, count: int = 1) -> None:
         """Move ``count`` steps forward (back if negative), and pause there."""
@@ -131,21 +119,9 @@ class Transport:
         """Move to the moment when an alert was raised, and pause there."""
         self._ask(Request("mark", alert_id))
 
-    def seek(self, time: float) -> None:
-        """Move to a time, seconds since the epoch."""
-        self._ask(Request("time", time))
-
     def goto(self, text: str) -> None:
         """Move to a typed position: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
         self._ask(Request("goto", text=text))
-
-    def begin(self) -> None:
-        """Move to the beginning."""
-        self.goto("0%")
-
-    def end(self) -> None:
-        """Move to the end; of a live run, to the live end."""
-        self.live() if self.mode != "replay" else self.goto("100%")
 
     def live(self) -> None:
         """Return to the live end; no effect in a replay."""

@@ -9,7 +9,7 @@ from ...protocol.run.endings import ending_in_words, signal_name
 from ...protocol.text import duration
 from ..model.jobs import JobRow, phases_of
 from .drawing.figures import gib_fixed, step_time
-from .drawing.line import Line, cut
+from .drawing.line import Line
 from .drawing.theme import Theme
 from .drawing.wrapping import wrap
 from .plots.spark import spark
@@ -25,7 +25,7 @@ def head_line(width: int, theme: Theme) -> Line:
     """Draw the column heads."""
     ranks, time = (f"{'ranks':>6}", f"{'time':>10}") if width >= _WIDE else ("", "")
     text = f"  {'job':>3}  {'outcome':<11}{ranks}{'steps':>8}{'step time':>10}{'loss':>9}{'peak GiB':>9}{time}  command"
-    return Line(cut(text, width, theme.glyphs.ellipsis), theme.style("dim"))
+    return Line(theme.cut(text, width), theme.style("dim"))
 
 
 def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: bool) -> Line:
@@ -45,7 +45,7 @@ def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: boo
     )
     line.add(f"{duration(row.seconds):>10}  " if wide else "  ", theme.style("dim"))
     note = "" if row.shown else " (beside another job: only counted)"
-    return line.add(cut(row.words + note, max(0, width - line.width), theme.glyphs.ellipsis), theme.style(bold=bold))
+    return line.add(theme.cut(row.words + note, max(0, width - line.width)), theme.style(bold=bold))
 
 
 def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: Theme) -> list[Line]:

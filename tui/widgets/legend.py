@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from rich.style import Style
+
 from ..model.waterfall import LABELS
 from .drawing.line import Line
 from .drawing.theme import Theme
@@ -36,20 +38,26 @@ def _head(text: str, theme: Theme) -> Line:
     return Line(text, theme.style("accent", bold=True))
 
 
+def _sign(sign: str, style: Style, words: str, theme: Theme) -> Line:
+    return Line("  ", theme.base).add(sign, style).add(f"  {words}", theme.style("dim"))
+
+
 def graph_legend(theme: Theme) -> list[Line]:
     """Explain the memory graph."""
     glyphs = theme.glyphs
-    solid = Line("  ", theme.base).add(glyphs.eighths[8] * 2, theme.style("allocated"))
-    solid.add("  allocated (on a CPU: in use, by glibc)", theme.style("dim"))
-    behind = Line("  ", theme.base)
-    behind.add(glyphs.reserved * 2 if theme.plain_graphs else "  ", theme.style("text", "reserved"))
-    behind.add("  reserved by the allocator (on a CPU: the resident set)", theme.style("dim"))
-    peak = Line("  ", theme.base).add(glyphs.peak * 2, theme.style("peak"))
-    peak.add("  the highest peak of this rank so far", theme.style("dim"))
-    spike = Line("  ", theme.base).add(glyphs.spike + " ", theme.style("warning", bold=True))
-    spike.add("  a spike: memory allocated and freed; n jumps to it, a explains it", theme.style("dim"))
+    behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
+    signs = (
+        (glyphs.eighths[8] * 2, theme.style("allocated"), "allocated (on a CPU: in use, by glibc)"),
+        (behind, theme.style("text", "reserved"), "reserved by the allocator (on a CPU: the resident set)"),
+        (glyphs.peak * 2, theme.style("peak"), "the highest peak of this rank so far"),
+        (
+            glyphs.spike + " ",
+            theme.style("warning", bold=True),
+            "a spike: memory allocated and freed; n jumps to it, a explains it",
+        ),
+    )
     top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
-    return [_head("memory", theme), solid, behind, peak, spike, top]
+    return [_head("memory", theme), *(_sign(*sign, theme) for sign in signs), top]
 
 
 def phase_legend(theme: Theme) -> list[Line]:
@@ -125,18 +133,15 @@ def part_legend(theme: Theme) -> list[Line]:
 def training_legend(theme: Theme) -> list[Line]:
     """Explain the curves and marks of a training."""
     lines = [_head("curves and marks", theme)]
+    points = "loss of single steps; where several share a dot, the lowest and the highest"
     for sign, tone, words in (
-        (
-            sign_of("points", theme),
-            "dim",
-            "loss of single steps; where several share a dot, the lowest and the highest",
-        ),
+        (sign_of("points", theme), "dim", points),
         (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
         (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
         ("E", "accent", "the training stopped early"),
     ):
-        lines.append(Line("  ", theme.base).add(sign, theme.style(tone)).add(f"   {words}", theme.style("dim")))
+        lines.append(_sign(sign, theme.style(tone), f" {words}", theme))
     return lines
 
 

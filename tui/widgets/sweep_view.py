@@ -7,7 +7,7 @@ from ...protocol.analysis.sweep.text import left_text
 from ...protocol.text import gib
 from ..model.sweep import Dots, SweepModel, TableRow, now
 from .base.canvas import Canvas
-from .drawing.line import Line, cut, spread, width_of
+from .drawing.line import Line, spread, width_of
 from .drawing.theme import Theme
 from .plots.plot import Curve, plot_cells, row_line, sign_of
 from .state.app_state import AppState
@@ -17,53 +17,46 @@ _STATE_TONES = {"running": "good", "predicting": "accent", "done": "dim", "kille
 _TICK_WIDTH = 10
 
 
-class SweepHead(Canvas):
-    """Two lines: name, state and progress; used and remaining budget."""
+class SweepCanvas(Canvas):
+    """A part of the screen, drawn from the sweep."""
 
     def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
         super().__init__(app_state, name=name)
         self._model = model
 
+
+class SweepHead(SweepCanvas):
+    """Two lines: name, state and progress; used and remaining budget."""
+
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the head."""
         return head_lines(self._model, now(), width, self.theme)
 
 
-class SweepTable(Canvas):
+class SweepTable(SweepCanvas):
     """A line per configuration; if not all fit, those around the current one, until the user scrolls."""
 
-    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(app_state, name=name)
-        self._model = model
-        self._below: int | None = None
-        """Lines between the last visible one and the table's end; None: follow the current configuration."""
-        self._shown_below = 0
+    _below: int | None = None
+    """Lines between the last visible one and the table's end; None: follow the current configuration."""
+    _shown_below = 0
 
     def scroll(self, lines: int) -> None:
         """Scroll up by lines, or down if negative."""
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the table."""
         rows = self._model.table(now())
         below = rows_below_current(rows, height) if self._below is None else self._below
         self._shown_below = max(0, min(below, len(rows) - height + 1))
         return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.theme)
 
 
-class SweepChart(Canvas):
+class SweepChart(SweepCanvas):
     """Peaks over the integer axis."""
 
-    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(app_state, name=name)
-        self._model = model
-
     def key(self) -> Any:
-        """Return a value that changes with the drawing."""
         return len(self._model.rows), self._model.state
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the curve."""
         return chart_lines(self._model.dots(), width, height, self.theme)
 
 
@@ -107,7 +100,7 @@ def table_lines(
             style = theme.style("text" if row.verdict == "done" else "dim")
             line.join(Line(cell, style).pad(cells + 2, style))
         if row.text:
-            line.add(cut(row.text, max(1, width - line.width), theme.glyphs.ellipsis), theme.style(tone))
+            line.add(theme.cut(row.text, max(1, width - line.width)), theme.style(tone))
         lines.append(line)
     return lines
 

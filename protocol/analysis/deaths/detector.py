@@ -30,7 +30,7 @@ from ...messages.hosts import KernelKill
 from ...messages.telemetry import Failure, LogLine
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from ..findings.finding import Matter, Resolution, added, resolved
+from ..findings.finding import Condition, Resolution, added, resolved
 from ..oom.detector import TRACEBACK_LIMIT, OomDetector
 from .facts import (
     Ended,
@@ -93,18 +93,18 @@ class DeathDetector:
         """Time, failure, and whether the end of another rank had been requested."""
         self._held_gone: dict[int, float] = {}
         """Ranks whose failure is held back, with the time at which the end of their process was detected."""
-        self._failed: dict[int, Matter] = {}
+        self._failed: dict[int, Condition] = {}
         self._died: set[int] = set()
         """Ranks whose death has been reported."""
-        self._first: tuple[float, Matter] | None = None
-        """Time and matter of the first failure or death."""
+        self._first: tuple[float, Condition] | None = None
+        """Time and condition of the first failure or death."""
         self._followers: dict[int, Follower] = {}
         self._aborts: dict[int, AbortReader] = {}
         self._generating = False
         """Whether a rank lost its connection while it generated."""
         self._awaiting_logs: dict[int, tuple[float, Finding]] = {}
-        self._maybe_intended: list[tuple[float, Matter]] = []
-        """Time and matter of deaths that the program which started the rank may have caused."""
+        self._maybe_intended: list[tuple[float, Condition]] = []
+        """Time and condition of deaths that the program which started the rank may have caused."""
 
     def log(self, line: LogLine) -> None:
         """Keep a rank's last lines; -1 is the launcher."""
@@ -119,25 +119,22 @@ class DeathDetector:
         """Record that the job's command ended before its ranks; their later deaths are consequences.
 
         Args:
-            t: seconds since the epoch.
             code: the command's exit status, negative for a signal; None: it was never started.
-            count: number of processes left running.
-            processes: pid and name of the first ones.
         """
         if self._recent(t):
             return []
         facts = LauncherEnded(code, count, processes)
         finding = Finding("launcher_ended", facts, severity="warning" if code == 0 else "error")
-        self.trouble(t, finding.matter)
+        self.trouble(t, finding.condition)
         return [finding, *self._release(t)]
 
-    def trouble(self, t: float, matter: Matter) -> None:
+    def trouble(self, t: float, condition: Condition) -> None:
         """Register a finding, possibly of another detector (out of memory), as a candidate for the first failure."""
         if self._first is None or t - self._first[0] > CONSEQUENCE_S:
-            self._first = (t, matter)
+            self._first = (t, condition)
             self._followers = {}
-        if matter.rank is not None and matter.kind != "died":
-            self._failed[matter.rank] = matter
+        if condition.rank is not None and condition.kind != "died":
+            self._failed[condition.rank] = condition
 
     def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Finding]:
         """Process an exception that ended a rank's script."""
@@ -166,13 +163,8 @@ class DeathDetector:
         """Record the death of a rank's process.
 
         Args:
-            t: seconds since the epoch.
-            state: the rank's state.
-            kill_asked: ranks whose end was requested.
             kill: evidence that the kernel killed the process; None: none.
             pressure: use of the host's memory just before; None: not full, or unknown.
-            alone: whether the run has no other rank.
-            phase: the rank's phase in its last message.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -200,25 +192,19 @@ class DeathDetector:
             generating=self._generating or phase == "generate",
         )
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
-        self.trouble(t, finding.matter)
+        self.trouble(t, finding.condition)
         self._died.add(rank)
         if not asked and (facts.by_signal == signal.SIGTERM or (phase == "idle" and facts.by_signal is None)):
-            self._maybe_intended.append((t, finding.matter))
+            self._maybe_intended.append((t, finding.condition))
         self._awaiting_logs[rank] = (t, finding)
         return [finding, *self._release(t)]
 
     def tick(self, now: float, over: bool = False, succeeded: bool = False) -> list[Finding]:
-        """Return failures held back for long enough, or all of them when the job is over.
-
-        Args:
-            now: seconds since the epoch.
-            over: the job is over.
-            succeeded: its exit code is 0.
-        """
+        """Return failures held back for long enough, or all of them when the job is over."""
         findings: list[Finding] = []
         if over and succeeded:
-            recent = [matter for since, matter in self._maybe_intended if now - since <= CONSEQUENCE_S]
-            findings += [resolved(matter, Resolution("run_ended")) for matter in recent]
+            recent = [condition for since, condition in self._maybe_intended if now - since <= CONSEQUENCE_S]
+            findings += [resolved(condition, Resolution("run_ended")) for condition in recent]
             self._maybe_intended = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             findings += self._raise_held(now, 0)
@@ -234,11 +220,11 @@ class DeathDetector:
         log = self._log_of(rank)
         reason = "" if facts.asked else self._abort_reason(rank, facts)
         now = msgspec.structs.replace(facts, log=log, reason=reason, generating=facts.generating or self._generating)
-        findings = [added(found.matter, LastLog(log))]
+        findings = [added(found.condition, LastLog(log))]
         if (now.reason, now.reason and now.generating) != (facts.reason, facts.reason and facts.generating):
             findings.insert(0, msgspec.structs.replace(found, facts=now, state="explained"))
-            if self._first is not None and self._first[1] == found.matter and self._followers:
-                findings.append(added(found.matter, Followed(dict(self._followers))))
+            if self._first is not None and self._first[1] == found.condition and self._followers:
+                findings.append(added(found.condition, Followed(dict(self._followers))))
         return findings
 
     def _abort_reason(self, rank: int, end: RankState | ProcessDeath) -> str:
@@ -270,15 +256,15 @@ class DeathDetector:
         if finding.kind == "died" and finding.rank is not None:
             self._died.add(finding.rank)
         elif finding.rank is not None and finding.state != "resolved":
-            self._failed[finding.rank] = finding.matter
-        self._first = (t, finding.matter)
+            self._failed[finding.rank] = finding.condition
+        self._first = (t, finding.condition)
 
     def _failure(self, t: float, failure: Failure, asked: bool = False) -> list[Finding]:
         taken = self._oom.failure(failure)
         if taken is not None:
-            matter = self._oom.standing(failure.rank)
-            if matter is not None:
-                self.trouble(t, matter)
+            condition = self._oom.standing(failure.rank)
+            if condition is not None:
+                self.trouble(t, condition)
             return taken + self._release(t)
         finding = Finding(
             "failure",
@@ -289,7 +275,7 @@ class DeathDetector:
             rank=failure.rank,
             phase=failure.phase,
         )
-        self.trouble(t, finding.matter)
+        self.trouble(t, finding.condition)
         return [finding, *self._release(t)]
 
     def _ended_early(self, t: float, failure: Failure, early: dict[int, int]) -> list[Finding]:
@@ -304,8 +290,8 @@ class DeathDetector:
             step=failure.step,
             rank=next(iter(steps)) if len(steps) == 1 else None,
         )
-        self.trouble(t, finding.matter)
-        self._failed[failure.rank] = finding.matter
+        self.trouble(t, finding.condition)
+        self._failed[failure.rank] = finding.condition
         return [finding, *self._release(t)]
 
     def _log_of(self, rank: int) -> list[str]:
@@ -324,13 +310,13 @@ class DeathDetector:
     def _followed(self, t: float, rank: int, event: Ended | str) -> list[Finding]:
         if self._first is None:
             return []
-        since, matter = self._first
+        since, condition = self._first
         known = self._followers.get(rank)
         if known is None and len(self._followers) < RANKS_LISTED:
             self._followers[rank] = Follower(max(0.0, t - since), [event])
         elif known is not None and (isinstance(event, str) or event.is_known):
             self._followers[rank] = msgspec.structs.replace(known, events=[*known.events, event])
-        return [added(matter, Followed(dict(self._followers)))]
+        return [added(condition, Followed(dict(self._followers)))]
 
     def _release(self, t: float) -> list[Finding]:
         """Report the failures held back as consequences of a primary event that was just detected."""

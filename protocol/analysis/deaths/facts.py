@@ -1,4 +1,4 @@
-"""Facts of failures and deaths; ``analysis.text`` puts them into words."""
+"""Facts of failures and deaths; ``deaths.words`` puts them into words."""
 
 import msgspec
 

@@ -16,10 +16,7 @@ def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, de
     """Return the bytes that one training process uses on its GPU outside PyTorch's reserved memory.
 
     Args:
-        ranks_on_host: ranks on this host.
-        hosts: hosts of the run.
         offload: whether the optimizer is on the CPU.
-        device: name of the GPU.
     """
     ranks = ranks_on_host * hosts
     neighbours = min(max(0, ranks - 1), 2)

@@ -20,11 +20,7 @@ def epoch_cost(
     """Return time and price of one pass over a data set.
 
     Args:
-        step_seconds: duration of one optimizer step.
         samples: rows of the data set, or packed rows.
-        samples_per_step: micro-batch x accumulation x ranks.
-        gpus: number of GPUs paid for.
-        price_per_gpu_hour: price in any currency.
         tokens: tokens of the data set, for the price per million tokens; 0: unknown.
 
     Raises:

@@ -55,7 +55,6 @@ def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
     """Return the pieces of the highest phase's peak, from the lowest length to the highest.
 
     Args:
-        points: peaks at one length or more, each with the same phases.
         tolerance: maximum distance of points from their piece, as a share of the peak.
 
     Raises:
@@ -179,10 +178,7 @@ def sample_curve(
 
     Args:
         predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
-        low: lowest length.
-        high: highest length.
         tolerance: share of the peak within which the middle counts as on the line.
-        most: maximum number of calls.
     """
     points: dict[int, Mapping[str, float]] = {}
 

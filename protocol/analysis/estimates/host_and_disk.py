@@ -10,7 +10,6 @@ def pinned_bytes(size_bytes: int, round_below_bytes: int | None = None) -> int:
     """Return the memory of a pinned tensor: PyTorch's pinned allocator rounds up to a power of two.
 
     Args:
-        size_bytes: size of the tensor.
         round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are rounded.
     """
     if size_bytes <= 0:
@@ -52,11 +51,6 @@ def host_memory(
     """Return the host memory of a training with Adam under ZeRO.
 
     Args:
-        trainable: number of trained parameters.
-        ranks: ranks of the whole run.
-        ranks_on_host: ranks on this host.
-        stage: ZeRO stage; below 1 the optimizer is not partitioned.
-        offload_optimizer: whether master copies, states and gradients are on the CPU.
         offload_parameters: whether the bf16 weights are on the CPU too (ZeRO-3).
         parameters: number of all parameters, if they are offloaded; 0: ``trainable``.
         pinned: DeepSpeed's ``pin_memory``: a rank's share of each buffer is rounded up to a power of two.
@@ -90,10 +84,7 @@ def checkpoint_bytes(
     """Return the disk space of checkpoints, over all ranks.
 
     Args:
-        parameters: number of all parameters; their weights are written once.
-        trainable: number of parameters with optimizer states.
         kept: number of checkpoints kept; while one is written there is one more.
-        weight_bytes: bytes per parameter, in the training precision.
         state_bytes: optimizer states per trained parameter, including the master copy; 0: the checkpoint has none.
         exported: whether a model folder in the training precision is written too.
     """

@@ -49,8 +49,6 @@ def largest_that_fit(
     monotone: the result is below the lowest value that was found not to fit.
 
     Args:
-        values: ascending values above 0.
-        capacities: capacities in bytes.
         run: returns the needs of values, which are passed in ascending order, each once.
         confirm: shares of a result that must fit too.
     """

@@ -49,9 +49,7 @@ def predicted(prediction: Prediction, rank: int, phase: str, elements: int) -> P
     """Return the prediction for a phase with batches of a given size.
 
     Args:
-        prediction: the run's prediction.
         rank: the rank; for a rank without a prediction the nearest one is used.
-        phase: name of the phase.
         elements: elements of the largest micro-batch: sequences times their length.
 
     Returns:
@@ -83,11 +81,6 @@ def compared(
     """Return a phase's peak with its prediction; None if there is no prediction.
 
     Args:
-        prediction: the run's prediction.
-        rank: the rank of the peak.
-        phase: name of the phase.
-        measured_bytes: highest allocated bytes.
-        elements: elements of the largest micro-batch.
         parts: composition of the peak, if it was analysed.
     """
     found = predicted(prediction, rank, phase, elements)

@@ -131,8 +131,6 @@ def bands(measurements: Iterable[Measurement], figure: str, warm_up: int = 0) ->
     """Return the lowest, median and highest rank at each length, ordered by length.
 
     Args:
-        measurements: measurements of one file.
-        figure: name of the figure in the mapping.
         warm_up: number of first iterations of each length and rank to omit; at least one iteration is kept.
 
     Raises:

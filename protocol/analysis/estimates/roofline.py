@@ -109,10 +109,6 @@ def step_time(
     """Return the time of a step.
 
     Args:
-        work: work of one rank.
-        gpu: the kind of GPU.
-        efficiency: shares of its rates.
-        hosts: hosts of the run; with more than one, collectives are limited to ``network_gbs``.
         network_gbs: GB/s per GPU to other hosts, in one direction (400 Gbit/s: 50).
 
     Raises:

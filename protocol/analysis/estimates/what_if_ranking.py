@@ -50,10 +50,7 @@ def rank(
 
     Args:
         base: the current configuration; in the result only if it is among the options.
-        options: the options to rank.
-        capacity_bytes: memory of the device.
         host_capacity_bytes: memory of the host; None: unknown, any use fits.
-        price_per_gpu_hour: price in any currency.
     """
     known = [_judge(base, one, capacity_bytes, host_capacity_bytes, price_per_gpu_hour) for one in options]
     return sorted(known, key=_order)

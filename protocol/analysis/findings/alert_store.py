@@ -32,8 +32,6 @@ _SEVERITY = {"info": 0, "warning": 1, "error": 2}
 
 
 class _Entry:
-    __slots__ = ("alert", "at", "parts", "restored", "spare")
-
     def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
         self.alert = alert
         self.parts = {_RAISED: alert.text}
@@ -121,17 +119,8 @@ class AlertStore:
         """Raise an alert, or record its repetition or change; return the messages to send now.
 
         Args:
-            now: Seconds since the epoch.
-            kind: See ``ftmon.protocol.messages.control.AlertKind``.
             severity: The severity; that of an active alert never falls.
-            title: One line for a list.
             rule: The detector's rule; stored as ``evidence["rule"]`` and part of the key.
-            rank: The rank concerned; None for several.
-            ranks: All ranks concerned.
-            step: The step of its last occurrence.
-            phase: The phase concerned, if any.
-            text: Meaning and advice.
-            evidence: Figures that support it: plain numbers, strings, lists and maps.
             repeat: True increments its count; False only updates its text and evidence.
         """
         found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
@@ -170,11 +159,7 @@ class AlertStore:
         """Replace title, text and evidence of an alert, active or resolved; return no message if it does not exist.
 
         Args:
-            now: seconds since the epoch.
-            key: the alert's key.
-            title: one line for a list.
             text: its meaning; the text of its resolution is kept.
-            evidence: all its figures.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -188,11 +173,7 @@ class AlertStore:
         """Add evidence (and a sentence) to an alert; return no message if it does not exist.
 
         Args:
-            now: seconds since the epoch.
-            key: the alert's key.
             name: name of the addition; an earlier sentence with this name is replaced.
-            evidence: evidence to add.
-            text: a sentence to add at the end; empty: none.
         """
         entry = self._entries.get(key)
         if entry is None:

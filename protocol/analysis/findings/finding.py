@@ -1,60 +1,10 @@
-"""A finding: a detector's conclusion, as figures. ``analysis.text`` turns it into sentences."""
+"""A finding: a detector's conclusion, as figures. The words of its ``Kind`` turn it into sentences."""
 
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from ...messages.control import Severity
-
-FindingKind = Literal[
-    "nan_loss",
-    "nan_gradient",
-    "diverging_loss",
-    "loss_plateau",
-    "gradient_explosion",
-    "gradient_collapse",
-    "scaler_floor",
-    "scaler_skipping",
-    "input_bound",
-    "recompilation",
-    "gpu_throttling",
-    "gpu_memory_errors",
-    "gpu_xid",
-    "disk_filling",
-    "checkpoint_failed",
-    "spike",
-    "steady_transient",
-    "state_growth",
-    "leak",
-    "straggler",
-    "failure",
-    "ended_early",
-    "died",
-    "launcher_ended",
-    "oom",
-    "oom_failure",
-    "hang",
-    "stopped",
-    "unreachable",
-    "telemetry_lost",
-    "not_recording",
-    "no_step",
-    "messages_refused",
-    "not_notified",
-    "hub_restarted",
-    "recording_damaged",
-    "recording_removed",
-    "not_listening",
-    "missing_ranks",
-    "unhooked",
-    "port_taken",
-    "job_failed",
-    "concurrent_job",
-    "leftover_processes",
-    "hang_action",
-    "unproven_hang",
-]
-"""Stable names: an alert of kind ``health`` has its finding's name as ``evidence["finding"]``."""
 
 State = Literal["raised", "updated", "explained", "added", "resolved"]
 """``updated``: new figures of an unresolved finding. ``explained``: its explanation became known, resolved or not.
@@ -64,10 +14,11 @@ State = Literal["raised", "updated", "explained", "added", "resolved"]
 ResolvedWhy = Literal["calm", "rank_ended", "restarted", "caught", "resumed", "run_ended", "superseded"]
 
 
-class Matter(NamedTuple):
-    """Identity of a condition: all findings with the same matter belong to one alert."""
+class Condition(NamedTuple):
+    """Identity of a condition: all its findings belong to one alert."""
 
-    kind: FindingKind
+    kind: str
+    """Name of its ``Kind``."""
     rank: int | None = None
     phase: str = ""
     key: str = ""
@@ -78,13 +29,14 @@ class Resolution(msgspec.Struct, frozen=True):
 
     why: ResolvedWhy
     number: float = 0
-    """A step, a number of steps, or seconds; see ``analysis.text``."""
+    """A step, a number of steps, or seconds; see ``Kind.resolved``."""
 
 
 class Finding(msgspec.Struct, frozen=True):
     """One conclusion of one detector at one moment."""
 
-    kind: FindingKind
+    kind: str
+    """Name of its ``Kind``."""
     facts: Any
     """The figures that support it: a struct of its detector."""
     state: State = "raised"
@@ -99,17 +51,25 @@ class Finding(msgspec.Struct, frozen=True):
     phase: str = ""
 
     @property
-    def matter(self) -> Matter:
+    def condition(self) -> Condition:
         """Identity of its condition."""
-        return Matter(self.kind, self.rank, self.phase, self.key)
+        return Condition(self.kind, self.rank, self.phase, self.key)
 
 
-def added(matter: Matter, facts: Any) -> Finding:
+def added(condition: Condition, facts: Any) -> Finding:
     """Return a finding that adds facts to a condition."""
-    return Finding(matter.kind, facts, "added", rank=matter.rank, phase=matter.phase, key=matter.key)
+    return Finding(condition.kind, facts, "added", rank=condition.rank, phase=condition.phase, key=condition.key)
 
 
-def resolved(matter: Matter, over: Resolution) -> Finding:
+def resolved(condition: Condition, resolution: Resolution) -> Finding:
     """Return a finding that resolves a condition."""
-    ranks = () if matter.rank is None else (matter.rank,)
-    return Finding(matter.kind, over, "resolved", ranks=ranks, rank=matter.rank, phase=matter.phase, key=matter.key)
+    ranks = () if condition.rank is None else (condition.rank,)
+    return Finding(
+        condition.kind,
+        resolution,
+        "resolved",
+        ranks=ranks,
+        rank=condition.rank,
+        phase=condition.phase,
+        key=condition.key,
+    )

@@ -57,9 +57,6 @@ class DiagnosticRequests:
         """Request a capture of a rank's phase after a spike, for the step in which the next spike is predicted.
 
         Args:
-            t: seconds since the epoch.
-            rank: the rank.
-            phase: the phase.
             steps: the steps with a spike, ascending.
         """
         ranks = self._ranks.setdefault(phase, set())

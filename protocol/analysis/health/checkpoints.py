@@ -6,7 +6,10 @@ Raised at the first failure, updated at each further one, resolved by the next c
 import msgspec
 
 from ...messages.telemetry import Checkpoint, CheckpointFailed
-from ..findings import Finding
+from ...text import sanitize
+from ..findings import Finding, State
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
@@ -55,5 +58,25 @@ class Checkpoints:
         return [_finding(facts, "resolved")] if facts is not None else []
 
 
-def _finding(facts: CheckpointFacts, state: str) -> Finding:
-    return Finding("checkpoint_failed", facts, state, "error", step=facts.step)  # type: ignore[arg-type]
+def _finding(facts: CheckpointFacts, state: State) -> Finding:
+    return Finding("checkpoint_failed", facts, state, "error", step=facts.step)
+
+
+def _checkpoint(finding: Finding) -> Words:
+    facts: CheckpointFacts = finding.facts
+    error, path = sanitize(facts.error, 120), sanitize(facts.path, 160)
+    again = f"{facts.failures} checkpoints in a row" if facts.failures > 1 else "a checkpoint"
+    kept = f"The newest complete one is {sanitize(facts.kept, 160)}." if facts.kept else "There is no complete one."
+    return Words(
+        f"{again} could not be written, at step {facts.step}: {error}",
+        f"{path}: {error}. Training continues. {kept} What was trained since then is lost if the run ends now.",
+        "Free space on that disk, or make its folder writable again; the next checkpoint is tried as planned.",
+        "A later checkpoint is complete.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "kept": Shown("what is kept"),
+}
+
+KINDS = (Kind("checkpoint_failed", CheckpointFacts, _checkpoint, shown=_SHOWN, lasting=True),)

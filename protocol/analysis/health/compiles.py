@@ -9,7 +9,10 @@ without a recompilation.
 import msgspec
 
 from ...messages.health import Compiles
-from ..findings import Finding
+from ...text import counted, duration, sanitize
+from ..findings import Finding, State
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
 
 RECOMPILES = 4
 WARM_UP = 1
@@ -31,8 +34,6 @@ class CompileFacts(msgspec.Struct, frozen=True):
 
 
 class _Function:
-    __slots__ = ("count", "limit", "raised", "ranks", "reason", "seconds", "since", "step")
-
     def __init__(self, step: int) -> None:
         self.count: dict[int, int] = {}
         self.seconds = 0.0
@@ -87,9 +88,42 @@ class Recompilation:
         return found
 
 
-def _finding(name: str, function: _Function, state: str) -> Finding:
+def _finding(name: str, function: _Function, state: State) -> Finding:
     facts = CompileFacts(
         name, max(function.count.values()), function.seconds, function.reason, function.since, function.limit
     )
     ranks = tuple(sorted(function.ranks))
-    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)  # type: ignore[arg-type]
+    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)
+
+
+def _recompilation(finding: Finding) -> Words:
+    facts: CompileFacts = finding.facts
+    why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
+    limit = (
+        " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
+        if facts.limit_reached
+        else ""
+    )
+    return Words(
+        f"torch.compile keeps recompiling {facts.function}: {counted(facts.recompiles, 'time')}",
+        f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
+        "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
+        "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
+        "It has not been recompiled since.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "recompiles": Shown("recompilations"),
+    "seconds": Shown("time spent", "s"),
+}
+
+KINDS = (
+    Kind(
+        "recompilation",
+        CompileFacts,
+        _recompilation,
+        shown=_SHOWN,
+        limits={f"recompilations of a function after step {WARM_UP}": str(RECOMPILES)},
+    ),
+)

@@ -15,7 +15,10 @@ import msgspec
 
 from ...messages.health import DataLoaderInfo
 from ...messages.telemetry import Hello, Step
+from ...text import counted
 from ..findings import Finding
+from ..findings.kind import HIDDEN, Kind, Shown
+from ..text.words import Words
 
 WINDOW = 80
 WARM_UP = 5
@@ -46,8 +49,6 @@ class DataWaitFacts(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("cuda", "loader", "steps", "window")
-
     def __init__(self) -> None:
         self.cuda = False
         self.loader: DataLoaderInfo | None = None
@@ -184,3 +185,89 @@ def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float
         return 0
     cost = wait_us if loader.workers == 0 else loader.workers * step_us
     return int(-(-cost // compute)) + (loader.workers == 0)
+
+
+_MOST_WORKERS = 64
+"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
+
+
+def _input(finding: Finding) -> Words:
+    facts: DataWaitFacts = finding.facts
+    of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
+    return Words(
+        f"waits for data {facts.share:.0%} of each step{of}",
+        f"Waiting for the next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of "
+        f"{facts.window_steps} steps){_loader(facts)}.",
+        _loader_remedy(facts),
+        "Data arrives in time again.",
+    )
+
+
+def _loader(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return ""
+    pinned = "pinned" if loader.pin_memory else "not pinned"
+    ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
+    return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
+
+
+def _loader_remedy(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return (
+            "Load data in advance: a DataLoader with num_workers, or a prefetching thread; or prepare "
+            "(tokenize, decode) the data once, before the run."
+        )
+    parts: list[str] = []
+    most = loader.cpus or _MOST_WORKERS
+    if not facts.workers_needed:
+        pass
+    elif facts.workers_needed <= most:
+        parts.append(
+            f"num_workers={max(facts.workers_needed, loader.workers + 1)} would hide the wait, if workers scale"
+        )
+    else:
+        few = facts.workers_needed <= 2 * most
+        needed = f"about {facts.workers_needed}" if few else f"more than {2 * most}"
+        cpus = f", but this rank may use {counted(loader.cpus, 'CPU')}" if loader.cpus else ""
+        parts.append(
+            f"hiding it takes {needed} workers{cpus}: make each sample cheaper (tokenize or decode once, before the "
+            "run)"
+        )
+    if not loader.workers and not parts:
+        parts.append("num_workers above 0 loads batches in the background")
+    if loader.workers and loader.prefetch_factor < 4:
+        parts.append("a higher prefetch_factor evens out samples that differ in cost")
+    if loader.workers and not loader.persistent_workers:
+        parts.append("persistent_workers=True avoids restarting them at each epoch")
+    if facts.cuda and not loader.pin_memory:
+        parts.append("pin_memory=True with non_blocking copies overlaps the copy with the step")
+    text = "; ".join(parts)
+    return f"Try: {text}." if text else "Make each sample cheaper."
+
+
+_SHOWN: dict[str, Shown] = {
+    "ranks_bound": Shown("ranks that wait for data"),
+    "share": Shown("share of the step", "share"),
+    "wait_ms": Shown("waited for data", "ms"),
+    "loader": Shown("data loader"),
+    "prefetch_factor": Shown("batches loaded ahead"),
+    "pin_memory": Shown("pinned memory"),
+    "cpus": Shown("processors per rank"),
+    "cuda": HIDDEN,
+}
+
+KINDS = (
+    Kind(
+        "input_bound",
+        DataWaitFacts,
+        _input,
+        shown=_SHOWN,
+        limits={
+            "wait, of the step": f"{SHARE:.0%}",
+            "wait a step": f"{LEAST_US / 1000:g} ms",
+            "window": f"{WINDOW} steps, and {FEWEST_PARTS} of its {WINDOW // EVERY} parts",
+        },
+    ),
+)

@@ -14,13 +14,19 @@ Resolved if none of these has held for ``CALM_S``.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
+from ...messages.control import Severity
 from ...messages.health import DiskSpace, Volume
-from ..findings import Finding
+from ...text import duration, gib, sanitize
+from ..findings import Finding, State
+from ..findings.detector import Detector, Handler
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
 
 KEPT_S = 900.0
 LEAST_S = 8.0
@@ -58,11 +64,38 @@ class DiskFacts(msgspec.Struct, frozen=True):
     burst_bytes: int = 0
 
 
+def _disk(finding: Finding) -> Words:
+    facts: DiskFacts = finding.facts
+    left = f"{gib(facts.free_bytes)} of {gib(facts.total_bytes)} left"
+    where = f"{sanitize(facts.path, 120)} ({facts.use}) on {facts.host}"
+    if facts.why == "rate" and facts.full_in_s is not None:
+        title = f"disk full in {duration(facts.full_in_s)} at {gib(facts.bytes_per_s * 60)}/min: {where}"
+    elif facts.why == "next write":
+        title = f"the next checkpoint will not fit, {left}: {where}"
+    else:
+        title = f"disk nearly full, {left}: {where}"
+    burst = f" The largest single write was {gib(facts.burst_bytes)}, more than is left." if facts.burst_bytes else ""
+    return Words(
+        title,
+        f"{left}.{burst} Most trainings end if a checkpoint or a log cannot be written.",
+        "Free space there, keep fewer checkpoints (save_total_limit), or have them written elsewhere.",
+        "There is enough free space again.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "use": Shown("used for"),
+    "total_bytes": Shown("in total", "bytes"),
+    "bytes_per_s": Shown("written", "bytes/s"),
+    "burst_bytes": Shown("next checkpoint", "bytes"),
+}
+
+
 class _Volume:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
         self.facts: DiskFacts | None = None
-        self.severity: Literal["warning", "error"] = "warning"
+        self.severity: Severity = "warning"
         self.calm_since: float | None = None
         self.sent = 0.0
         self.bursts: list[int] = []
@@ -136,11 +169,28 @@ class _Volume:
         return min(self.samples, key=lambda one: abs(one[0] - t))[1]
 
 
-class Disks:
+class Disks(Detector):
     """Judges every volume of every host of a run."""
+
+    kinds = (
+        Kind(
+            "disk_filling",
+            DiskFacts,
+            _disk,
+            shown=_SHOWN,
+            limits={
+                "full at the present rate": f"within {HORIZON_S / 60:g} min",
+                "free": f"below {LOW_SHARE:.0%} and {gib(LOW_BYTES, 0)}",
+            },
+        ),
+    )
 
     def __init__(self) -> None:
         self._volumes: dict[tuple[str, str], _Volume] = {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {DiskSpace: self.space}
 
     def space(self, message: DiskSpace) -> list[Finding]:
         """Process one measurement of a host's volumes."""
@@ -159,7 +209,7 @@ class Disks:
         volume.calm_since = None
         gone = one.free_bytes < min(NONE_BYTES, one.total_bytes // 100)
         soon = facts.full_in_s is not None and facts.full_in_s < 120
-        severity: Literal["warning", "error"] = "error" if gone or soon or volume.severity == "error" else "warning"
+        severity: Severity = "error" if gone or soon or volume.severity == "error" else "warning"
         fresh, worse = volume.facts is None, severity != volume.severity
         volume.severity = severity
         if not fresh and not worse and t - volume.sent < 30:
@@ -198,5 +248,5 @@ def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None
     return None
 
 
-def _finding(facts: DiskFacts, state: str, severity: str) -> Finding:
-    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")  # type: ignore[arg-type]
+def _finding(facts: DiskFacts, state: State, severity: Severity) -> Finding:
+    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")

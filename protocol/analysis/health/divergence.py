@@ -35,7 +35,9 @@ from typing import Literal
 import msgspec
 
 from ...messages.control import Severity
-from ..findings import Finding
+from ..findings import Finding, State
+from ..findings.kind import HIDDEN, Kind, Shown
+from ..text.words import Words, number
 from .joined import JoinedStep
 from .levels import BLOCK, Block, Levels
 from .recent import median, spread, tail
@@ -289,5 +291,55 @@ class Divergence:
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 
 
-def _finding(facts: DivergenceFacts, state: str, severity: Severity, step: int | None) -> Finding:
-    return Finding("diverging_loss", facts, state, severity, step=step)  # type: ignore[arg-type]
+def _finding(facts: DivergenceFacts, state: State, severity: Severity, step: int | None) -> Finding:
+    return Finding("diverging_loss", facts, state, severity, step=step)
+
+
+def _divergence(finding: Finding) -> Words:
+    facts: DivergenceFacts = finding.facts
+    what = "loss has risen to" if finding.severity == "info" else "loss is diverging:"
+    if facts.rollouts:
+        why = " The run trains on its own rollouts: the loss of a policy or value model may rise as rewards do."
+    elif facts.stepped:
+        why = " It rose at once and has not fallen since: other data, or a divergence."
+    else:
+        why = ""
+    return Words(
+        f"{what} {number(facts.loss)}, was {number(facts.lowest)} at step {facts.lowest_step}",
+        f"Since about step {facts.since_step} the loss (median of 8 steps, mean over ranks) has been at "
+        f"{number(facts.loss)}, against {number(facts.lowest)} at the lowest of the {facts.steps} steps before; single "
+        f"steps scatter by {number(facts.noise)}. The run began at {number(facts.first_loss)}.{why} Learning rate "
+        f"{number(facts.lr)}, gradient norm {number(facts.grad_norm)}.",
+        f"If the data changed at step {facts.since_step} (curriculum, another task or shard), check the data first; "
+        "otherwise resume from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient "
+        "clipping.",
+        "The loss has fallen again.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "lowest": Shown("lowest loss"),
+    "lowest_step": Shown("lowest at step"),
+    "noise": Shown("noise of the loss"),
+    "grad_norm": Shown("gradient norm"),
+    "lr": Shown("learning rate"),
+    "rollouts": HIDDEN,
+    "stepped": HIDDEN,
+}
+
+KINDS = (
+    Kind(
+        "diverging_loss",
+        DivergenceFacts,
+        _divergence,
+        shown=_SHOWN,
+        limits={
+            "rise above the spread of single steps": f"{NOISE:g} times",
+            "rise above the spread between blocks": f"{BLOCK_NOISE:g} times",
+            "rise above the lowest level": f"{SHARE_OF_LEVEL:.0%}",
+            "rise, of what the run had gained": f"{SHARE_OF_GAIN:.0%}",
+            "checks in a row, rising": f"{RISING_LOOKS} (one every {EVERY} steps)",
+            "checks in a row, staying": str(STAYING_LOOKS),
+        },
+    ),
+)

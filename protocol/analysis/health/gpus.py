@@ -8,14 +8,20 @@
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from ...messages.control import Severity
 from ...messages.health import DeviceHealth, Xid
 from ...messages.telemetry import DeviceSample
+from ...text import counted, sanitize
 from ..findings import Finding
-from .xids import IGNORED, meaning
+from ..findings.detector import Detector, Handler
+from ..findings.kind import Kind, Shown
+from ..text.words import Words
+from .xids import IGNORED, meaning, of_the_program
 
 WINDOW_S = 20.0
 FEWEST = 10
@@ -59,6 +65,77 @@ class XidFacts(msgspec.Struct, frozen=True):
     meaning: str
 
 
+def _gpu(facts: DeviceFacts) -> str:
+    return f"GPU {facts.index} of {facts.host}"
+
+
+def _throttling(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    others = f" (the host's other GPUs: {facts.others_sm_clock_mhz})" if facts.others_sm_clock_mhz else ""
+    figures = [
+        *([f"{facts.temperature_c:.0f} °C"] if facts.temperature_c is not None else []),
+        *([f"{facts.power_w:.0f} W"] if facts.power_w is not None else []),
+        *([f"SM clock {facts.sm_clock_mhz} MHz{others}"] if facts.sm_clock_mhz else []),
+    ]
+    seen = f": {', '.join(figures)}" if figures else ""
+    return Words(
+        f"{_gpu(facts)} is throttled: {', '.join(facts.reasons)}",
+        f"For most of the last 20 s its clock was reduced while computing{seen}.",
+        "Heat: check fans, air flow and neighbouring cards. Power brake or hardware slowdown: check the power supply "
+        "and its cables. The whole run is as slow as its slowest GPU.",
+        "It is no longer throttled.",
+    )
+
+
+def _memory_errors(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    parts: list[str] = []
+    if facts.uncorrected:
+        new = f", {facts.new_errors} of them during this run" if facts.new_errors else ", none of them during this run"
+        errors = counted(facts.uncorrected, "uncorrectable ECC error")
+        parts.append(f"{errors} since its driver was loaded{new}")
+    if facts.remap_failed:
+        parts.append("a memory row could not be remapped")
+    if facts.remap_pending:
+        parts.append("a memory row waits to be remapped at the next reset")
+    wrong = " Results computed with it cannot be trusted." if facts.new_errors or facts.remap_failed else ""
+    return Words(
+        f"{_gpu(facts)} has memory errors: {parts[0] if parts else 'none'}",
+        f"{'; '.join(parts)}.{wrong}",
+        "Drain the host and reset the GPU (nvidia-smi -r); if errors recur, or remapping failed, have it replaced.",
+        "NVML reports no errors any more.",
+    )
+
+
+def _xid(finding: Finding) -> Words:
+    facts: XidFacts = finding.facts
+    where = f"GPU {facts.index} of {facts.host}" if facts.index >= 0 else f"{facts.bus or 'a GPU'} of {facts.host}"
+    again = f", {facts.count} times" if facts.count > 1 else ""
+    line = f' The driver\'s line: "{sanitize(facts.text, 300)}".' if facts.text else ""
+    remedy = (
+        "Run with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, to find the kernel."
+        if of_the_program(facts.code)
+        else "Drain the host, reset the GPU (nvidia-smi -r) or reboot, and have it tested (dcgmi diag -r 3)."
+    )
+    return Words(f"XID {facts.code} on {where}{again}: {facts.meaning}", f"{facts.meaning}.{line}", remedy)
+
+
+_SHOWN: dict[str, Shown] = {
+    "index": Shown("GPU"),
+    "bus": Shown("PCI bus"),
+    "code": Shown("XID"),
+    "reasons": Shown("slowed by"),
+    "temperature_c": Shown("temperature", "°C"),
+    "power_w": Shown("power", "W"),
+    "power_limit_w": Shown("power limit", "W"),
+    "sm_clock_mhz": Shown("clock", "MHz"),
+    "others_sm_clock_mhz": Shown("the others' clock", "MHz"),
+    "uncorrected": Shown("uncorrected errors"),
+    "remap_pending": Shown("a row remap is pending"),
+    "remap_failed": Shown("a row remap failed"),
+}
+
+
 class _Gpu:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, bool, bool, tuple[str, ...]]] = deque()
@@ -72,12 +149,28 @@ class _Gpu:
         return self.last is not None and (self.last.utilization_percent or 0.0) >= BUSY_PERCENT
 
 
-class Gpus:
+class Gpus(Detector):
     """Judges every GPU of every host of a run."""
+
+    kinds = (
+        Kind(
+            "gpu_throttling",
+            DeviceFacts,
+            _throttling,
+            shown=_SHOWN,
+            limits={"throttled while computing": f"half of {WINDOW_S:g} s"},
+        ),
+        Kind("gpu_memory_errors", DeviceFacts, _memory_errors),
+        Kind("gpu_xid", XidFacts, _xid, lasting=True),
+    )
 
     def __init__(self) -> None:
         self._gpus: dict[tuple[str, int], _Gpu] = {}
         self._xids: dict[tuple[str, str, int], int] = {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {DeviceSample: self.sample, DeviceHealth: self.health, Xid: self.xid}
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
         """Check one sample for throttling."""
@@ -93,29 +186,13 @@ class Gpus:
         hindered = [one for one in gpu.samples if one[2]]
         busy = sum(one[1] for one in gpu.samples)
         bad = count >= FEWEST and 2 * len(hindered) >= count and 2 * busy >= count
-        over = count >= FEWEST and not hindered
+        is_over = count >= FEWEST and not hindered
         facts = self._facts(sample, reasons=hindered[-1][3] if hindered else ())
-        return self._settle("gpu_throttling", gpu, facts, bad, over, "warning")
+        return self._change("gpu_throttling", gpu, facts, bad, is_over, "warning")
 
     def health(self, message: DeviceHealth) -> list[Finding]:
         """Check NVML's figures of a GPU's memory."""
         gpu = self._gpus.setdefault((message.host, message.index), _Gpu())
-        return self._memory(message, gpu)
-
-    def xid(self, message: Xid) -> list[Finding]:
-        """Process an error reported by the driver."""
-        if message.code in IGNORED:
-            return []
-        gpu = message.bus or str(message.index)
-        key = message.host, gpu, message.code
-        self._xids[key] = count = self._xids.get(key, 0) + 1
-        what, severity = meaning(message.code)
-        facts = XidFacts(message.host, message.code, message.index, message.bus, count, message.text, what)
-        state: State = "raised" if count == 1 else "updated"
-        name = f"{message.host}:{gpu}:{message.code}"
-        return [Finding("gpu_xid", facts, state, severity, key=name)]
-
-    def _memory(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
         errors = message.ecc_uncorrected
         if gpu.first_errors is None:
             gpu.first_errors = errors
@@ -130,7 +207,20 @@ class Gpus:
             remap_failed=message.remap_failed,
         )
         severity: Literal["warning", "error"] = "error" if new or message.remap_failed else "warning"
-        return self._settle("gpu_memory_errors", gpu, facts, bad, not bad, severity)
+        return self._change("gpu_memory_errors", gpu, facts, bad, not bad, severity)
+
+    def xid(self, message: Xid) -> list[Finding]:
+        """Process an error reported by the driver."""
+        if message.code in IGNORED:
+            return []
+        gpu = message.bus or str(message.index)
+        key = message.host, gpu, message.code
+        self._xids[key] = count = self._xids.get(key, 0) + 1
+        what, severity = meaning(message.code)
+        facts = XidFacts(message.host, message.code, message.index, message.bus, count, message.text, what)
+        state: State = "raised" if count == 1 else "updated"
+        name = f"{message.host}:{gpu}:{message.code}"
+        return [Finding("gpu_xid", facts, state, severity, key=name)]
 
     def _facts(self, sample: DeviceSample | None, health: DeviceHealth | None = None, **fields: Any) -> DeviceFacts:
         host, index = (health.host, health.index) if health is not None else ("", 0)
@@ -158,14 +248,16 @@ class Gpus:
         )
 
     @staticmethod
-    def _settle(kind: Any, gpu: _Gpu, facts: DeviceFacts, bad: bool, over: bool, severity: Any) -> list[Finding]:
+    def _change(
+        kind: str, gpu: _Gpu, facts: DeviceFacts, bad: bool, is_over: bool, severity: Severity
+    ) -> list[Finding]:
         """Return the finding that a condition is new, has changed, or is over; an empty list otherwise."""
         known = gpu.standing.get(kind)
         key = f"{facts.host}:{facts.index}"
         if bad and (known is None or _figures(kind, known) != _figures(kind, facts)):
             gpu.standing[kind] = facts
             return [Finding(kind, facts, "updated" if known is not None else "raised", severity, key=key)]
-        if over and known is not None:
+        if is_over and known is not None:
             del gpu.standing[kind]
             return [Finding(kind, known, "resolved", severity, key=key)]
         return []

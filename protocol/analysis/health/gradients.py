@@ -15,7 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from ..findings import Finding
+from ..findings import Finding, State
+from ..findings.kind import Kind, Shown
+from ..text.words import Words, number
 from .joined import JoinedStep
 from .recent import median, spread
 
@@ -88,7 +90,7 @@ class _Explosion:
         usual = steps and self.peak < peak + math.log(RATIO_AGAIN) and self.steps < 2 * steps
         return [] if len(high) < EXPLODED_STEPS or usual else high
 
-    def over(self) -> None:
+    def end(self) -> None:
         """End the detected explosion; keep its height and length as usual for this run."""
         peak, steps = self.returned
         self.returned = max(peak, self.peak), max(steps, self.steps)
@@ -203,10 +205,59 @@ class Gradients:
                 del self._standing[way]
                 found.append(_finding(way, facts, "resolved", row.step))
                 if way == "up":
-                    self._up.over()
+                    self._up.end()
         return found
 
 
-def _finding(way: str, facts: GradientFacts, state: str, step: int | None) -> Finding:
+def _finding(way: str, facts: GradientFacts, state: State, step: int | None) -> Finding:
     kind = "gradient_explosion" if way == "up" else "gradient_collapse"
-    return Finding(kind, facts, state, "warning", step=step)  # type: ignore[arg-type]
+    return Finding(kind, facts, state, "warning", step=step)
+
+
+def _gradient(finding: Finding) -> Words:
+    facts: GradientFacts = finding.facts
+    rate = f" Loss {number(facts.loss)}, learning rate {number(facts.lr)}."
+    if finding.kind == "gradient_explosion":
+        return Words(
+            f"gradient norm {number(facts.grad_norm)}, usually {number(facts.usual)}",
+            f"Since step {facts.since_step} it was {facts.ratio:.0f} times its usual size in {facts.steps} "
+            f"steps (before clipping).{rate}",
+            "Lower the learning rate or clip gradients at a small multiple of the usual norm; a rise in loss that "
+            "follows calls for a checkpoint before that step.",
+            "The norm is back to normal.",
+        )
+    return Words(
+        f"gradient norm has collapsed to {number(facts.grad_norm)}, usually {number(facts.usual)}",
+        f"Since step {facts.since_step}, for {facts.steps} steps in a row, the parameters have received almost no "
+        f"gradient.{rate}",
+        "Check for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
+        "frozen during the run, fp16 gradients that underflow (use a loss scale, or bf16).",
+        "The norm is back to normal.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "usual": Shown("usual gradient norm"),
+}
+
+KINDS = (
+    Kind(
+        "gradient_explosion",
+        GradientFacts,
+        _gradient,
+        shown=_SHOWN,
+        limits={
+            f"above the median of {REFERENCE} steps": f"{RATIO:g} times",
+            "in how many steps": f"{EXPLODED_STEPS} of {EXPLODED_WINDOW}",
+        },
+    ),
+    Kind(
+        "gradient_collapse",
+        GradientFacts,
+        _gradient,
+        limits={
+            f"of the median of {REFERENCE} steps": f"below {COLLAPSE:g}",
+            "in how many steps": f"{COLLAPSED_STEPS} in a row",
+        },
+    ),
+)

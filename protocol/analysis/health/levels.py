@@ -15,8 +15,6 @@ is lower at a lower rate, as with cycles and warm restarts."""
 class Block:
     """``BLOCK`` consecutive steps."""
 
-    __slots__ = ("end", "largest_rise", "level", "lr", "residuals", "step")
-
     def __init__(self, values: list[float], step: int, end: int, lr: float | None) -> None:
         self.step = step
         """Number of its first step."""

@@ -3,15 +3,19 @@
 A rank's hello from another process starts another job of the run and resets all detectors that use steps.
 """
 
-from ...messages.health import Compiles, DeviceHealth, DiskSpace, Xid
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...messages.health import Compiles
 from ...messages.telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
 from ..findings import Finding
+from ..findings.detector import Detector, Handler
+from ..findings.kind import Kind
+from . import checkpoints, compiles, data_wait, divergence, gradients, nonfinite, plateau, scaler
 from .checkpoints import Checkpoints
 from .compiles import Recompilation
 from .data_wait import DataWait
-from .disks import Disks
 from .divergence import Divergence
-from .gpus import Gpus
 from .gradients import Gradients
 from .joined import Join
 from .nonfinite import NonFinite
@@ -19,8 +23,20 @@ from .plateau import Plateau
 from .scaler import FLOOR, Scaler
 
 
-class HealthMonitor:
-    """The detectors of one run."""
+class HealthMonitor(Detector):
+    """The detectors of one run that compare steps."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        *nonfinite.KINDS,
+        *divergence.KINDS,
+        *plateau.KINDS,
+        *gradients.KINDS,
+        *scaler.KINDS,
+        *data_wait.KINDS,
+        *compiles.KINDS,
+        *checkpoints.KINDS,
+    )
+    replays = (Hello, Plan, Step, Checkpoint, CheckpointFailed)
 
     def __init__(self) -> None:
         self._join = Join()
@@ -30,9 +46,20 @@ class HealthMonitor:
         self._data_wait = DataWait()
         self._compiles = Recompilation()
         self._checkpoints = Checkpoints()
-        self._gpus, self._disks = Gpus(), Disks()
         self._processes: dict[int, tuple[int, int]] = {}
         self._precision = ""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {
+            Hello: self.hello,
+            Plan: self.plan,
+            Step: self.step,
+            DeviceSample: self.sample,
+            Compiles: self._compiles.compiles,
+            Checkpoint: self._checkpoints.complete,
+            CheckpointFailed: self._checkpoints.failed,
+        }
 
     def hello(self, hello: Hello) -> list[Finding]:
         """Register a rank; a new process of a known rank starts another job."""
@@ -49,11 +76,11 @@ class HealthMonitor:
         self._data_wait.hello(hello)
         return found
 
-    def drop(self, rank: int) -> list[Finding]:
+    def rank_ended(self, rank: int) -> list[Finding]:
         """Stop waiting for a rank that ended, and comparing with it."""
         self._join.drop(rank)
         self._data_wait.drop(rank)
-        return self._losses.settle(self._join.ranks) + self._norms.settle(self._join.ranks)
+        return self._losses.raise_complete(self._join.ranks) + self._norms.raise_complete(self._join.ranks)
 
     def plan(self, plan: Plan) -> list[Finding]:
         """Record the planned number of steps."""
@@ -75,33 +102,9 @@ class HealthMonitor:
                 found += self._compiles.step(row.step)
         return found
 
-    def compiles(self, message: Compiles) -> list[Finding]:
-        """Process a rank's compilations."""
-        return self._compiles.compiles(message)
-
-    def checkpoint(self, message: Checkpoint) -> list[Finding]:
-        """Process a complete checkpoint."""
-        return self._checkpoints.complete(message)
-
-    def checkpoint_failed(self, message: CheckpointFailed) -> list[Finding]:
-        """Process a checkpoint that could not be written."""
-        return self._checkpoints.failed(message)
-
     def sample(self, sample: DeviceSample) -> list[Finding]:
-        """Process a device's sample; also raise delayed findings, because samples arrive every second."""
-        return [*self._losses.tick(sample.time), *self._norms.tick(sample.time), *self._gpus.sample(sample)]
-
-    def device(self, message: DeviceHealth) -> list[Finding]:
-        """Process a GPU's memory faults."""
-        return self._gpus.health(message)
-
-    def xid(self, message: Xid) -> list[Finding]:
-        """Process a driver error."""
-        return self._gpus.xid(message)
-
-    def disks(self, message: DiskSpace) -> list[Finding]:
-        """Process the free space of a host's disks."""
-        return self._disks.space(message)
+        """Raise delayed findings: samples arrive every second."""
+        return [*self._losses.tick(sample.time), *self._norms.tick(sample.time)]
 
     def _reset(self) -> list[Finding]:
         self._join = Join()

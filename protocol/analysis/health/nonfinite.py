@@ -14,7 +14,10 @@ from typing import Literal
 import msgspec
 
 from ...messages.telemetry import Step
+from ...text import all_ranks
 from ..findings import Finding
+from ..findings.kind import Kind, Shown
+from ..text.words import Words, number
 
 CLEAN_STEPS = 20
 WAIT_SECONDS = 5.0
@@ -90,8 +93,6 @@ class NonFinite:
         """Process one rank's step.
 
         Args:
-            step: the step.
-            precision: precision of the training.
             ranks: ranks that still train; the finding waits for their reports of its step.
         """
         rank = self._ranks.get(step.rank)
@@ -111,9 +112,9 @@ class NonFinite:
                 found = self._clean(rank, precision)
         elif not step.overflow:
             found = self._bad(step, rank, value, precision)
-        return found if self._case is None else found + self.settle(ranks)
+        return found if self._case is None else found + self.raise_complete(ranks)
 
-    def settle(self, ranks: Collection[int]) -> list[Finding]:
+    def raise_complete(self, ranks: Collection[int]) -> list[Finding]:
         """Raise a delayed finding if all of ``ranks`` have reported its step."""
         case = self._case
         if case is None or case.raised:
@@ -193,3 +194,58 @@ class NonFinite:
 
 def _good(rank: _Rank) -> tuple[int | None, float | None, float | None]:
     return rank.good[-1] if rank.good else None, rank.loss, rank.grad_norm
+
+
+def _nan(finding: Finding) -> Words:
+    facts: NonFiniteFacts = finding.facts
+    what = "loss" if finding.kind == "nan_loss" else "gradient norm"
+    who = all_ranks(facts.first_ranks)
+    value = "NaN" if facts.value == "nan" else "infinite"
+    if facts.last_good_step is None:
+        good = f"Rank {facts.first_rank} had no finite one before"
+    else:
+        norm = f", gradient norm {number(facts.last_good_grad_norm)}" if facts.last_good_grad_norm is not None else ""
+        loss = number(facts.last_good_loss)
+        good = f"The last good step of rank {facts.first_rank} was {facts.last_good_step}: loss {loss}{norm}"
+    others = ""
+    if facts.ranks_total > 1 and facts.finite_elsewhere:
+        others = f" Other ranks were finite in that step, so it came from the batch or device of {who}."
+    elif set(finding.ranks) > set(facts.first_ranks):
+        others = f" Since then: {all_ranks(finding.ranks)}."
+    if finding.kind == "nan_loss":
+        remedy = (
+            "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that "
+            "batch (labels all masked, empty rows, values out of range), lower the learning rate or lengthen its "
+            "warm-up, clip gradients; torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+    else:
+        remedy = (
+            "Clip gradients, and skip updates whose norm is not finite; check that batch. The usual cause is a "
+            "division or a logarithm near zero; torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+    if facts.precision == "fp16":
+        remedy += " bf16 has a larger range than fp16."
+    return Words(
+        f"{value} {what} on {who} since step {facts.first_step}",
+        f"{good}, learning rate {number(facts.lr)}.{others}",
+        remedy,
+        "It has been finite on every rank since.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "last_good_loss": Shown("last finite loss"),
+    "last_good_step": Shown("last finite step"),
+    "last_good_grad_norm": Shown("last finite gradient norm"),
+    "first_step": Shown("first at step"),
+    "first_rank": Shown("first on", "rank"),
+    "first_ranks": Shown("first on ranks"),
+    "ranks_total": Shown("of ranks"),
+    "finite_elsewhere": Shown("finite on other ranks"),
+}
+
+_LIMITS = {"finite steps on every rank that resolve it": str(CLEAN_STEPS)}
+KINDS = (
+    Kind("nan_loss", NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS),
+    Kind("nan_gradient", NonFiniteFacts, _nan, limits=_LIMITS),
+)

@@ -12,6 +12,8 @@ Resolved if the level falls by 1 %.
 import msgspec
 
 from ..findings import Finding
+from ..findings.kind import Kind
+from ..text.words import Words, number
 from .joined import JoinedStep
 from .recent import median, spread
 
@@ -123,3 +125,36 @@ class Plateau:
     def _in_tail(self, row: JoinedStep) -> bool:
         tail = self._lr is not None and self._lr < TAIL * self._top_lr
         return tail or (self.total_steps > 0 and row.step > PLAN_SHARE * self.total_steps)
+
+
+def _plateau(finding: Finding) -> Words:
+    facts: PlateauFacts = finding.facts
+    if facts.never_fell:
+        return Words(
+            f"the loss has not fallen since the start: {number(facts.loss)}",
+            f"After {facts.since_step + facts.steps - 1} steps it is at {number(facts.loss)}; it began at "
+            f"{number(facts.first_loss)}. Learning rate {number(facts.lr)}.",
+            "Check that the parameters are trained at all (requires_grad, the optimizer's parameter groups, a nonzero "
+            "learning rate), and that labels are not all masked, or shuffled relative to their inputs.",
+            "The loss falls.",
+        )
+    return Words(
+        f"the loss has been flat at {number(facts.loss)} for {facts.steps} steps",
+        f"Since step {facts.since_step} it changed by {number(-facts.improvement)}. Learning rate {number(facts.lr)}, "
+        "not in the tail of its schedule.",
+        "Evaluate whether more steps are worth their cost; a change of the learning rate can end a plateau.",
+        "The loss falls again.",
+    )
+
+
+KINDS = (
+    Kind(
+        "loss_plateau",
+        PlateauFacts,
+        _plateau,
+        limits={
+            "change between the halves of the window": f"below {FLAT:.1%}",
+            "window": f"the last {WINDOW_SHARE:.0%} of the run, {FEWEST_STEPS:,} steps at least",
+        },
+    ),
+)

@@ -10,7 +10,9 @@ from collections import deque
 
 import msgspec
 
-from ..findings import Finding
+from ..findings import Finding, State
+from ..findings.kind import Kind, Shown
+from ..text.words import Words, number
 from .joined import JoinedStep
 
 WINDOW = 30
@@ -90,6 +92,45 @@ class Scaler:
         return []
 
 
-def _finding(kind: str, facts: ScalerFacts, state: str, step: int | None) -> Finding:
+def _finding(kind: str, facts: ScalerFacts, state: State, step: int | None) -> Finding:
     severity = "error" if kind == "scaler_floor" else "warning"
-    return Finding(kind, facts, state, severity, step=step)  # type: ignore[arg-type]
+    return Finding(kind, facts, state, severity, step=step)
+
+
+def _scaler(finding: Finding) -> Words:
+    facts: ScalerFacts = finding.facts
+    scale = f"at a loss scale of {number(facts.loss_scale)}" if facts.loss_scale is not None else "by the loss scaler"
+    counted = f"{facts.skipped} of the last {facts.window} updates were skipped {scale}"
+    remedy = (
+        "Use bf16 where the device has it; otherwise look for the operation that overflows in fp16 (attention scores, "
+        "a loss summed over tokens) and compute it in fp32, lower the learning rate, clip gradients."
+    )
+    if finding.kind == "scaler_floor":
+        return Words(
+            f"loss scale is at its floor, {number(facts.loss_scale)}, and updates still overflow",
+            f"{counted}, {facts.skipped_in_all} in all. The scale cannot go lower: the gradients themselves are "
+            "infinite, and the run does not learn.",
+            remedy,
+            "Updates are applied again.",
+        )
+    return Words(
+        f"the loss scaler skips updates: {facts.skipped} of the last {facts.window}",
+        f"{counted}, since step {facts.since_step}, {facts.skipped_in_all} in all. A stable loss scaler skips about "
+        "one update in a thousand.",
+        remedy,
+        "Updates are applied again.",
+    )
+
+
+_SHOWN: dict[str, Shown] = {
+    "floor": Shown("lowest loss scale"),
+    "skipped": Shown("steps skipped"),
+    "skipped_in_all": Shown("steps skipped so far"),
+    "window": Shown("measured over", "steps"),
+}
+
+_LIMITS = {"updates skipped": f"{SKIPPED} of {WINDOW}"}
+KINDS = (
+    Kind("scaler_floor", ScalerFacts, _scaler, shown=_SHOWN, limits=_LIMITS),
+    Kind("scaler_skipping", ScalerFacts, _scaler, limits=_LIMITS),
+)

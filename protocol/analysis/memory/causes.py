@@ -88,8 +88,6 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
     """Group blocks by their allocating stack.
 
     Args:
-        trace: the entries.
-        blocks: some of its allocations.
         kept_counts: order by all bytes, as for a leak, not by transient bytes.
 
     Returns:

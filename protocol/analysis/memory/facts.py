@@ -1,4 +1,4 @@
-"""Facts of the memory detectors. Alerts carry them as evidence; ``analysis.text`` turns them into text."""
+"""Facts of the memory detectors. Alerts carry them as evidence; ``memory.words`` turns them into text."""
 
 from typing import Any
 

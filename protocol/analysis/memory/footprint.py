@@ -40,9 +40,6 @@ def footprint(allocated: int, reserved: int, sample: DeviceSample, rank: int) ->
 
     Args:
         allocated: bytes PyTorch had allocated, ``Composition.allocated_bytes`` or a phase's peak.
-        reserved: bytes it had reserved at the same moment.
-        sample: sample of the rank's device, read at about the same time.
-        rank: the rank.
 
     Returns:
         None if NVML lists no process of that rank (in a container it may not see any).

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 
 from ...messages.memory import Cause
 from ...messages.telemetry import Hello, Step
-from ..findings.finding import Matter
+from ..findings.finding import Condition
 from ..remedies import remedy_of
 from .facts import NumbersCause, StackCause
 from .stack_patterns import name_cause
@@ -20,8 +20,6 @@ STEPS_KEPT = 64
 
 
 class _Rank:
-    __slots__ = ("elements", "hello", "longest", "sizes")
-
     def __init__(self) -> None:
         self.hello: Hello | None = None
         self.elements = 0
@@ -39,9 +37,9 @@ class KnownCauses:
 
     def __init__(self) -> None:
         self._ranks = defaultdict[int, _Rank](_Rank)
-        self._numbers: dict[Matter, NumbersCause] = {}
-        self._stacks: dict[Matter, StackCause] = {}
-        self._settled: set[Matter] = set()
+        self._numbers: dict[Condition, NumbersCause] = {}
+        self._stacks: dict[Condition, StackCause] = {}
+        self._with_stacks: set[Condition] = set()
 
     def hello(self, hello: Hello) -> None:
         """Record a rank's configuration."""
@@ -58,7 +56,7 @@ class KnownCauses:
         if elements > rank.elements:
             rank.elements, rank.longest = elements, shape
 
-    def by_numbers(self, matter: Matter, step: Step, phase: str, transient: int, usual: int) -> None:
+    def by_numbers(self, condition: Condition, step: Step, phase: str, transient: int, usual: int) -> None:
         """Find a cause in the step's own figures; call it before ``note``."""
         rank = self._ranks[step.rank]
         shape, pattern, saves = step.batch_shape, "", 0
@@ -70,40 +68,42 @@ class KnownCauses:
             pattern, saves = "longer_batch", max(0, transient - usual)
         if pattern:
             remedy = remedy_of(pattern, transient, rank.hello)
-            self._numbers[matter] = NumbersCause(pattern, remedy, shape, rank.longest, saves)
+            self._numbers[condition] = NumbersCause(pattern, remedy, shape, rank.longest, saves)
         else:
-            self._numbers.pop(matter, None)
+            self._numbers.pop(condition, None)
 
-    def by_stacks(self, matter: Matter, cause: Cause, transient: int) -> None:
+    def by_stacks(self, condition: Condition, cause: Cause, transient: int) -> None:
         """Process stacks that a rank has sent for a transient of ``transient`` bytes."""
         rank = self._ranks[cause.rank]
         if cause.transient_bytes < REPEATED_SHARE * transient:
-            known = self._stacks.get(matter)
+            known = self._stacks.get(condition)
             if known is None or known.named is None:
-                self._stacks[matter] = StackCause(cause)
+                self._stacks[condition] = StackCause(cause)
             return
-        self._settled.add(Matter("spike", cause.rank, cause.phase))
+        self._with_stacks.add(Condition("spike", cause.rank, cause.phase))
         named = name_cause(cause, rank.elements_of(cause.step))
         found = StackCause(cause, named)
         if named.pattern:
             found = StackCause(cause, named, remedy_of(named.pattern, named.parts[0].bytes, rank.hello))
-        self._stacks[matter] = found
+        self._stacks[condition] = found
 
-    def settled(self, matter: Matter) -> bool:
+    def has_stacks(self, condition: Condition) -> bool:
         """Return whether stacks of a step with this transient are already known."""
-        return matter in self._settled
+        return condition in self._with_stacks
 
-    def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:
+    def of(self, condition: Condition) -> tuple[NumbersCause | StackCause, ...]:
         """Return the known causes of a transient, those from its own step first."""
-        return tuple(found for found in (self._numbers.get(matter), self._stacks.get(matter)) if found is not None)
+        return tuple(
+            found for found in (self._numbers.get(condition), self._stacks.get(condition)) if found is not None
+        )
 
 
-def matters_of(cause: Cause) -> list[Matter]:
-    """Return the matters that the stacks of a rank's phase may explain."""
+def conditions_of(cause: Cause) -> list[Condition]:
+    """Return the conditions that the stacks of a rank's phase may explain."""
     if cause.reason == "leak":
         return []
     return [
-        Matter("spike", cause.rank, cause.phase),
-        Matter("spike", None, cause.phase),
-        Matter("steady_transient", None, cause.phase),
+        Condition("spike", cause.rank, cause.phase),
+        Condition("spike", None, cause.phase),
+        Condition("steady_transient", None, cause.phase),
     ]

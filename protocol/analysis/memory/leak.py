@@ -43,6 +43,8 @@ from .stack_patterns import place_of
 MIB = 2**20
 FIRST = 5
 REGULAR = 32
+FLOORS, CPU_FLOORS = (16 * MIB, 0.0002), (64 * MIB, 0.005)
+"""Least rise of a leak: bytes, and share of the device's memory."""
 MOST_FLOOR = 512 * MIB
 ORDINARY = len(STEP_PHASES)
 _RETOLD_BLOCKS = 8
@@ -51,8 +53,6 @@ _NONE: list[Finding] = []
 
 class _Open:
     """A leak of one rank."""
-
-    __slots__ = ("blocks", "rate", "series", "slow")
 
     def __init__(self, series: Series, rate: float) -> None:
         self.series = series
@@ -63,21 +63,6 @@ class _Open:
 
 
 class _Rank:
-    __slots__ = (
-        "batch",
-        "capacity",
-        "cpu",
-        "evaluated",
-        "floor",
-        "host",
-        "levels",
-        "name",
-        "open",
-        "phases",
-        "place",
-        "seen",
-    )
-
     def __init__(self) -> None:
         self.seen = 0
         self.levels = Levels()
@@ -112,7 +97,7 @@ class LeakDetector:
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
         rank.host = hello.host
-        low, share = (64 * MIB, 0.005) if rank.cpu else (16 * MIB, 0.0002)
+        low, share = CPU_FLOORS if rank.cpu else FLOORS
         rank.floor = min(MOST_FLOOR, max(low, int(share * rank.capacity)))
 
     def plan(self, plan: Plan) -> None:

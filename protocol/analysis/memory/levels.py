@@ -21,8 +21,6 @@ NEW_SHARE = 0.5
 class Series:
     """The last blocks of one size: memory level, a second figure that must grow with it, and the batch before."""
 
-    __slots__ = ("batches", "highest", "levels", "seconds", "size", "sure")
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.levels: deque[int] = deque(maxlen=LENGTH)
@@ -79,8 +77,6 @@ class Series:
 class Levels:
     """The series of one rank."""
 
-    __slots__ = ("_batch", "_level", "_second", "_steps", "series")
-
     def __init__(self) -> None:
         self.series = tuple(Series(size) for size in SIZES)
         self._steps = 0
@@ -90,7 +86,6 @@ class Levels:
         """Add one step; return the number of series with a new block.
 
         Args:
-            level: memory in bytes.
             second: another figure that a leak raises too; negative: none.
             batch: positions of the previous batch, whose outputs may still be referenced.
         """

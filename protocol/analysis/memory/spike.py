@@ -30,11 +30,11 @@ from ...messages.control import Severity
 from ...messages.memory import Cause
 from ...messages.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ..findings import Finding
-from ..findings.finding import Matter, Resolution
+from ..findings.finding import Condition, Resolution
 from ..findings.requests import DiagnosticRequests
 from .baseline import FEW, Usual, usual_of
 from .facts import SpikeFacts, SteadyFacts
-from .known_causes import KnownCauses, matters_of
+from .known_causes import KnownCauses, conditions_of
 
 MIB = 2**20
 WINDOW = 32
@@ -44,13 +44,18 @@ STEADY_STEPS = 5
 RANKS_APART = 8
 """Number of ranks with their own spike alert for a phase; further ranks share one."""
 SEVERE_SHARE = 0.05
+OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
+"""Limit above the usual transient: multiple of its spread, and share of it."""
+FLOORS = (32 * MIB, 0.001)
+CPU_FLOORS = (48 * MIB, 0.002)
+"""Least limit above the usual transient: bytes, and share of the device's memory."""
+STEADY_BYTES = 256 * MIB
+STEADY_SHARE, STEADY_SHARE_CPU, STEADY_SHARE_OTHERS = 0.005, 0.02, 0.10
 
 _NEVER = 1 << 62
 
 
 class _PhaseHistory:
-    __slots__ = ("limit", "next_update", "recent", "seen", "steady_found")
-
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.seen = 0
@@ -61,8 +66,6 @@ class _PhaseHistory:
 
 
 class _Rank:
-    __slots__ = ("capacity", "cpu", "floor", "open", "phases", "run_peak", "steps", "zero_stage")
-
     def __init__(self) -> None:
         self.capacity = 0
         self.cpu = False
@@ -82,7 +85,7 @@ class SpikeDetector:
         self._causes = causes
         self._asks = asks
         self._ranks = defaultdict[int, _Rank](_Rank)
-        self._matters: dict[Matter, Finding] = {}
+        self._latest_findings: dict[Condition, Finding] = {}
         """The latest finding of each condition."""
         self._apart: dict[str, set[int]] = {}
         self._recorded: list[Cause] = []
@@ -93,7 +96,7 @@ class SpikeDetector:
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
         rank.zero_stage = hello.zero_stage
-        low, share = (48 * MIB, 0.002) if rank.cpu else (32 * MIB, 0.001)
+        low, share = CPU_FLOORS if rank.cpu else FLOORS
         rank.floor = int(min(256 * MIB, max(low, share * rank.capacity))) if rank.capacity else 64 * MIB
 
     def step(self, t: float, step: Step) -> list[Finding]:
@@ -142,22 +145,22 @@ class SpikeDetector:
         """Add the largest allocations of a spike's step, if the allocator's trace has them."""
         findings: list[Finding] = []
         for phase in events.phases:
-            matter = Matter("spike", events.rank, phase.name)
-            known = self._matters.get(matter)
+            condition = Condition("spike", events.rank, phase.name)
+            known = self._latest_findings.get(condition)
             if known is not None and known.step == events.step and phase.largest:
                 facts = msgspec.structs.replace(known.facts, largest_bytes=phase.largest[:8])
-                findings.append(self._more(matter, known, facts))
+                findings.append(self._more(condition, known, facts))
         return findings
 
     def cause(self, cause: Cause) -> list[Finding]:
         """Process a cause from a rank's stacks; return the findings that it explains."""
         findings: list[Finding] = []
-        for matter in matters_of(cause):
-            known = self._matters.get(matter)
+        for condition in conditions_of(cause):
+            known = self._latest_findings.get(condition)
             if known is not None and (cause.rank in known.ranks or not known.ranks):
-                self._causes.by_stacks(matter, cause, known.facts.transient_bytes)
-                facts = msgspec.structs.replace(known.facts, causes=self._causes.of(matter))
-                findings.append(self._more(matter, known, facts))
+                self._causes.by_stacks(condition, cause, known.facts.transient_bytes)
+                facts = msgspec.structs.replace(known.facts, causes=self._causes.of(condition))
+                findings.append(self._more(condition, known, facts))
         return findings
 
     def restore_cause(self, cause: Cause) -> None:
@@ -201,15 +204,15 @@ class SpikeDetector:
         if own:
             apart.add(number)
             rank.open[name] = step.step
-        matter = Matter("spike", number if own else None, name)
-        before = self._matters.get(matter)
+        condition = Condition("spike", number if own else None, name)
+        before = self._latest_findings.get(condition)
         steps: list[int] = [*(before.facts.steps if before is not None else []), step.step][-10:]
         share = transient / rank.capacity if rank.capacity else 0.0
         sets_run = record.peak_span.peak > rank.run_peak
         severity: Severity = "warning" if name == "optimizer" or (sets_run and share >= SEVERE_SHARE) else "info"
-        self._causes.by_numbers(matter, step, name, transient, usual.typical)
+        self._causes.by_numbers(condition, step, name, transient, usual.typical)
         self._use_recorded()
-        if own and not self._causes.settled(matter):
+        if own and not self._causes.has_stacks(condition):
             self._asks.spike(t, number, name, steps)
         facts = SpikeFacts(
             transient_bytes=transient,
@@ -228,7 +231,7 @@ class SpikeDetector:
             allocations=record.allocations or 0,
             allocated_bytes=record.allocated_bytes if record.allocations else 0,
             latest_rank=-1 if own else number,
-            causes=self._causes.of(matter),
+            causes=self._causes.of(condition),
         )
         ranks = (number,) if own else tuple(sorted({*(before.ranks if before is not None else ()), number}))
         return [
@@ -255,14 +258,14 @@ class SpikeDetector:
             return []
         sets_step = record.peak_span.peak >= top
         if name == "optimizer":
-            large = typical >= 256 * MIB and share >= (0.02 if rank.cpu else 0.005)
+            large = typical >= STEADY_BYTES and share >= (STEADY_SHARE_CPU if rank.cpu else STEADY_SHARE)
         else:
-            large = share >= 0.10 and sets_step
+            large = share >= STEADY_SHARE_OTHERS and sets_step
         if not large:
             return []
         history.steady_found = True
-        matter = Matter("steady_transient", None, name)
-        known = self._matters.get(matter)
+        condition = Condition("steady_transient", None, name)
+        known = self._latest_findings.get(condition)
         self._use_recorded()
         self._asks.steady(step.rank, name)
         size = max(typical, known.facts.transient_bytes if known is not None else 0)
@@ -276,7 +279,7 @@ class SpikeDetector:
             measure="resident" if record.resident is not None else "allocated",
             first_steps=history.seen,
             zero_stage=rank.zero_stage,
-            causes=self._causes.of(matter),
+            causes=self._causes.of(condition),
         )
         return [
             self._keep(
@@ -304,18 +307,18 @@ class SpikeDetector:
         """Apply recorded causes to recorded alerts."""
         while self._recorded:
             cause = self._recorded.pop(0)
-            for matter in matters_of(cause):
-                known = self._matters.get(matter)
+            for condition in conditions_of(cause):
+                known = self._latest_findings.get(condition)
                 if known is not None:
-                    self._causes.by_stacks(matter, cause, known.facts.transient_bytes)
+                    self._causes.by_stacks(condition, cause, known.facts.transient_bytes)
 
     def _keep(self, finding: Finding) -> Finding:
-        self._matters[finding.matter] = finding
+        self._latest_findings[finding.condition] = finding
         return finding
 
-    def _more(self, matter: Matter, known: Finding, facts: SpikeFacts | SteadyFacts) -> Finding:
+    def _more(self, condition: Condition, known: Finding, facts: SpikeFacts | SteadyFacts) -> Finding:
         """Replace the facts of a raised finding; return the finding that explains it."""
-        self._matters[matter] = msgspec.structs.replace(known, facts=facts)
+        self._latest_findings[condition] = msgspec.structs.replace(known, facts=facts)
         return msgspec.structs.replace(known, facts=facts, state="explained")
 
 
@@ -324,5 +327,5 @@ def _milliseconds(record: PhaseRecord) -> float:
 
 
 def _limit(usual: Usual, phase: str, floor: int) -> int:
-    factor, share = (6.0, 0.25) if phase == "optimizer" else (8.0, 1.0)
+    factor, share = OPTIMIZER if phase == "optimizer" else OTHER_PHASES
     return int(usual.typical + max(factor * usual.spread, share * usual.typical, floor))

@@ -96,11 +96,7 @@ def parse_frame(text: str) -> Frame:
 
 
 def pattern_of(frames: Sequence[str]) -> tuple[str, Frame | None]:
-    """Return a stack's pattern and the frame that matched; empty and None if none does.
-
-    Args:
-        frames: the stack, innermost frame last.
-    """
+    """Return a stack's pattern and the frame that matched; empty and None if none does."""
     for text in reversed(frames):
         frame = parse_frame(text)
         for name, file, function in _PATTERNS:
@@ -149,7 +145,6 @@ def name_cause(cause: Cause, tokens: int) -> Named:
     """Return the patterns that explain a transient.
 
     Args:
-        cause: the cause sent by the rank.
         tokens: positions of the largest micro-batch; 0: unknown.
     """
     sums: dict[str, int] = {}

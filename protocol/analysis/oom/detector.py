@@ -7,7 +7,7 @@ import msgspec
 from ...messages.oom import OomReport
 from ...messages.telemetry import Failure, Step
 from ..findings import Finding
-from ..findings.finding import Matter, Resolution, added, resolved
+from ..findings.finding import Condition, Resolution, added, resolved
 
 OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
 TRACEBACK_LIMIT = 8000
@@ -34,7 +34,7 @@ class OomDetector:
     """Finds ranks that are out of memory; a later step of the rank resolves the finding."""
 
     def __init__(self) -> None:
-        self._standing: dict[int, tuple[Matter, int]] = {}
+        self._standing: dict[int, tuple[Condition, int]] = {}
         """By rank that ran out of memory: its finding, and the step in which it happened."""
         self._held: set[int] = set()
 
@@ -44,22 +44,22 @@ class OomDetector:
 
     def held(self, rank: int, held: bool) -> list[Finding]:
         """Record that a rank is held at its out-of-memory error, or was released."""
-        matter = self.standing(rank)
+        condition = self.standing(rank)
         if held:
             self._held.add(rank)
-        if matter is None or held or rank not in self._held:
+        if condition is None or held or rank not in self._held:
             return []
         self._held.discard(rank)
-        return [added(matter, Released())]
+        return [added(condition, Released())]
 
     def failure(self, failure: Failure) -> list[Finding] | None:
         """Return the finding of an out-of-memory failure; None for other failures."""
         if not is_oom(failure.error):
             return None
         facts = Uncaught(failure.error, failure.traceback[-TRACEBACK_LIMIT:])
-        matter = self.standing(failure.rank)
-        if matter is not None:
-            return [added(matter, facts)]
+        condition = self.standing(failure.rank)
+        if condition is not None:
+            return [added(condition, facts)]
         return self._found("oom_failure", failure.rank, failure.step, failure.phase, facts)
 
     def step(self, step: Step) -> list[Finding]:
@@ -73,7 +73,7 @@ class OomDetector:
         del self._standing[step.rank]
         return [resolved(known[0], Resolution("caught", step.step))]
 
-    def standing(self, rank: int) -> Matter | None:
+    def standing(self, rank: int) -> Condition | None:
         """Return the finding of a rank that is out of memory, or None."""
         known = self._standing.get(rank)
         return known[0] if known is not None else None
@@ -81,11 +81,11 @@ class OomDetector:
     def restore(self, finding: Finding) -> None:
         """Restore a finding from the recording."""
         if finding.rank is not None and finding.state != "resolved":
-            self._standing[finding.rank] = finding.matter, finding.step or 0
+            self._standing[finding.rank] = finding.condition, finding.step or 0
 
     def _found(
         self, kind: Literal["oom", "oom_failure"], rank: int, step: int, phase: str, facts: OomReport | Uncaught
     ) -> list[Finding]:
         finding = Finding(kind, facts, severity="error", ranks=(rank,), step=step, rank=rank, phase=phase)
-        self._standing[rank] = finding.matter, step
+        self._standing[rank] = finding.condition, step
         return [finding]

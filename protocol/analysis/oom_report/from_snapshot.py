@@ -13,8 +13,8 @@ from ..allocator.snapshot.layout import Piece, layout_at
 from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
 from ..oom.verdict import OomContext
+from ..oom.words import explain
 from ..remedies import remedies
-from ..text.oom import explain
 
 SEGMENTS = 256
 _HOLDERS = 20
@@ -26,12 +26,7 @@ _PHASES = (
 
 
 def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
-    """Return a report of the last out-of-memory error of a snapshot; None if there was none.
-
-    Args:
-        snapshot: the snapshot.
-        replays: replays of the devices to check.
-    """
+    """Return a report of the last out-of-memory error of a snapshot; None if there was none."""
     found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
     if not found:
         return None

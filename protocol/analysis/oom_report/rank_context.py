@@ -7,8 +7,8 @@ from ...messages.oom import OomReport, RankMoment
 from ...messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, Step
 from ..deaths.facts import HostPressure
 from ..oom.verdict import OomContext
+from ..oom.words import explain
 from ..remedies import remedies
-from ..text.oom import explain
 
 _RANKS = 512
 _PROCESSES = 32

@@ -100,8 +100,6 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
     """Return the differences of two sides.
 
     Args:
-        before: the first side.
-        after: the second side.
         gate: regression that must be found, as a share; None: no alarm.
         tests: number of noisy gated figures in all comparisons made together; 0: those of this one.
     """

@@ -28,12 +28,7 @@ def side_of_ranks(
     reserved memory and loss; phases show where a difference comes from.
 
     Args:
-        name: the side's name.
-        ranks: figures of each rank.
         losses: losses of the steps in order, each the mean over ranks.
-        settings: configuration and versions, flat.
-        alerts: number of alerts by kind.
-        verdict: outcome of the run.
     """
     measured = [rank for rank in ranks if rank.steps]
     measures: dict[str, Measure] = {}

@@ -76,7 +76,6 @@ class Activity(NamedTuple):
         """Return the kind of work done between an earlier observation and this one.
 
         Args:
-            before: the earlier observation.
             polls: whether the training thread waits for a dataloader's worker, and wakes up regularly by itself.
         """
         passed = max(0.0, self.time - before.time)

@@ -13,7 +13,7 @@ import msgspec
 from ...messages.control import RankState
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from ..findings.finding import Matter, Resolution, ResolvedWhy, added, resolved
+from ..findings.finding import Condition, Resolution, ResolvedWhy, added, resolved
 from .evidence import Evidence
 from .verdicts import Verdict
 
@@ -65,12 +65,12 @@ class HangDetector:
 
     def __init__(self) -> None:
         self._seen: Verdict | None = None
-        self._raised: Matter | None = None
+        self._raised: Condition | None = None
         self._signature: object = None
         self._raised_at = 0.0
         self._since = 0.0
-        self._stopped: dict[int, Matter] = {}
-        self._held: dict[int, Matter] = {}
+        self._stopped: dict[int, Condition] = {}
+        self._held: dict[int, Condition] = {}
         """Ranks held at an out-of-memory error, with its finding: waiting for them is not a hang."""
         self._unreachable: set[int] = set()
         self._found: Mapping[int, Evidence] = {}
@@ -89,23 +89,19 @@ class HangDetector:
         """Compare the current verdict with the raised one; return new findings.
 
         Args:
-            now: seconds since the epoch.
-            verdict: the judge's verdict.
             run_over: whether the run has ended, or is about to.
-            found: evidence from the inspection of the ranks, by rank.
-            launcher: state of the run's launcher, one word.
         """
         self._found = found or {}
         self._launcher = launcher
         known = self._stopped | self._held
-        over: ResolvedWhy = "run_ended" if run_over else "resumed"
+        why: ResolvedWhy = "run_ended" if run_over else "resumed"
         if verdict is not None and verdict.hung and set(verdict.hung) <= known.keys():
             self._seen = None
             waited_for = [added(known[rank], WaitingRanks(verdict.waiting)) for rank in verdict.hung]
-            return self._end(now, over) + waited_for
+            return self._end(now, why) + waited_for
         if verdict is None:
             self._seen = None
-            return self._end(now, over)
+            return self._end(now, why)
         stands = self._seen is not None and self._seen.signature == verdict.signature
         self._seen = verdict
         if not stands:
@@ -116,26 +112,21 @@ class HangDetector:
         more = located is not None and (self._located is None or bool(located - self._located))
         return [self._raise(now, verdict)] if more or now - self._raised_at >= REFRESH_S else []
 
-    def held(self, rank: int, matter: Matter | None) -> None:
+    def held(self, rank: int, condition: Condition | None) -> None:
         """Record that a rank is held at that out-of-memory error; None: it was released."""
-        if matter is None:
+        if condition is None:
             self._held.pop(rank, None)
         else:
-            self._held[rank] = matter
+            self._held[rank] = condition
 
     def state(self, state: RankState, traced: bool = False) -> list[Finding]:
-        """Process a rank's new state; stopped and unreachable ranks are findings.
-
-        Args:
-            state: the state.
-            traced: for a stopped rank, whether a debugger stopped it.
-        """
+        """Process a rank's new state; stopped and unreachable ranks are findings."""
         rank = state.rank
         findings: list[Finding] = []
         if state.state == "stopped":
             facts = StoppedFacts(state.pid, traced)
             findings.append(Finding("stopped", facts, severity="error", ranks=(rank,), rank=rank))
-            self._stopped[rank] = findings[0].matter
+            self._stopped[rank] = findings[0].condition
         elif rank in self._stopped:
             why: ResolvedWhy = "rank_ended" if state.state == "gone" else "resumed"
             findings.append(resolved(self._stopped.pop(rank), Resolution(why)))
@@ -145,7 +136,7 @@ class HangDetector:
         elif rank in self._unreachable:
             self._unreachable.discard(rank)
             findings.append(
-                self._finding("") if self._unreachable else resolved(Matter("unreachable"), Resolution("resumed"))
+                self._finding("") if self._unreachable else resolved(Condition("unreachable"), Resolution("resumed"))
             )
         return findings
 
@@ -154,21 +145,21 @@ class HangDetector:
         if finding.state == "resolved":
             return
         if finding.kind == "stopped" and finding.rank is not None:
-            self._stopped[finding.rank] = finding.matter
+            self._stopped[finding.rank] = finding.condition
         elif finding.kind == "unreachable":
             self._unreachable.update(finding.ranks)
         elif finding.kind == "hang":
-            self._raised, self._since, self._signature = finding.matter, finding.facts.since, None
+            self._raised, self._since, self._signature = finding.condition, finding.facts.since, None
 
     def _raise(self, now: float, verdict: Verdict) -> Finding:
         rank = verdict.hung[0] if len(verdict.hung) == 1 else None
-        matter = Matter("hang", rank, key=verdict.kind)
+        condition = Condition("hang", rank, key=verdict.kind)
         self._raised_at = now
-        renewed = self._raised == matter
+        renewed = self._raised == condition
         if not renewed:
             self._since = now - verdict.age
         self._located = self._with_stacks(verdict)
-        self._raised, self._signature = matter, verdict.signature
+        self._raised, self._signature = condition, verdict.signature
         return Finding(
             "hang",
             HangFacts(self._since, verdict, self._found, self._launcher),
@@ -185,8 +176,8 @@ class HangDetector:
         return {rank for rank in verdict.hung if rank in self._found and self._found[rank].frames}
 
     def _end(self, now: float, why: ResolvedWhy) -> list[Finding]:
-        matter, self._raised, self._signature = self._raised, None, None
-        return [resolved(matter, Resolution(why, max(0.0, now - self._since)))] if matter is not None else []
+        condition, self._raised, self._signature = self._raised, None, None
+        return [resolved(condition, Resolution(why, max(0.0, now - self._since)))] if condition is not None else []
 
     def _finding(self, state: str) -> Finding:
         return Finding("unreachable", UnreachableFacts(state), ranks=tuple(sorted(self._unreachable)))

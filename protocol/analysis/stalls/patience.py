@@ -81,9 +81,7 @@ def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool)
     """Return the applicable row: the phase's own, raised to the lower bounds of the first steps.
 
     Args:
-        phase: the rank's phase.
         within_step: whether it is ``idle`` between the phases of one step.
-        steps_seen: optimizer steps that the hub has received from this rank.
         has_stepped: whether it has finished a step, received or not.
     """
     row = _BY_PHASE.get("within step" if phase == "idle" and within_step else phase, _UNKNOWN)
@@ -100,8 +98,6 @@ def action_patience(computing_s: float, *, awaited: bool, may_resume: bool) -> f
     """Return for how many seconds a rank's process tree must have been idle before the run may be ended.
 
     Args:
-        computing_s: the rank's limit in its phase.
-        awaited: whether other ranks are blocked in a collective that it must enter.
         may_resume: whether it waits for an answer from the network, or sleeps for a set time.
     """
     return computing_s if awaited and not may_resume else max(computing_s, ALONE_ACTION_S)

@@ -51,33 +51,6 @@ def _clipped(seconds: float, known: float) -> float:
 class RankProgress:
     """One rank's progress as received by the hub. Times are seconds on the hub's clock."""
 
-    __slots__ = (
-        "_last_beat",
-        "_stood",
-        "_unforgiven",
-        "collective",
-        "collectives",
-        "first_step",
-        "group",
-        "group_sequence",
-        "has_stepped",
-        "last_collective",
-        "last_message_at",
-        "micro_step",
-        "moved_at",
-        "peer_steps",
-        "per_step_collectives",
-        "phase",
-        "phase_started",
-        "progress",
-        "size",
-        "step",
-        "step_collectives",
-        "step_seconds",
-        "steps_seen",
-        "usual_max",
-    )
-
     def __init__(self, now: float) -> None:
         self.last_message_at = now
         self.moved_at = now

@@ -29,15 +29,7 @@ class RankFacts(NamedTuple):
 
 
 def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
-    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty if none is.
-
-    Args:
-        kind: the verdict's kind.
-        sure: whether it names the ranks for certain.
-        waiting: the ranks that wait for others.
-        hung: the ranks named.
-        ranks: facts of the living ranks.
-    """
+    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none."""
     if kind in _STRUCTURAL:
         return "" if sure else "other threads of the script, or NCCL's own counters, may say otherwise"
     if kind == "unreachable":

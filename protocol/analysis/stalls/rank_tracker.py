@@ -417,11 +417,11 @@ class RankTracker:
             for each in still
             if each.progress.collective and each.progress.per_step_collectives > 0 and not each.ended
         ]
-        met = min((progress.steps_seen for progress in waiting), default=0) - 1
+        reached = min((progress.steps_seen for progress in waiting), default=0) - 1
         for tracked in still:
             progress = tracked.progress
             if progress not in waiting and progress.silence(now) > SILENT_S:
-                progress.peer_steps = max(progress.peer_steps, met)
+                progress.peer_steps = max(progress.peer_steps, reached)
 
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
         """Return the state of a rank without current progress."""

@@ -101,8 +101,6 @@ class StragglerFinding(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("blocks", "counted", "excesses", "facts", "reported_at")
-
     def __init__(self) -> None:
         self.blocks: deque[Block] = deque(maxlen=LONG_BLOCKS)
         self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)
@@ -168,14 +166,7 @@ class Stragglers:
         self._ranks[facts.rank].facts = facts
 
     def step(self, t: float, rank: int, number: int, work: Work) -> list[StragglerFinding]:
-        """Process one step of one rank; judge once the last rank has sent it and a block is full.
-
-        Args:
-            t: seconds, on any clock.
-            rank: the rank.
-            number: number of the step.
-            work: the rank's own work and waiting.
-        """
+        """Process one step of one rank; judge once the last rank has sent it and a block is full."""
         if rank not in self._ranks:
             self.add(rank)
         pending = self._pending

@@ -49,24 +49,6 @@ class ProcessFact(msgspec.Struct, frozen=True):
 class TrackedRank:
     """State of one rank in the tracker."""
 
-    __slots__ = (
-        "cut_off",
-        "died_at",
-        "evidence",
-        "fact",
-        "failure",
-        "goodbye",
-        "goodbye_at",
-        "hello",
-        "progress",
-        "rank",
-        "state",
-        "steps_then",
-        "stood_since",
-        "stopped_since",
-        "stuck_since",
-    )
-
     def __init__(self, rank: int, now: float) -> None:
         self.rank = rank
         self.progress = RankProgress(now)

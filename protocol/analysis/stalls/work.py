@@ -49,12 +49,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(step: Step, device: bool) -> Work:
-    """Split a step into own work and waiting.
-
-    Args:
-        step: the step as sent by the rank.
-        device: whether the rank computes on a GPU.
-    """
+    """Split a step into own work and waiting."""
     if device:
         return _on_device(step)
     own: dict[str, int] = {}

@@ -24,14 +24,7 @@ class Remaining(msgspec.Struct, frozen=True):
 
 
 def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come: int) -> Remaining:
-    """Return the used and the remaining budget.
-
-    Args:
-        budget: the sweep's budget.
-        used_seconds: wall-clock time so far, all sessions.
-        rows: rows of the runs so far.
-        runs_to_come: number of planned runs without a row.
-    """
+    """Return the used and the remaining budget."""
     took = run_seconds(list(rows))
     limit = None if budget.seconds is None else max(0.0, budget.seconds - used_seconds)
     price = budget.price_per_hour
@@ -57,9 +50,6 @@ def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], endin
     A run starts only if one of the usual duration ends within the budget.
 
     Args:
-        budget: the sweep's budget.
-        used_seconds: wall-clock time so far, all sessions.
-        rows: rows of the runs so far.
         ending_seconds: time that ending a run may take; with less left, none starts.
     """
     if budget.seconds is None:

@@ -21,11 +21,8 @@ def figures(
     """Return a rank's figures.
 
     Args:
-        rank: the rank.
-        steps: all of its steps, in order.
         warm_up: number of first steps to omit.
         most: maximum number of steps that count; None: all that follow.
-        hello: the rank's ``Hello``.
         nvml: highest NVML memory of its process, bytes; 0: unknown.
     """
     measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]

@@ -12,7 +12,6 @@ def order(runs: Sequence[Planned], *, fail_fast: bool = False) -> list[Planned]:
     predicted peak. Without predictions the order is kept.
 
     Args:
-        runs: configurations in the order of the sweep file.
         fail_fast: whether a failure ends the sweep; then the configurations likeliest to fail come first.
     """
     ordered = sorted(runs, key=_risk)

@@ -37,10 +37,6 @@ def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1,
     the distance is doubled, then the interval between fitting and non-fitting values is halved.
 
     Args:
-        measure: runs a value.
-        low: lowest value.
-        high: highest value.
-        step: distance of values.
         guess: the largest value predicted to fit; None: the search starts at the lowest value.
 
     Raises:
@@ -86,9 +82,7 @@ def phase_curve(
 
     Args:
         measure: returns the peak of each phase at a value; None if it does not fit.
-        low: lowest value.
         high: highest value; if it does not fit, the range is halved until it does.
-        predicted: pieces of the predicted curve.
         tolerance: share of the peak within which a point counts as on a line.
 
     Returns:

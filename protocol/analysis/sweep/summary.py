@@ -97,7 +97,6 @@ def curves(pooled: Sequence[Pooled], axis: str = "") -> list[Curve]:
     """Return the curves over ``axis`` with two points or more.
 
     Args:
-        pooled: configurations of one sweep.
         axis: the axis; empty: the one chosen by ``curve_axis``.
     """
     done = [one for one in pooled if one.verdict == "done" and one.peak_bytes is not None]

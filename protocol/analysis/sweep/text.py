@@ -116,48 +116,37 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
     """Return the rows of a table as texts, its header first.
 
     Args:
-        pooled: configurations.
         wanted: names of ``columns`` that replace the usual ones.
     """
-    if wanted:
-        return _wanted_table(pooled, wanted)
     axes = list(dict.fromkeys(name for one in pooled for name in one.settings))
     names = short_names(axes)
-    lines = [[*(names[axis] for axis in axes), "peak", "phase", "predicted", "ms/step", "tokens/s", "result"]]
-    for one in pooled:
-        row = one.rows[-1]
-        off = deviation_text(one.predicted, one.peak_bytes.median if one.peak_bytes else 0.0, one.on_cpu)
-        if one.predicted is not None and not one.peak_bytes:
-            off = gib(one.predicted.peak_bytes)
-        failed = next((row for row in one.rows if row.verdict != "done"), row)
-        lines.append(
-            [
-                *(value_text(one.settings.get(axis)) for axis in axes),
-                gib(one.peak_bytes.median) if one.peak_bytes else "",
-                one.peak_phase,
-                off,
-                spread_text(one.step_ms) if one.step_ms else "",
-                spread_text(one.tokens_per_second, digits=0) if one.tokens_per_second else "",
-                "done" if one.verdict == "done" else failure_text(failed),
-            ]
-        )
-    return lines
-
-
-def _wanted_table(pooled: Sequence[Pooled], wanted: Sequence[str]) -> list[list[str]]:
-    axes = list(dict.fromkeys(name for one in pooled for name in one.settings))
-    names = short_names(axes)
-    lines = [[*(names[axis] for axis in axes), *wanted, "result"]]
+    lines = [[*(names[axis] for axis in axes), *(wanted or _USUAL), "result"]]
     for one in pooled:
         failed = next((row for row in one.rows if row.verdict != "done"), one.rows[-1])
         lines.append(
             [
                 *(value_text(one.settings.get(axis)) for axis in axes),
-                *(columns.pooled_text(one.rows, name) for name in wanted),
+                *([columns.pooled_text(one.rows, name) for name in wanted] if wanted else _usual(one)),
                 "done" if one.verdict == "done" else failure_text(failed),
             ]
         )
     return lines
+
+
+_USUAL = ("peak", "phase", "predicted", "ms/step", "tokens/s")
+
+
+def _usual(one: Pooled) -> list[str]:
+    off = deviation_text(one.predicted, one.peak_bytes.median if one.peak_bytes else 0.0, one.on_cpu)
+    if one.predicted is not None and not one.peak_bytes:
+        off = gib(one.predicted.peak_bytes)
+    return [
+        gib(one.peak_bytes.median) if one.peak_bytes else "",
+        one.peak_phase,
+        off,
+        spread_text(one.step_ms) if one.step_ms else "",
+        spread_text(one.tokens_per_second, digits=0) if one.tokens_per_second else "",
+    ]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -18,7 +18,6 @@ def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     ``backward and optimizer tie``.
 
     Args:
-        curve: pieces in ascending order of length.
         unit: unit of the horizontal axis, in the singular.
     """
     words: list[str] = []

@@ -18,12 +18,7 @@ def percent(share: float) -> str:
 
 
 def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
-    """Return sentences with the predicted peaks of a rank's phases, and the differences of the measured ones.
-
-    Args:
-        found: its phases, in the order of a step; not empty.
-        error: the expected error, as a share.
-    """
+    """Return sentences with the predicted peaks of a rank's phases, and the differences of the measured ones."""
     within = [
         f"{one.phase} {gib(one.predicted_bytes)} (measured {percent(one.share)})"
         for one in found

@@ -25,7 +25,7 @@ class Words(NamedTuple):
     text: str
     """The meaning, with figures, without the remedy."""
     remedy: str = ""
-    over: str = "It is over."
+    resolved: str = "It is over."
     """Added to the text when the finding is resolved."""
 
 

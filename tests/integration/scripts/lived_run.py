@@ -11,7 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from ftmon.protocol.messages.throughput import causal_pairs
-from ftmon.trainer.recipe.monitor import Monitor
+from ftmon.trainer.recipe.monitor import activity, probe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
@@ -39,18 +39,17 @@ def main():
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     first = torch.distributed.get_rank() == 0
-    monitor = Monitor()
-    monitor.plan(STEPS, 2.0, sys.argv[-1], evaluate_every=EVERY, evaluate_at_end=True, checkpoint_every=2 * EVERY)
+    probe().plan(STEPS, 2.0, sys.argv[-1], evaluate_every=EVERY, evaluate_at_end=True, checkpoint_every=2 * EVERY)
 
     def update():
         for _ in range(2):
-            with monitor.phase("data"):
+            with probe().phase("data"):
                 found = batch()
-            monitor.micro_batch(sum(LENGTHS), sum(LENGTHS) - len(LENGTHS), causal_pairs(LENGTHS), max(LENGTHS))
+            probe().micro_batch(sum(LENGTHS), sum(LENGTHS) - len(LENGTHS), causal_pairs(LENGTHS), max(LENGTHS))
             engine.backward(engine(**found).loss)
             engine.step()
 
-    with monitor.rehearsal(), monitor.activity("rehearsal", "the longest batch", total=2) as progress:
+    with probe().rehearsal(), activity("rehearsal", "the longest batch", total=2) as progress:
         for part in range(2):
             update()
             progress.report(part + 1)
@@ -59,21 +58,21 @@ def main():
         update()
         if step % EVERY == 0 or step == STEPS:
             begun = time.monotonic()
-            with monitor.phase("eval"), torch.no_grad(), monitor.activity("evaluation", total=1):
+            with probe().phase("eval"), torch.no_grad(), activity("evaluation", total=1):
                 engine.eval()
                 loss = float(engine(**batch()).loss)
                 time.sleep(0.2)
                 engine.train()
             if first:
                 spent = time.monotonic() - begun
-                monitor.evaluation(loss, name="validation", label_tokens=28, seconds=spent, best=step == EVERY)
+                probe().evaluation(loss, name="validation", label_tokens=28, seconds=spent, best=step == EVERY)
         if step % (2 * EVERY) == 0:
-            with monitor.phase("checkpoint"):
+            with probe().phase("checkpoint"):
                 path = Path(sys.argv[-1]) / f"step-{step}"
                 if first:
                     path.mkdir(parents=True)
                     (path / "weights").write_bytes(b"x" * 100)
-                    monitor.checkpoint(str(path), size=100, seconds=0.1)
+                    probe().checkpoint(str(path), size=100, seconds=0.1)
     print("done", flush=True)
 
 

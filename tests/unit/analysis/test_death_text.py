@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.deaths.facts import (
     Ended,
     EndedEarly,
@@ -16,7 +16,7 @@ from ftmon.protocol.analysis.deaths.facts import (
     ScriptFailure,
 )
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Matter, Resolution, added
+from ftmon.protocol.analysis.findings.finding import Condition, added
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
 from ftmon.protocol.messages.hosts import KernelKill
 
@@ -132,7 +132,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
     ],
 )
 def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str):
-    words = text.words(finding)
+    words = kinds.words_of(finding)
     assert words.title == title
     assert " ".join(filter(None, (words.text, words.remedy))) == body
 
@@ -160,16 +160,12 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str)
     ],
 )
 def test_what_becomes_known_later_in_words(facts: Any, evidence: dict[str, Any], sentence: str):
-    assert text.added(added(Matter("failure", 0), facts))[1:] == (evidence, sentence)
-
-
-def test_an_error_that_was_caught_is_told_to_be_over():
-    assert text.over(Finding("oom", Resolution("caught", 9), "resolved")) == "The script caught it and finished step 9."
+    assert kinds.added_of(added(Condition("failure", 0), facts))[1:] == (evidence, sentence)
 
 
 def test_the_evidence_of_a_death_is_plain():
     kill = KernelKill(True, "host", "python", GIB)
-    assert text.evidence(death(signal=9, kernel_kill=kill, pressure=HostPressure(1.0, GIB, GIB, GIB))) == {
+    assert kinds.evidence_of(death(signal=9, kernel_kill=kill, pressure=HostPressure(1.0, GIB, GIB, GIB))) == {
         "pid": 101,
         "exit_code": None,
         "signal": 9,
@@ -186,7 +182,7 @@ def test_the_evidence_of_a_death_is_plain():
         "1.00 GiB of it by this rank",
     }
     launcher = Finding("launcher_ended", LauncherEnded(-9, 2, ["100 (python)", "101 (python)"]))
-    assert text.evidence(launcher) == {
+    assert kinds.evidence_of(launcher) == {
         "ended": "killed by SIGKILL",
         "left": 2,
         "processes": "100 (python), 101 (python)",
@@ -195,7 +191,7 @@ def test_the_evidence_of_a_death_is_plain():
 
 def test_a_refusal_of_the_trainer_is_whole_in_its_title():
     refusal = "SystemExit: model.config: " + "an explanation, " * 18 + "so set data.sequence_length to 64"
-    words = text.words(Finding("failure", ScriptFailure(refusal, "", []), rank=0, step=0))
+    words = kinds.words_of(Finding("failure", ScriptFailure(refusal, "", []), rank=0, step=0))
     assert words.title == f"rank 0 failed: {refusal}"
 
 
@@ -204,6 +200,6 @@ def test_an_error_ends_with_one_full_stop(error: str) -> None:
     failure = Finding("failure", ScriptFailure(error, "", []), rank=0, step=7)
     uncaught = Finding("oom_failure", Uncaught(error, ""), rank=0, step=7)
     ended = error.rstrip(".") + "."
-    assert text.words(failure).text.startswith(f"An exception ended the script in step 7: {ended}")
-    assert text.words(uncaught).text.startswith(f"{ended} The script did not catch it")
-    assert ".." not in text.words(failure).text + text.words(uncaught).text
+    assert kinds.words_of(failure).text.startswith(f"An exception ended the script in step 7: {ended}")
+    assert kinds.words_of(uncaught).text.startswith(f"{ended} The script did not catch it")
+    assert ".." not in kinds.words_of(failure).text + kinds.words_of(uncaught).text

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.memory.facts import (
     GrowthFacts,
@@ -14,6 +14,7 @@ from ftmon.protocol.analysis.memory.facts import (
 )
 from ftmon.protocol.analysis.memory.stack_patterns import name_cause
 from ftmon.protocol.analysis.remedies import remedy_of
+from ftmon.protocol.analysis.text.words import Words
 from ftmon.protocol.messages.memory import Cause, StackGroup
 
 MIB = 2**20
@@ -38,7 +39,7 @@ SPIKE = SpikeFacts(
 
 
 def test_a_spike_in_words() -> None:
-    said = text.words(Finding("spike", SPIKE, rank=1, ranks=(1,), step=20, phase="optimizer"))
+    said = kinds.words_of(Finding("spike", SPIKE, rank=1, ranks=(1,), step=20, phase="optimizer"))
     assert said.title == "rank 1 optimizer +0.9 GiB for 4 ms"
     assert "took 0.91 GiB (1.1% of the device) more than it kept, within 4 ms; usually it is 20.0 MiB" in said.text
     assert "It set the highest peak of the run so far. Not seen before. Common causes: " in said.text
@@ -46,7 +47,7 @@ def test_a_spike_in_words() -> None:
     again = msgspec.structs.replace(SPIKE, steps=[20, 25], sets_run_peak=False)
     assert (
         "It set the peak of the step. Seen 2 times or more, last in step 25."
-        in text.words(Finding("spike", again, rank=1, ranks=(1,), step=25, phase="optimizer")).text
+        in kinds.words_of(Finding("spike", again, rank=1, ranks=(1,), step=25, phase="optimizer")).text
     )
 
 
@@ -56,9 +57,9 @@ def cause(transient: int, frames: list[str]) -> Cause:
     return Cause(0, 22, "optimizer", 0.0, "spike", transient, groups, parameter_bytes=910 * MIB, **times)
 
 
-def explained(*causes: NumbersCause | StackCause) -> text.Words:
+def explained(*causes: NumbersCause | StackCause) -> Words:
     facts = msgspec.structs.replace(SPIKE, causes=causes)
-    return text.words(Finding("spike", facts, rank=0, ranks=(0,), step=20, phase="optimizer"))
+    return kinds.words_of(Finding("spike", facts, rank=0, ranks=(0,), step=20, phase="optimizer"))
 
 
 def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
@@ -99,30 +100,30 @@ def test_a_cause_that_the_step_itself_names_in_words(pattern: str, words: str) -
 
 def test_a_transient_of_every_step_in_words() -> None:
     facts = SteadyFacts(GIB, 80 * GIB, 1 / 80, 15.0, 40 * GIB, True, "allocated", 10)
-    said = text.words(Finding("steady_transient", facts, ranks=(0, 1), phase="optimizer"))
+    said = kinds.words_of(Finding("steady_transient", facts, ranks=(0, 1), phase="optimizer"))
     assert said.title == "optimizer +1.0 GiB for 15 ms in every step"
     assert "and gives it back: it makes the peak of the step. Common causes: " in said.text
-    zero = text.words(Finding("steady_transient", msgspec.structs.replace(facts, zero_stage=2), phase="optimizer"))
+    zero = kinds.words_of(Finding("steady_transient", msgspec.structs.replace(facts, zero_stage=2), phase="optimizer"))
     assert "the copy of the gradients" in zero.text
 
 
 def test_the_growth_of_the_first_optimizer_step_in_words() -> None:
     facts = GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB)
-    said = text.words(Finding("state_growth", facts, ranks=(0,), step=1, phase="optimizer"))
+    said = kinds.words_of(Finding("state_growth", facts, ranks=(0,), step=1, phase="optimizer"))
     assert said.title == "first optimizer step +0.8 GiB that stays: the optimizer's state"
     assert said.text.endswith("Gradients of 0.39 GiB were freed in the same update.")
 
 
 def test_a_leak_in_words() -> None:
     facts = LeakFacts(8 * MIB, 9000, 100, 10, 800 * MIB, 9 * GIB, 9 * GIB, 80 * GIB, "allocated", {"0": 8 * MIB}, 0)
-    said = text.words(Finding("leak", facts, ranks=(0,)))
+    said = kinds.words_of(Finding("leak", facts, ranks=(0,)))
     assert said.title == "memory grows by 8.0 MiB a step, full around step 9,000"
     assert "the device is full around step 9,000." in said.text
-    ends = text.words(Finding("leak", msgspec.structs.replace(facts, ends_at_step=500, place="loop.py:55 main")))
+    ends = kinds.words_of(Finding("leak", msgspec.structs.replace(facts, ends_at_step=500, place="loop.py:55 main")))
     assert ends.title.endswith(": loop.py:55 main")
     assert "; the run ends before, at step 500." in ends.text
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     stacks = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
-    placed = text.words(Finding("leak", msgspec.structs.replace(facts, cause=stacks), ranks=(0,))).text
+    placed = kinds.words_of(Finding("leak", msgspec.structs.replace(facts, cause=stacks), ranks=(0,))).text
     assert "16.0 MiB in 2 blocks of loop.py:55 main" in placed
     assert "the step took 70 ms in place of 55 ms" in placed

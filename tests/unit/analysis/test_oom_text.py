@@ -4,11 +4,12 @@ from typing import NamedTuple, get_args
 
 import pytest
 from failed_allocations import GIB, HELLO, MIB, OOMS, PROCESSES, of
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.oom.verdict import ALONE, OomContext, judge
+from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
-from ftmon.protocol.analysis.text.oom import explain
+from ftmon.protocol.analysis.text.words import Words
 from ftmon.protocol.messages.oom import OomKind, OomReport, OomVerdict, Remedy
 from ftmon.protocol.messages.telemetry import Oom, ProcessMemory
 from hypothesis import given
@@ -359,9 +360,9 @@ def test_the_figures_of_a_verdict_one_in_a_line() -> None:
     ]
 
 
-def failed(oom: Oom, *tried: Remedy) -> text.Words:
+def failed(oom: Oom, *tried: Remedy) -> Words:
     report = OomReport(oom.rank, oom.step, oom.phase, 1.0, oom, OomVerdict("leak", "a leak", "It grew."), list(tried))
-    return text.words(Finding("oom", report, rank=oom.rank))
+    return kinds.words_of(Finding("oom", report, rank=oom.rank))
 
 
 def test_a_failed_allocation_with_what_to_try_and_a_rank_that_is_held() -> None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Matter, Resolution, ResolvedWhy, added, resolved
+from ftmon.protocol.analysis.findings.finding import Condition, Resolution, ResolvedWhy, added, resolved
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts, WaitingRanks
 from ftmon.protocol.analysis.stalls.positions import collective, where
@@ -23,7 +23,7 @@ from ftmon.protocol.analysis.stalls.verdicts import (
     Unclear,
     Verdict,
 )
-from ftmon.protocol.analysis.text.stalls import of_verdict
+from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.messages.control import Alert
 
 FRAMES = (Frame("/home/me/train.py", 52, "main"),)
@@ -195,7 +195,7 @@ def test_a_hangs_evidence_has_what_a_look_at_the_ranks_found():
     calls = Calls("recorder", (Call("0", 8, "broadcast", 4, True), Call("0", 9, "all_reduce", 4, False)))
     looked = {1: found(calls=calls, process="S", asleep=3.04, lock=LockWait("/c/lock")), 0: found()}
     facts = HangFacts(5.0, verdict("missing", (0,), (1,), collective=REDUCE), looked, "asleep")
-    evidence = text.evidence(Finding("hang", facts, ranks=(1,), rank=1, key="missing"))
+    evidence = kinds.evidence_of(Finding("hang", facts, ranks=(1,), rank=1, key="missing"))
     assert evidence["where"] == {"1": "in backward", "0": "in backward"}
     assert (evidence["since"], evidence["age_s"], evidence["collective"]) == (5.0, 10.0, "all_reduce #9")
     assert (evidence["hung"], evidence["waiting"], evidence["launcher"]) == ([1], [0], "asleep")
@@ -212,22 +212,22 @@ def test_a_hangs_evidence_has_what_a_look_at_the_ranks_found():
         "unfinished": ["all_reduce #9 of group 0"],
     }
     alert = Alert(1, "hang", "error", 9.0, "", evidence=evidence)
-    assert text.facts("hang", alert).since == 5.0, "and a hub that is restarted goes on from there"
+    assert kinds.KINDS["hang"].facts_of(alert).since == 5.0, "and a hub that is restarted goes on from there"
 
 
 def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
     stopped = Finding("stopped", StoppedFacts(101, False), rank=1, ranks=(1,))
-    assert text.words(stopped).title == "rank 1 is stopped by a signal (SIGSTOP)"
-    assert "'kill -CONT 101' continues it" in text.words(stopped).text
-    assert text.evidence(stopped) == {"pid": 101, "process_state": "T"}
+    assert kinds.words_of(stopped).title == "rank 1 is stopped by a signal (SIGSTOP)"
+    assert "'kill -CONT 101' continues it" in kinds.words_of(stopped).text
+    assert kinds.evidence_of(stopped) == {"pid": 101, "process_state": "T"}
     traced = Finding("stopped", StoppedFacts(101, True), rank=1, ranks=(1,))
-    assert text.words(traced).title == "rank 1 is traced by a debugger"
-    assert "CONT" not in text.words(traced).text, "it would stay stopped"
-    assert text.evidence(traced) == {"pid": 101, "process_state": "t"}
+    assert kinds.words_of(traced).title == "rank 1 is traced by a debugger"
+    assert "CONT" not in kinds.words_of(traced).text, "it would stay stopped"
+    assert kinds.evidence_of(traced) == {"pid": 101, "process_state": "t"}
     unheard = Finding("unreachable", UnreachableFacts("nothing heard of it"), ranks=(1, 2))
-    assert text.words(unheard).title == "ranks 1 and 2 unreachable: nothing heard of it"
-    assert text.evidence(unheard) == {"ranks": [1, 2]}
-    assert text.added(added(stopped.matter, WaitingRanks((0, 2)))) == ("awaited", {"waiting": [0, 2]}, "")
+    assert kinds.words_of(unheard).title == "ranks 1 and 2 unreachable: nothing heard of it"
+    assert kinds.evidence_of(unheard) == {"ranks": [1, 2]}
+    assert kinds.added_of(added(stopped.condition, WaitingRanks((0, 2)))) == ("awaited", {"waiting": [0, 2]}, "")
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,4 @@ def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
     ],
 )
 def test_how_a_stall_ended_in_words(kind: Any, why: ResolvedWhy, words: str):
-    assert text.over(resolved(Matter(kind), Resolution(why, 12.0))) == words
+    assert kinds.resolution_of(resolved(Condition(kind), Resolution(why, 12.0))) == words

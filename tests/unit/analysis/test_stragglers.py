@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis import kinds
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.stalls.straggler_detector import SlowRankFacts
 from ftmon.protocol.analysis.stalls.stragglers import EVERYWHERE, StragglerFinding, Stragglers
 from ftmon.protocol.analysis.stalls.work import Work, work_of
-from ftmon.protocol.analysis.text import stragglers as straggler_text
+from ftmon.protocol.analysis.text.words import Words
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 
 PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}
@@ -51,6 +54,10 @@ def slow(rank: int, **excess: float) -> Make:
         return {name: ms * noise.uniform(0.97, 1.03) + more.get(name, 0.0) for name, ms in PARTS.items()}
 
     return make
+
+
+def said(found: list[StragglerFinding]) -> Words:
+    return kinds.words_of(Finding("straggler", SlowRankFacts(found[0].facts)))
 
 
 def drawn(noise: random.Random) -> Make:
@@ -106,7 +113,7 @@ def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
 def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
     _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
     assert found[0].facts.slow_at == EVERYWHERE
-    assert straggler_text.title(found[0].facts).startswith("rank 1 is slow everywhere: 29")
+    assert said(found).title.startswith("rank 1 is slow everywhere: 29")
 
 
 def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found() -> None:
@@ -205,8 +212,8 @@ def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
 def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
     more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {"cpu": 100_000, "tokens": 900 if rank else 512}  # noqa: E731
     _, found = play(slow(1, idle=100.0), more=more)
-    text = straggler_text.text(found[0].facts)
-    assert straggler_text.title(found[0].facts) == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
+    title, text, *_ = said(found)
+    assert title == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
     assert "Of a step of 203 ms rank 1 works 200 ms and waits 3 ms for other ranks" in text
     assert "the others work 100 ms and wait 103 ms" in text
     assert "used no CPU for 100 ms" in text

@@ -6,7 +6,7 @@ import pytest
 from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
 from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Matter, Resolution
+from ftmon.protocol.analysis.findings.finding import Condition, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
 from ftmon.protocol.messages.control import RankState
@@ -25,9 +25,9 @@ def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it()
     deaths.log(LogLine(1, 0.0, "err", "last words"))
     assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
     found, follows = deaths.process_gone(10.5, gone(1, signal=11), set())
-    assert (found.matter, found.ranks, found.severity) == (Matter("died", 1), (1,), "error")
+    assert (found.condition, found.ranks, found.severity) == (Condition("died", 1), (1,), "error")
     assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
-    assert (follows.matter, follows.state) == (found.matter, "added")
+    assert (follows.condition, follows.state) == (found.condition, "added")
     assert follows.facts == Followed({0: Follower(0.0, [LOST])})
     (later,) = deaths.process_gone(11.5, gone(0, code=1), set())
     assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
@@ -39,7 +39,7 @@ def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from
     deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
     assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
     found, follows = deaths.process_gone(10.8, gone(0, signal=15), set())
-    assert (found.matter, found.ranks, found.severity) == (Matter("failure", 1, "backward"), (1,), "error")
+    assert (found.condition, found.ranks, found.severity) == (Condition("failure", 1, "backward"), (1,), "error")
     assert list(follows.facts.followers) == [0]
     assert follows.facts.followers[0].events == [Ended(None, 15)]
     assert deaths.tick(20.0) == []
@@ -59,7 +59,7 @@ def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_alt
     deaths.failure(10.0, Failure(1, 7, "generate", 10.0, LOST), set())
     assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
     found, follows = deaths.process_gone(10.8, gone(0, signal=6), set())
-    assert (found.matter, found.facts.reason, found.facts.generating) == (Matter("died", 0), REASON, True)
+    assert (found.condition, found.facts.reason, found.facts.generating) == (Condition("died", 0), REASON, True)
     assert list(follows.facts.followers) == [1]
 
 
@@ -71,7 +71,7 @@ def test_a_reason_that_is_read_after_the_death_is_added_to_it_with_what_followed
     deaths.log(LogLine(0, 0.0, "err", GLOO[1]))
     deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
     explained, last, followed = deaths.tick(11.0, over=True)
-    assert (explained.matter, explained.state, explained.facts.reason) == (found.matter, "explained", REASON)
+    assert (explained.condition, explained.state, explained.facts.reason) == (found.condition, "explained", REASON)
     assert explained.facts.generating
     assert (last.facts, list(followed.facts.followers)) == (LastLog(list(GLOO)), [1])
 
@@ -92,7 +92,7 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
     if peer_gone_at is not None:
         deaths.process_gone(peer_gone_at, gone(1, code=1), set())
     found, follows = deaths.process_gone(10.8, gone(0, signal=signal), set())
-    assert (found.matter, found.severity) == (Matter("died", 0), "error")
+    assert (found.condition, found.severity) == (Condition("died", 0), "error")
     assert list(follows.facts.followers) == [1]
 
 
@@ -115,14 +115,14 @@ def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_tha
     deaths = DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, ended, asked, phase=phase)
     over = [one for one in deaths.tick(end, over=True, succeeded=succeeded) if one.state == "resolved"]
-    assert [(one.matter, one.facts) for one in over] == [(found.matter, Resolution("run_ended"))] * resolves
+    assert [(one.condition, one.facts) for one in over] == [(found.condition, Resolution("run_ended"))] * resolves
 
 
 def test_ranks_that_ended_early_are_found_with_the_step_of_each():
     deaths = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
     deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
     (found,) = deaths.tick(11.0, over=True)
-    assert (found.matter, found.ranks) == (Matter("ended_early"), (1, 2))
+    assert (found.condition, found.ranks) == (Condition("ended_early"), (1, 2))
     assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", [])
 
 
@@ -133,9 +133,9 @@ def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_p
     if lost_first:
         assert deaths.process_gone(10.9, gone(0, code=1), set()) == []
     found, ended = deaths.process_gone(11.0, gone(1, signal=15), set())
-    assert (found.matter, found.ranks) == (Matter("ended_early", 1), (1,))
+    assert (found.condition, found.ranks) == (Condition("ended_early", 1), (1,))
     assert found.facts == EndedEarly({1: 39}, 0, LOST, "", [])
-    assert (ended.matter, ended.facts) == (found.matter, Ended(None, 15))
+    assert (ended.condition, ended.facts) == (found.condition, Ended(None, 15))
     assert deaths.tick(20.0, over=True) == []
 
 
@@ -157,14 +157,14 @@ def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_o
     oom = OomDetector()
     deaths = DeathDetector(oom)
     (found,) = deaths.failure(10.0, Failure(0, 7, "backward", 10.0, "MemoryError: no", "Traceback"), set())
-    assert (found.matter, found.facts) == (
-        Matter("oom_failure", 0, "backward"),
+    assert (found.condition, found.facts) == (
+        Condition("oom_failure", 0, "backward"),
         Uncaught("MemoryError: no", "Traceback"),
     )
     (ended,) = deaths.process_gone(10.5, gone(0, code=1), set())
-    assert (ended.matter, ended.facts) == (found.matter, Ended(1, None))
+    assert (ended.condition, ended.facts) == (found.condition, Ended(1, None))
     (over,) = oom.step(Step(0, 7, 0.0, 1, []))
-    assert (over.matter, over.state, over.facts) == (found.matter, "resolved", Resolution("caught", 7))
+    assert (over.condition, over.state, over.facts) == (found.condition, "resolved", Resolution("caught", 7))
 
 
 def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim: Any):

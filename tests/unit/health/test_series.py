@@ -104,7 +104,7 @@ def test_nan_is_raised_though_the_other_rank_reports_no_more(how: str):
         assert monitor.step(each) == []
     sample = DeviceSample("host", "host", 0, "d", 1e9 + 1.0, 1, 2)
     assert monitor.sample(sample) == []
-    found = monitor.drop(1) if how == "end" else monitor.sample(msgspec.structs.replace(sample, time=1e9 + 5.2))
+    found = monitor.rank_ended(1) if how == "end" else monitor.sample(msgspec.structs.replace(sample, time=1e9 + 5.2))
     assert [(one.kind, one.facts.first_rank) for one in found] == [("nan_loss", 0)]
 
 

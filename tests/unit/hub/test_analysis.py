@@ -1,10 +1,12 @@
 """A batch of steps raises the same alerts as single steps; a detector's exception costs one step, not the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from ftmon.protocol.analysis import kinds
+from ftmon.protocol.analysis.findings.detector import Detector, Handler
 from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame, Message
@@ -77,23 +79,27 @@ def test_collected_steps_are_processed_before_a_message_of_another_type() -> Non
     assert seen == [frame.message.step for frame in given]
 
 
-def test_a_detector_that_fails_for_one_step_still_gets_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detector_that_fails_for_one_step_still_gets_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = [frame for frame in frames() if isinstance(frame.message, Step)][:20]
-    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
     first, later = [], []
 
-    def fails_once(step: Step) -> list[Any]:
-        first.append(step.step)
-        if len(first) == 3:
-            raise ZeroDivisionError("step three")
-        return []
+    class FailsOnce(Detector):
+        def handlers(self) -> Mapping[type, Handler]:
+            return {Step: self.step}
 
-    def works(step: Step) -> list[Any]:
-        later.append(step.step)
-        return []
+        def step(self, step: Step) -> None:
+            first.append(step.step)
+            if len(first) == 3:
+                raise ZeroDivisionError("step three")
 
-    analysis._detectors._leak.step = fails_once  # type: ignore[method-assign]
-    analysis._detectors._monitor.step = works  # type: ignore[method-assign]
+    class Works(Detector):
+        def handlers(self) -> Mapping[type, Handler]:
+            return {Step: lambda step: later.append(step.step)}
+
+    monkeypatch.setattr(kinds, "DETECTORS", [FailsOnce, Works])
+    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
     for frame in given:
         analysis.feed(frame.seq, frame.t, frame.message)
     analysis.flush()

@@ -169,15 +169,6 @@ def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
     assert model.seconds_left is None
 
 
-def test_time_left_is_steps_left_at_the_recent_speed() -> None:
-    model = RunModel()
-    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
-    for number in range(1, 11):
-        begun = STARTED + number * 3.0
-        model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
-    assert model.seconds_left == pytest.approx(300.0)
-
-
 def test_no_time_is_left_after_an_early_stop() -> None:
     model = RunModel()
     model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=300, evaluate_every=10)))
@@ -214,10 +205,8 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
     model = folded(first, error, again)
     assert [alert.id for alert in model.alerts.unresolved()] == [8, 7]
-    assert [alert.id for alert in model.alerts.newest_first()] == [7, 8]
-    assert model.alerts.get(7) == again
+    assert list(model.alerts) == [error, again]
     assert len(model.ranks[1].timeline.marks) == 1
-    assert model.alerts.of_rank(0) == [error]
 
 
 def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
@@ -225,8 +214,9 @@ def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
     for number in (*range(CAPACITY), 0, CAPACITY):
         history.put(control.Alert(number, "spike", "info", STARTED, "a spike"))
     assert len(history) == CAPACITY
-    assert history.get(0) is not None
-    assert history.get(1) is None
+    kept = {alert.id for alert in history}
+    assert 0 in kept
+    assert 1 not in kept
 
 
 def test_a_resolved_alert_no_longer_stands() -> None:
@@ -266,12 +256,6 @@ def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
     assert rank.shares.clock == "device"
     assert rank.shares.parts["backward"] == pytest.approx(0.6)
     assert rank.shares.parts["other"] == pytest.approx(0.1)
-
-
-def test_the_phase_table_tells_growth_and_transient_of_the_true_figure() -> None:
-    record = PhaseRecord("optimizer", 0, 4000, Span(10, 30, 30), Span(50, 50, 50), resident=Span(100, 110, 400))
-    (row,) = folded(step(0, 1, record)).ranks[0].phase_rows
-    assert (row.growth, row.transient, row.peak) == (10, 290, 400)
 
 
 def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:
@@ -319,7 +303,7 @@ def test_whether_it_fits_is_unknown_until_adam_has_its_states() -> None:
     assert folded(hello, step(0, 1, phase("forward", GIB))).fit.verdict == "unknown"
     assert folded(hello, step(0, 1), step(0, 2, phase("forward", GIB))).fit.verdict == "fits"
     tight = folded(hello, step(0, 1), step(0, 2, phase("backward", int(capacity * 0.95)))).fit
-    assert (tight.verdict, tight.phase, tight.step) == ("tight", "backward", 2)
+    assert tight == ("tight", 0, capacity)
     oom = telemetry.Oom(0, 3, "backward", STARTED, GIB, 0, capacity, 2, 3)
     assert folded(hello, step(0, 1), step(0, 2, phase("forward", GIB)), oom).fit.verdict == "failed"
 
@@ -329,4 +313,3 @@ def test_log_lines_filter_by_rank_and_text() -> None:
     model = folded(*lines)
     assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
     assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]
-    assert [seq for seq, _ in model.logs.after(1)] == [2, 3]

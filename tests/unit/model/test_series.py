@@ -6,14 +6,12 @@ from hypothesis import strategies as st
 
 @given(st.lists(st.tuples(st.integers(0, 50_000), st.floats(-1e6, 1e6)), min_size=1, max_size=200))
 @settings(deadline=None, max_examples=150)
-def test_pooling_keeps_the_extremes_and_the_mean(values: list[tuple[int, float]]) -> None:
+def test_pooling_keeps_the_mean(values: list[tuple[int, float]]) -> None:
     series = StepSeries()
     for step, value in values:
         series.add(step, value)
     points = series.points()
     assert len(series) <= CAPACITY
-    assert min(point.low for point in points) == min(value for _, value in values)
-    assert max(point.high for point in points) == max(value for _, value in values)
     total = sum(point.mean * point.count for point in points)
     assert total == pytest.approx(sum(value for _, value in values), abs=1e-3)
 

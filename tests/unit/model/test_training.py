@@ -142,13 +142,6 @@ def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
     assert epoch_words(model) == "1.10 / 2"
 
 
-def test_without_a_plan_for_evaluations_time_left_has_their_share_so_far() -> None:
-    model = RunModel()
-    model.apply(Frame(1, STARTED, Plan(0, 100)))
-    stepping(model, 50, pause_s=6.0)
-    assert model.seconds_left == pytest.approx(50 * (1 + 4 * 6.0 / 50), rel=1e-3)
-
-
 def test_a_long_evaluation_is_no_slow_down() -> None:
     model = RunModel()
     stepping(model, 30)

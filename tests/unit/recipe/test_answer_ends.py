@@ -10,8 +10,7 @@ pytest.importorskip("deepspeed")
 import torch
 from chat_families import FAMILIES
 from ftmon.trainer.recipe.chat.prompt import Prompts
-from ftmon.trainer.recipe.config.schema import Config, Training
-from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.config.schema import Config, Data, Training
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.data.shipped import shipped

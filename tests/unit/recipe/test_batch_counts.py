@@ -1,12 +1,14 @@
 """What a micro-batch holds, counted on the host for tokens/s and MFU."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch")
 
-from ftmon.trainer.recipe.data.collate import Collate
+from ftmon.trainer.recipe.data.collate import Collate, Then
 from ftmon.trainer.recipe.data.positions import WithCounts
-from ftmon.trainer.recipe.data.slices import Sliced
+from ftmon.trainer.recipe.data.slices import cut
 from ftmon.trainer.recipe.engine.sequence_group import SequenceGroup
 
 
@@ -36,7 +38,7 @@ def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dic
     rows = [row(12, **lengths)] * 3
     whole = WithCounts(Collate(0, 17))(rows)["counts"]
     parts = [
-        WithCounts(Sliced(Collate(0, 17), size, rank), SequenceGroup(size, rank))(rows)["counts"]
+        WithCounts(Then(Collate(0, 17), partial(cut, size=size, rank=rank)), SequenceGroup(size, rank))(rows)["counts"]
         for rank in range(size)
     ]
     assert sum(parts)[[0, 1, 2, 4]].tolist() == whole[[0, 1, 2, 4]].tolist()  # type: ignore[index]

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data.config import Data, File
+from ftmon.trainer.recipe.config.schema import Config, Data, File
 from ftmon.trainer.recipe.export import card
 from ftmon.trainer.recipe.state import TrainState
 

@@ -125,11 +125,6 @@ def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, o
         assert getattr(resumed, key) == value
 
 
-def test_a_checkpoint_that_does_not_name_its_order_resumes() -> None:
-    old = changed(step=8, batches=9, order="")
-    assert compatible.position(old, changed(), [], Path("c")) == (STATE, [])
-
-
 def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:
     with pytest.raises(ConfigError) as raised:
         compatible.position(STATE, changed(micro_batch=4), [], Path("c"))

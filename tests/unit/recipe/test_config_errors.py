@@ -1,5 +1,6 @@
 """A configuration that cannot be used is refused by place and dotted path."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,56 +8,11 @@ from ftmon.protocol.errors import ConfigError, UsageError
 from ftmon.trainer.recipe.config.load import load
 
 REFUSALS = [
-    ("zero:\n  stage: 5", "train.yaml:2: zero.stage must be 0, 1, 2 or 3, not 5"),
-    ("zero:\n  stag: 3", "train.yaml:2: unknown key zero.stag; did you mean zero.stage?"),
-    ("# a comment\n\nstage: 3", "train.yaml:3: unknown key stage; did you mean zero.stage?"),
-    (
-        "training:\n  sequence_parallel_size: 0",
-        "train.yaml:2: training.sequence_parallel_size must be a whole number of at least 1, not 0",
-    ),
-    (
-        "zero:\n  sequence_parallel_size: 2",
-        "train.yaml:2: unknown key zero.sequence_parallel_size; did you mean training.sequence_parallel_size?",
-    ),
-    ("zero: 3", "train.yaml:1: zero must be a section with keys such as stage, offload_optimizer, bucket_bytes, not 3"),
-    ("training:\n  micro_batch: 0", "train.yaml:2: training.micro_batch must be a whole number of at least 1, not 0"),
-    (
-        "training:\n  micro_batch: 1.5",
-        "train.yaml:2: training.micro_batch must be a whole number of at least 1, not 1.5",
-    ),
-    ("training: {seed: [1]}", "train.yaml:1: training.seed must be a whole number from 0 to 4,294,967,295, not a list"),
-    ("optimizer:\n  lr: fast", "train.yaml:2: optimizer.lr must be a number above 0, not fast"),
-    ("optimizer:\n  lr: .inf", "train.yaml:2: optimizer.lr must be a number above 0, not .inf"),
-    ("optimizer:\n  lr: '1e-4'", "train.yaml:2: optimizer.lr must be a number above 0, not '1e-4'"),
-    ("run:\n  master_port: 70000", "train.yaml:2: run.master_port must be a whole number from 0 to 65,535, not 70000"),
-    (
-        f"training:\n  max_steps: {'9' * 22}",
-        f"training.max_steps must be a whole number from 0 to 1,000,000,000,000,000, not {'9' * 22}",
-    ),
-    (
-        "training:\n  micro_batch: 9223372036854775807",
-        "training.micro_batch must be a whole number from 1 to 1,000,000,000,000,000, not 9223372036854775807",
-    ),
-    (
-        "training:\n  seed: 4294967296",
-        "training.seed must be a whole number from 0 to 4,294,967,295, not 4294967296",
-    ),
-    (f"training:\n  seed: {'9' * 5000}", "training.seed must be a whole number from 0 to 4,294,967,295, not 999"),
-    ("data:\n  shuffle: maybe", "train.yaml:2: data.shuffle must be true or false, not maybe"),
-    ("data:\n  path: [a]", "train.yaml:2: data.path must be text, not a list"),
-    ("lora:\n  targets: q_proj", "train.yaml:2: lora.targets must be a list such as [a, b], not q_proj"),
-    ("model:\n  config: qwen2", "train.yaml:2: model.config must be a section of keys and values, not qwen2"),
-    (
-        "schedule:\n  kind: cosin",
-        "train.yaml:2: schedule.kind must be constant, cosine or linear, not cosin; did you mean cosine?",
-    ),
-    ("zero:\n  stage: 1\n  stage: 2", "train.yaml:3: stage is given twice, first at train.yaml:2"),
-    ("- a\n- b", "train.yaml:1: the file must hold sections such as 'zero:', not a list"),
-    ("zero:\n  stage: [", "train.yaml:2: not valid YAML"),
-    ("zero:\n\tstage: 1", "train.yaml:2: not valid YAML"),
-    ("zero: *nothing", "train.yaml:1: not valid YAML"),
-    ("model: {config: &a {b: *a}}", "is nested too deeply"),
-    ("? [a, b]\n: 1", "train.yaml:1: a key must be a word, not a list"),
+    *map(json.loads, Path(__file__).with_name("config_errors.jsonl").read_text().splitlines()),
+    ("training:\n  seed: " + "9" * 5000, "training.seed must be a whole number from 0 to 4,294,967,295, not 999"),
+    ("model:\n  name: " + "x" * 100000, "model.name must be text of at most 4,096 characters"),
+    ("zero:\n  " + "k" * 1000 + ": 1", "unknown key zero.kkk"),
+    ("model:\n  config: " + "[" * 20000, "is nested too deeply"),
 ]
 
 
@@ -72,7 +28,8 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(folder: Path, text: st
     with pytest.raises(ConfigError) as raised:
         load("train.yaml")
     assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
 
 
 def test_a_mistake_on_the_command_line_says_so() -> None:
@@ -131,10 +88,10 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
 
 
 def test_a_value_of_the_command_line_that_is_nested_too_deeply_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"^command line: data\.path=\[\[\[.*: is nested too deeply: no setting"):
+    with pytest.raises(ConfigError, match=r"^command line: is nested too deeply in data\.path=\[\[\["):
         load(None, ["data.path=" + "[" * 5000])
 
 
 def test_a_value_of_the_command_line_that_is_not_yaml_is_named_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"command line: data\.path=\*\.jsonl: not valid YAML: .*; a text with such"):
+    with pytest.raises(ConfigError, match=r"^command line: not valid YAML: .* in data\.path=\*\.jsonl; a text with"):
         load(None, ["data.path=*.jsonl"])

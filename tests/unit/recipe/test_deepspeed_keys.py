@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.config.resolve import resolve
-from ftmon.trainer.recipe.engine import ds_keys
+from ftmon.trainer.recipe.preflight import ds_keys
+from ftmon.trainer.recipe.preflight.resolve import resolve
 
 
 @pytest.fixture
@@ -27,32 +26,6 @@ def test_keys_are_laid_over_what_the_sections_make(settings: list[str]) -> None:
     assert made["zero_optimization"]["sub_group_size"] == 1000
     assert made["zero_optimization"]["overlap_comm"] is True
     assert made["zero_optimization"]["stage"] == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("{amp: {enabled: true}}", "deepspeed.amp is no longer in DeepSpeed; use training.precision=bf16"),
-        ("{elasticity: {}}", "deepspeed.elasticity is no longer in DeepSpeed"),
-        ("{curriculum_learning: {}}", "use data_efficiency.data_sampling.curriculum_learning"),
-        ("{zero_optimization: {mics_shard_size: 2}}", "use zero_optimization.zero_hpz_partition_size"),
-        ("{zero_optimization: {stage: 3}}", "deepspeed.zero_optimization.stage is decided by zero.stage"),
-        ("{gradient_clipping: 1.0}", "is decided by optimizer.max_grad_norm"),
-        ("{zero_optimisation: {}}", "is not a key of DeepSpeed; did you mean zero_optimization?"),
-        ("{zero_optimization: {sub_group_sise: 1}}", "did you mean sub_group_size?"),
-        ("{bf16: {enabled: true}}", "is decided by training.precision"),
-        ("{bf16: 1}", "deepspeed.bf16 must be a section of keys and values"),
-        ("{sequence_parallel_size: 2}", "is decided by training.sequence_parallel_size; set that"),
-        ("{tensor_parallel: {autotp_size: 2}}", "cannot be used: every rank must hold other data"),
-    ],
-)
-def test_what_deepspeed_does_not_have_or_the_trainer_decides_is_refused(
-    settings: list[str], given: str, text: str
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve(load(None, [*settings, f"deepspeed={given}"]))
-    assert text in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_the_tables_are_those_of_the_installed_deepspeed() -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import demo, hardware
-from ftmon.trainer.recipe.config import resolve
+from ftmon.trainer.recipe.preflight import resolve
 
 
 def test_the_data_set_is_small_distinct_and_whole() -> None:

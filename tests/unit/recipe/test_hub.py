@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.config.schema import Config, Data
 from ftmon.trainer.recipe.data import sources
-from ftmon.trainer.recipe.data.config import Data
 from ftmon.trainer.recipe.data.sources import Records
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ftmon.trainer.recipe import command, demo, hardware
-from ftmon.trainer.recipe.config import resolve
+from ftmon.trainer.recipe.preflight import resolve
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:

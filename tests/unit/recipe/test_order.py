@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config, Training
-from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.config.schema import Config, Data, Training
 from ftmon.trainer.recipe.data.order import Order
 from ftmon.trainer.recipe.data.pipeline import Examples
 from hypothesis import given

@@ -12,13 +12,11 @@ import pytest
 pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config, Training
+from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
 from ftmon.trainer.recipe.data import encode, pipeline, sources
-from ftmon.trainer.recipe.data.config import Data, File
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
 from ftmon.trainer.recipe.evaluation import examples as evaluation_examples
-from ftmon.trainer.recipe.evaluation.config import Evaluation
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
 
@@ -243,7 +241,7 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     assert pipeline.held_out(folder, config).key == aside.key
     limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
     unused: Any = None
-    first = evaluation_examples.held_out(limited, unused, unused, tokenizer, folder)
+    first = evaluation_examples.held_out(limited, unused, tokenizer, folder)
     assert first is not None
     assert [row["input_ids"].tolist() for row in first.rows] == [
         aside.rows[row]["input_ids"].tolist() for row in range(3)

@@ -1,7 +1,7 @@
 """The learning rate over time."""
 
 import pytest
-from ftmon.trainer.recipe.optim.config import Schedule
+from ftmon.trainer.recipe.config.schema import Schedule
 from ftmon.trainer.recipe.optim.schedule import factor
 from hypothesis import given
 from hypothesis import strategies as st

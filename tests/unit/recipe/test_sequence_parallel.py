@@ -10,14 +10,15 @@ pytest.importorskip("torch")
 
 import torch
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import sequence_parallel
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.config.resolve import resolve
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.collate import Collate
-from ftmon.trainer.recipe.data.positions import WithPositions
-from ftmon.trainer.recipe.data.slices import Sliced
+from ftmon.trainer.recipe.data.positions import with_positions
+from ftmon.trainer.recipe.data.slices import cut
+from ftmon.trainer.recipe.engine.division import heads_refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.preflight import sequence_parallel
+from ftmon.trainer.recipe.preflight.resolve import resolve
 
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
 KEY = "training.sequence_parallel_size"
@@ -60,7 +61,7 @@ def test_ranks_that_are_no_multiple_are_refused_with_a_number_that_is(settings: 
     ],
 )
 def test_heads_are_divided_or_key_value_heads_repeated(heads: int, groups: int, size: int, text: str) -> None:
-    assert sequence_parallel.heads_refusal(heads, groups, size) == text
+    assert heads_refusal(heads, groups, size) == text
 
 
 def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(
@@ -115,7 +116,7 @@ def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int,
     rows = [row(15, **({"lengths": [7, 8]} if packed else {})), row(10, **({"lengths": [10]} if packed else {}))]
     limit = 17  # no multiple of any size
     whole = Collate(0, limit)(rows)
-    slices: list[Any] = [WithPositions(Sliced(Collate(0, limit), size, rank))(rows) for rank in range(size)]
+    slices: list[Any] = [with_positions(cut(Collate(0, limit)(rows), size, rank)) for rank in range(size)]
     length = whole["input_ids"].shape[1]
     joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
     assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
@@ -140,7 +141,7 @@ def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int,
 def test_equal_slices_of_different_rows_are_told_apart() -> None:
     one, other = row(16), row(16)
     other["input_ids"][0] = 99
-    slices = [Sliced(Collate(0, 16), 2, 1)([each]) for each in (one, other)]
+    slices = [cut(Collate(0, 16)([each]), 2, 1) for each in (one, other)]
     assert torch.equal(slices[0]["input_ids"], slices[1]["input_ids"])
     assert int(slices[0]["rows_key"]) != int(slices[1]["rows_key"])
 

@@ -208,17 +208,14 @@ def test_a_transposed_weight_is_updated_and_one_without_a_gradient_left_alone() 
     assert torch.equal(alone, torch.ones(3))
 
 
-def test_small_updates_of_bf16_weights_arrive_on_average_and_to_nearest_never() -> None:
-    for nearest in (False, True):
-        weight = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
-        optimizer = SmallStateAdamW(
-            [weight], states="bf16", lr=1e-4, betas=(0.9, 0.99), eps=1e-8, seed=1, nearest=nearest
-        )
-        for _ in range(50):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        moved = float(1 - weight.detach().float().mean())
-        assert moved == (0.0 if nearest else pytest.approx(50e-4, rel=0.03))
+def test_small_updates_of_bf16_weights_arrive_on_average() -> None:
+    weight = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
+    optimizer = SmallStateAdamW([weight], states="bf16", lr=1e-4, betas=(0.9, 0.99), eps=1e-8, seed=1)
+    for _ in range(50):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    # To nearest, no update would: each is below half a step of bf16.
+    assert float(1 - weight.detach().float().mean()) == pytest.approx(50e-4, rel=0.03)
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])

@@ -8,8 +8,7 @@ pytest.importorskip("transformers")
 
 from chat_families import FAMILIES, Messages, Written
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config, Training
-from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.config.schema import Config, Data, Training
 from ftmon.trainer.recipe.data.encode import Encoded, Encoder
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.model.loss import IGNORED
@@ -135,10 +134,9 @@ def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) 
 
 def test_all_tokens_carry_loss_when_asked() -> None:
     tokenizer = family("chatml")
-    for data in ({"train_on": "all"}, {"train_on_prompt": True}):
-        document = one(encoder(tokenizer, **data), {"messages": CHAT})
-        assert all(document.learned)
-        assert document.label_tokens == len(document.ids) - 1
+    document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
+    assert all(document.learned)
+    assert document.label_tokens == len(document.ids) - 1
 
 
 def test_a_message_of_weight_0_carries_no_loss() -> None:

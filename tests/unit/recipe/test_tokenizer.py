@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config import schema as settings
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.model import config as settings
 from ftmon.trainer.recipe.model import tokenizer
 from transformers import PreTrainedTokenizerFast
 

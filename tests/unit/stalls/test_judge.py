@@ -5,7 +5,7 @@ from ftmon.protocol.analysis.stalls.evidence import Collective
 from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, Verdict, judge
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Finished, Unclear
-from ftmon.protocol.analysis.text.stalls import of_verdict
+from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.text import ranks_in_words
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,7 +2,7 @@ import random
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings import Finding
 from ftmon.protocol.analysis.stalls.slow_devices import SlowDevices
 from ftmon.protocol.analysis.stalls.straggler_detector import SlowRankFacts
@@ -147,7 +147,7 @@ def gpu(rank: int, **fields: Any) -> DeviceSample:
 def hindrance(devices: SlowDevices, rank: int) -> str:
     """Return what the title of a slow rank says of its device."""
     straggler = StragglerFacts(rank, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
-    said = text.words(Finding("straggler", SlowRankFacts(straggler, devices.why(rank)), rank=rank))
+    said = kinds.words_of(Finding("straggler", SlowRankFacts(straggler, devices.why(rank)), rank=rank))
     return said.title.partition("; ")[2]
 
 

@@ -19,7 +19,7 @@ from ftmon.protocol.analysis.stalls.positions import where as where_of
 from ftmon.protocol.analysis.stalls.python_stacks import Frame, where
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import CircularWait, DifferentCalls, InPointToPoint, RanAhead, StaleLocks
-from ftmon.protocol.analysis.text.stalls import of_verdict
+from ftmon.protocol.analysis.stalls.words import _together, of_verdict
 
 WORLD = {"0": (0, 1, 2, 3)}
 SITE = "/env/lib/python3.11/site-packages"
@@ -377,6 +377,14 @@ def test_a_barrier_within_the_loop_is_a_branch_that_the_others_do_not_take():
     title = of_verdict(must(judge(crossed(spins(("0", 1, "barrier"), frames=inside), phase="idle")))).title
     assert title.startswith("rank 0 waits after step 60, in barrier, train.py:41; rank 1 waits in step 61")
     assert title.endswith("the ranks take different branches")
+
+
+def test_ranks_at_one_place_are_named_together():
+    verdict = must(judge(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")))
+    cause = must_cause(cause_of(verdict))
+    assert _together([*cause.others, replace(cause.others[0], rank=3)]).startswith("ranks 1 and 3 wait in step 61, in ")
+    ended = replace(cause.others[0], ended=True)
+    assert _together([ended, replace(ended, rank=3)]) == "ranks 1 and 3 have ended in step 61"
 
 
 def branch(mine: str, theirs: str, loops: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The memory graph: scaled to what it is told, boundaries to an eighth of a row, spikes never lost."""
 
+import pytest
 from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE
 from ftmon.tui.widgets.drawing.palette import DARK
 from ftmon.tui.widgets.drawing.theme import Theme
@@ -21,17 +22,9 @@ def cells(lines, x):
     return found
 
 
-def test_a_full_device_fills_the_whole_height():
-    assert eighths(80 * GIB, 80 * GIB, 4) == 32
-
-
-def test_more_than_the_scale_stays_within_it():
-    assert eighths(100 * GIB, 80 * GIB, 4) == 32
-
-
-def test_what_is_not_zero_is_seen():
-    assert eighths(1, 80 * GIB, 4) == 1
-    assert eighths(0, 80 * GIB, 4) == 0
+@pytest.mark.parametrize(("size", "shown"), [(80 * GIB, 32), (100 * GIB, 32), (1, 1), (0, 0)])
+def test_a_graph_is_as_high_as_its_device_and_shows_what_is_not_zero(size, shown):
+    assert eighths(size, 80 * GIB, 4) == shown
 
 
 def test_the_boundary_of_allocated_memory_is_drawn_to_an_eighth_over_the_tone_of_reserved():

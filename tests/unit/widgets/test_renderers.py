@@ -7,6 +7,7 @@ import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.logs import LogEntry
+from ftmon.tui.source.transport import AlertMark, Transport
 from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, loss, milliseconds, step_time
 from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose, names_c_locale
 from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
@@ -15,7 +16,7 @@ from ftmon.tui.widgets.drawing.theme import Theme
 from ftmon.tui.widgets.drawing.wrapping import wrap
 from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines
 from ftmon.tui.widgets.lines.log_lines import log_line
-from ftmon.tui.widgets.lines.scrubber import Playback, scrubber, time_of_day
+from ftmon.tui.widgets.lines.scrubber import scrubber, time_of_day
 from ftmon.tui.widgets.lines.summary import Summary, summary_lines
 from ftmon.tui.widgets.plots.memory_graph import Scale
 from ftmon.tui.widgets.plots.phase_bar import cells_of, phase_bar
@@ -79,9 +80,11 @@ def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> No
     assert "in data loading" in " ".join(text.split())
 
 
-def test_every_ascii_card_is_ascii() -> None:
-    for view in (VIEW, HUNG):
-        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), Theme(DARK, ASCII), selected=True)
+def test_every_ascii_card_and_row_is_ascii() -> None:
+    theme = Theme(DARK, ASCII)
+    for view in (VIEW, HUNG, replace(HUNG, state="unreachable")):
+        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), theme, selected=True)
+        lines += label(view, 12, 1, theme, selected=False)
         assert all(line.plain.isascii() for line in lines)
 
 
@@ -228,8 +231,10 @@ def test_a_long_word_on_the_connection_is_cut_before_the_step() -> None:
 
 
 def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
-    playback = Playback(0.0, 100.0, 50.0, playing=True, speed=4.0, step=812, live=True, marks=((90.0, "error"),))
-    text = scrubber(playback, 80, THEME).plain
+    transport = Transport("rewound", lambda request: None)
+    transport.playing, transport.speed, transport.position, transport.last = True, 4.0, 50.0, 100.0
+    transport.marks = [AlertMark(90.0, "error", "hang", 1, "hung")]
+    text = scrubber(transport, 812, 80, THEME).plain
     assert UNICODE.error in text
     assert text.index(UNICODE.knob) < text.index(UNICODE.error)
     assert "4x" in text
@@ -301,11 +306,6 @@ def test_spikes_and_the_host_stand_apart_in_a_row() -> None:
 def test_what_does_not_fit_of_the_health_is_left_out_whole() -> None:
     assert health_words(VIEW, 24, THEME) == "util 98 %  612 W  64 °C"
     assert health_words(VIEW, 22, THEME) == "util 98 %  612 W"
-
-
-def test_every_ascii_row_is_ascii() -> None:
-    (line,) = label(replace(HUNG, state="unreachable"), 12, 1, Theme(DARK, ASCII), selected=False)
-    assert line.plain.isascii()
 
 
 @pytest.mark.parametrize(

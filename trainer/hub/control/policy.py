@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from ....protocol.analysis.findings import Finding
-from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
-from ....protocol.analysis.hub_facts import HangActionFacts, LateExit, UnprovenHangFacts
+from ....protocol.analysis.findings.finding import Condition, Resolution, resolved
+from ....protocol.analysis.hub_facts import HangActionFacts, LateExit, UnprovenHangFacts, hang_cause
 from ....protocol.analysis.stalls.proof import RankFacts, unproven
 from ....protocol.analysis.stalls.verdicts import Verdict
-from ....protocol.analysis.text.run import hang_cause
 from ....protocol.host.private_files import write_private
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result
@@ -116,18 +115,18 @@ class Policy:
             self._standing = None
             if self._spared is not None:
                 self._spared = None
-                self._analysis.put(resolved(Matter("unproven_hang"), Resolution("resumed")))
+                self._analysis.put(resolved(Condition("unproven_hang"), Resolution("resumed")))
             return
         # The waiting ranks may change while the same rank blocks them.
-        matter = (verdict.kind, verdict.hung)
-        if self._standing is None or self._standing[0] != matter:
-            self._standing = (matter, now)
-        if now - self._standing[1] < self._grace or self._acted == matter:
+        condition = (verdict.kind, verdict.hung)
+        if self._standing is None or self._standing[0] != condition:
+            self._standing = (condition, now)
+        if now - self._standing[1] < self._grace or self._acted == condition:
             return
         if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
-            self._report_unproven(matter, verdict, missing)
+            self._report_unproven(condition, verdict, missing)
             return
-        self._acted = matter
+        self._acted = condition
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
         self._act(now, self._on_hang, "--on-hang", verdict, cause)
 
@@ -149,11 +148,11 @@ class Policy:
             )
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, facts)
 
-    def _report_unproven(self, matter: object, verdict: Verdict, missing: str) -> None:
+    def _report_unproven(self, condition: object, verdict: Verdict, missing: str) -> None:
         """Report, once per verdict, which proof is missing for an action after the grace period."""
-        if self._spared == matter:
+        if self._spared == condition:
             return
-        self._spared = matter
+        self._spared = condition
         facts = UnprovenHangFacts(f"--on-hang {self._on_hang}", missing, verdict)
         self._analysis.put(Finding("unproven_hang", facts))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ....protocol.analysis.findings import Finding
-from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ....protocol.analysis.findings.finding import Condition, Resolution, resolved
 from ....protocol.analysis.hub_facts import LeftoverFacts, LeftProcess
 from ...host import processes
 from ...host.hardware.gpu_memory import gpu_use
@@ -65,7 +65,7 @@ class Leftovers:
             if current is None or not current.alive:
                 del self._left[key]
         if not self._left:
-            self._analysis.put(resolved(Matter("leftover_processes"), Resolution("calm")))
+            self._analysis.put(resolved(Condition("leftover_processes"), Resolution("calm")))
         elif len(self._left) != before:
             self._report()
 

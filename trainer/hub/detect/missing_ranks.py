@@ -1,7 +1,7 @@
 """Detects ranks that never report; with several hosts, the usual cause is an agent without a connection."""
 
 from ....protocol.analysis.findings import Finding
-from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ....protocol.analysis.findings.finding import Condition, Resolution, resolved
 from ....protocol.analysis.hub_facts import MissingRanksFacts
 from ..analyses.analysis import Analysis
 from ..ranks.rank_hosts import RankHosts
@@ -39,4 +39,4 @@ class MissingRanks:
             self._analysis.put(Finding("missing_ranks", MissingRanksFacts(missing, world, self._listen)))
         elif self._reported and not missing:
             self._reported = False
-            self._analysis.put(resolved(Matter("missing_ranks"), Resolution("resumed")))
+            self._analysis.put(resolved(Condition("missing_ranks"), Resolution("resumed")))

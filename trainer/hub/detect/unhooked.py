@@ -1,7 +1,7 @@
 """Detects a process that trains unmonitored because its command replaced ``PYTHONPATH``, which has the import hook."""
 
 from ....protocol.analysis.findings import Finding
-from ....protocol.analysis.findings.finding import Matter, Resolution, resolved
+from ....protocol.analysis.findings.finding import Condition, Resolution, resolved
 from ....protocol.analysis.hub_facts import UnhookedFacts
 from ....protocol.run.rundir import RunDir
 from ...host.import_hook import find_unhooked
@@ -31,7 +31,7 @@ class Unhooked:
         if reported:
             if self.found is not None:
                 self.found = None
-                self._analysis.put(resolved(Matter("unhooked"), Resolution("resumed")))
+                self._analysis.put(resolved(Condition("unhooked"), Resolution("resumed")))
             return
         if self._launcher is None or self.found is not None or now < self._next:
             return

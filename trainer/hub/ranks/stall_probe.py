@@ -17,7 +17,7 @@ from ....protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Calls, Evid
 from ....protocol.analysis.stalls.python_stacks import Frame, Place
 from ....protocol.analysis.stalls.rank_tracker import RankTracker
 from ....protocol.analysis.stalls.verdicts import Verdict
-from ....protocol.analysis.text.stalls import of_verdict
+from ....protocol.analysis.stalls.words import of_verdict
 from ....protocol.host.process import is_alive
 from ....protocol.messages import verbs
 from ....protocol.messages.control import Result

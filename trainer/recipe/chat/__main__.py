@@ -9,7 +9,7 @@ import warnings
 
 from ....protocol.errors import FtmonError, UsageError
 from ....protocol.run import exits
-from ..config.fields import MOST_SEED
+from ..config.schema import MOST_SEED
 from ..model.adapters import quiet_bitsandbytes
 from . import source
 

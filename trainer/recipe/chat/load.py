@@ -30,10 +30,7 @@ class Loaded(NamedTuple):
 def load(source: Source, device: str) -> Loaded:
     """Load a model and its tokenizer.
 
-    Args:
-        source: place of the weights.
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU if there is one, but the CPU for a checkpoint, whose run may be
-            training on the GPUs.
+    ``device`` auto is a GPU if there is one, but the CPU for a checkpoint, whose run may be training on the GPUs.
 
     Raises:
         UsageError: it cannot be loaded.

@@ -19,11 +19,7 @@ class Prompts:
         self.stops = frozenset(end_tokens(model, tokenizer))
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Return the tokens of a conversation, up to the beginning of the answer.
-
-        Raises:
-            UsageError: the template refuses it.
-        """
+        """Return the tokens of a conversation, up to the beginning of the answer."""
         if not self.has_template:
             return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
         try:

@@ -9,7 +9,7 @@ from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, 
 from ....protocol.run import run_store
 from ....protocol.run.rundir import RunDir
 from ..checkpoint import folder as folders
-from ..config.inputs import hub_refusal
+from ..preflight.inputs import hub_refusal
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -26,11 +26,7 @@ class Source(NamedTuple):
 
 
 def find(target: str) -> Source:
-    """Return the model of a chat: the final model if there is one, else the newest complete checkpoint.
-
-    Raises:
-        UsageError: there is no such model or run, several runs match, or the run has neither.
-    """
+    """Return the model of a chat: the final model if there is one, else the newest complete checkpoint."""
     path = Path(target).expanduser()
     if path.is_dir():
         found = _in_folder(path) or _of_run(RunDir(path))

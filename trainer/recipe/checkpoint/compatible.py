@@ -1,4 +1,7 @@
-"""Checks whether a run may resume from a checkpoint: the changes in between, and their consequences."""
+"""Checks whether a run may resume from a checkpoint: the changes in between, and their consequences.
+
+A change that is not accepted raises ``ConfigError``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +29,7 @@ _CONSEQUENCES = {
 def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Path) -> tuple[TrainState, list[str]]:
     """Return the position at which the run continues, and notes on differences from an uninterrupted run.
 
-    Args:
-        saved: the checkpoint's state.
-        now: a fresh state of this run: its seed, data and batch.
-        allow: changes that are accepted (``checkpoint.allow``).
-        path: path of the checkpoint, for messages.
-
-    Raises:
-        ConfigError: a change that is not accepted; the text names each with its fix.
+    ``allow`` has the changes that are accepted (``checkpoint.allow``).
     """
     changes = {name: f"{text}: {_consequence(name, saved, now)}" for name, text in _changes(saved, now).items()}
     changed = [name for name in changes if name not in allow]
@@ -51,11 +47,7 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
 
 
 def model(manifest: Manifest, parameters: dict[str, list[int]], path: Path) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        ConfigError: a parameter is missing, unknown or of another shape; the text names the first.
-    """
+    """Refuse a checkpoint of another model."""
     here, there = parameters, manifest.parameters
     for name in [*there, *here]:
         if here.get(name) != there.get(name):
@@ -78,7 +70,7 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
         )
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
-    if saved.order and saved.order != now.order:
+    if saved.order != now.order:
         text = f"data.shuffle, data.group_by_length: the examples were {saved.order} and are {now.order}"
         changes.setdefault("data", text)
     sizes = ""

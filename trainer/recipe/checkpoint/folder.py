@@ -59,9 +59,7 @@ def examine(path: Path) -> tuple[Found | None, str]:
 def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
     """Return the checkpoints that a run may resume from, in the order to be tried, and notes on incomplete ones.
 
-    Args:
-        resume: ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder.
-        output: this run's output folder.
+    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder.
 
     Raises:
         ConfigError: a path was given and no complete checkpoint is there.

@@ -76,14 +76,6 @@ def planned(
 def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World) -> Path:
     """Load weights, optimizer, schedule and random state; ``now`` becomes the position of the checkpoint.
 
-    Args:
-        engine: DeepSpeed's engine, untrained.
-        paths: checkpoints in the order to be tried.
-        now: this run's fresh state; filled in.
-        base: the frozen weights under this run's adapters.
-        config: the resolved configuration.
-        world: the ranks; all call this.
-
     Returns:
         The checkpoint that was loaded.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..config.schema import Config
 from ..engine.distributed import World
-from ..monitor import Monitor
+from ..monitor import activity, probe
 from ..optim import support
 from ..state import TrainState
 from . import folder as folders
@@ -44,14 +44,12 @@ class Checkpoints:
         tokenizer: Any,
         config: Config,
         world: World,
-        monitor: Monitor,
         folder: Path,
         base: Base | None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._world = world
-        self._monitor = monitor
         self._folder = folder
         self._base = base
         self._writer = Writer(world.local_size)
@@ -71,18 +69,13 @@ class Checkpoints:
             folders.remove_unfinished(folder)
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
-        """Write a checkpoint, in the background if possible; wait for the previous one first.
-
-        Args:
-            state: position of the run.
-            evaluation_loss: loss of an evaluation at this step, for ``checkpoint.keep_best``.
-        """
+        """Write a checkpoint, in the background if possible; wait for the previous one first."""
         self.wait()
         began = time.time()
         self._serial += 1
         part = self._folder / (folders.tag(state.step) + ".part")
         writer = self._writer
-        with self._monitor.phase("checkpoint"), self._monitor.activity("checkpoint", folders.tag(state.step)):
+        with probe().phase("checkpoint"), activity("checkpoint", folders.tag(state.step)):
             writer.begin(part, self._config.checkpoint.background)
             self._save(part, state)
             if self._config.checkpoint.background and writer.in_foreground and not self._said:
@@ -105,7 +98,7 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._finish, args=arguments, name="ftmon-checkpoint", daemon=True)
             self._thread.start()
         else:
-            with self._monitor.phase("checkpoint"), self._monitor.activity("checkpoint", folders.tag(state.step)):
+            with probe().phase("checkpoint"), activity("checkpoint", folders.tag(state.step)):
                 self._finish(*arguments)
 
     def measure(self, state: TrainState) -> int:
@@ -126,7 +119,7 @@ class Checkpoints:
         part, writer = self._folder / folders.TRIAL, self._writer
         existed = self._folder.exists()
         try:
-            with self._monitor.phase("checkpoint"):
+            with probe().phase("checkpoint"):
                 writer.begin(part, self._config.checkpoint.background, read_back=True)
                 self._save(part, state)
                 writer.write_waiting()
@@ -169,7 +162,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the checkpoint under way is complete or has failed."""
         if self._thread is not None:
-            with self._monitor.phase("checkpoint"), self._monitor.activity("checkpoint", "waiting for the disk"):
+            with probe().phase("checkpoint"), activity("checkpoint", "waiting for the disk"):
                 self._thread.join()
             self._thread = None
 
@@ -230,12 +223,12 @@ class Checkpoints:
         is_best = content.evaluation_loss is not None and best is not None and best.path == path
         self._world.log(f"checkpoint: {path}")
         seconds = time.time() - began
-        self._monitor.checkpoint(str(path), size=size, seconds=seconds, best=is_best, step=content.state.step)
+        probe().checkpoint(str(path), size=size, seconds=seconds, best=is_best, step=content.state.step)
 
     def report_failure(self, path: Path, why: str, step: int) -> folders.Found | None:
         """Report a checkpoint that could not be written (rank 0); return the newest complete one."""
         kept = next(iter(folders.complete(self._folder)[0]), None)
-        self._monitor.checkpoint_failed(str(path), why, kept=str(kept.path) if kept is not None else "", step=step)
+        probe().checkpoint_failed(str(path), why, kept=str(kept.path) if kept is not None else "", step=step)
         return kept
 
     def _failed(self, part: Path, why: str, step: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from ....protocol.host.host_memory import available_memory
 from .manifest import File
@@ -148,13 +149,7 @@ class _Summed:
 
 def tensor_bytes(value: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(tensor_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(tensor_bytes, value))
-    return 0
+    return sum(one.numel() * one.element_size() for one in tree_leaves(value) if isinstance(one, torch.Tensor))
 
 
 def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
@@ -163,32 +158,20 @@ def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
     Returns:
         The place of the first difference, or an empty text; and the number of equal tensors.
     """
-    if isinstance(wanted, torch.Tensor):
-        same = (
-            isinstance(found, torch.Tensor)
-            and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-            and torch.equal(_bits(found), _bits(wanted))
-        )
-        return ("" if same else name), int(same)
-    pairs: list[tuple[Any, Any, str]] = []
-    if isinstance(wanted, dict):
-        if not isinstance(found, dict) or list(found) != list(wanted):
-            return name, 0
-        pairs = [(found[key], inner, f"{name}.{key}") for key, inner in wanted.items()]
-    elif isinstance(wanted, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(wanted):
-            return name, 0
-        pairs = [
-            (one, inner, f"{name}.{number}") for number, (one, inner) in enumerate(zip(found, wanted, strict=True))
-        ]
-    elif isinstance(wanted, int | float | str | bytes | None):
-        return ("" if repr(found) == repr(wanted) else name), 0
+    leaves, shape = tree_flatten_with_path(wanted)
+    others, other_shape = tree_flatten(found)
+    if shape != other_shape:
+        return name, 0
     compared = 0
-    for one, inner, place in pairs:
-        problem, count = difference(one, inner, place)
-        compared += count
-        if problem:
-            return problem, compared
+    for (path, one), other in zip(leaves, others, strict=True):
+        if isinstance(one, torch.Tensor):
+            alike = isinstance(other, torch.Tensor) and (other.dtype, other.shape) == (one.dtype, one.shape)
+            same = alike and torch.equal(_bits(other), _bits(one))
+            compared += same
+        else:
+            same = not isinstance(one, int | float | str | bytes | None) or repr(other) == repr(one)
+        if not same:
+            return f"{name}{keystr(path)}", compared
     return "", compared
 
 

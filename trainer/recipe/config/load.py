@@ -1,4 +1,7 @@
-"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values."""
+"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values.
+
+A wrong key, type or value raises ``ConfigError``.
+"""
 
 import difflib
 import math
@@ -13,8 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError
 from . import yaml_nodes
-from .fields import MOST_WHOLE
-from .schema import Config
+from .schema import MOST_WHOLE, Config
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _TRUE = ("true", "yes", "on")
@@ -54,10 +56,7 @@ class Loaded:
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
     """Read a configuration file and apply overrides.
 
-    Args:
-        path: the file, or None.
-        overrides: assignments ``key.sub=value`` of the command line; the last one wins.
-        base: YAML text to start from without a file (the demo's own configuration).
+    ``base`` is YAML text to start from without a file (the demo's own configuration).
 
     Raises:
         ConfigError: a key, a type or a value is wrong.
@@ -70,16 +69,14 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
 
 
 def decode(tree: Node | None, source: str) -> Loaded:
-    """Convert a node tree to the configuration.
-
-    Raises:
-        ConfigError: a key, a type or a value is wrong.
-    """
+    """Convert a node tree to the configuration."""
     places: dict[str, str] = {}
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
-        raise ConfigError(f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {_show(tree)}")
+        raise ConfigError(
+            f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {yaml_nodes.describe(tree)}"
+        )
     info = inspect.type_info(Config)
     assert isinstance(info, inspect.StructType)
     plain = _struct(tree, info, "", places)
@@ -152,7 +149,7 @@ def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, 
                 return value
     text = [str(value) for value in allowed]
     listed = f"{', '.join(text[:-1])} or {text[-1]}"
-    close = difflib.get_close_matches(_show(node), text, 1)
+    close = difflib.get_close_matches(yaml_nodes.describe(node), text, 1)
     raise _wrong(node, path, f"must be {listed}", f"; did you mean {close[0]}?" if close else "")
 
 
@@ -226,11 +223,7 @@ def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
 
 
 def plain_scalar(node: ScalarNode, path: str) -> str | int | float | bool | None:
-    """Convert a scalar by the rules of YAML 1.2's core schema.
-
-    Raises:
-        ConfigError: it is text that no value may be.
-    """
+    """Convert a scalar by the rules of YAML 1.2's core schema."""
     text = _text(node, path)
     if node.style is not None:
         return text
@@ -274,9 +267,5 @@ def _is_null(node: Node) -> bool:
     return isinstance(node, ScalarNode) and node.style is None and node.value in _NULLS
 
 
-def _show(node: Node) -> str:
-    return yaml_nodes.describe(node)
-
-
 def _wrong(node: Node, path: str, rule: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {_show(node)}{hint}")
+    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {yaml_nodes.describe(node)}{hint}")

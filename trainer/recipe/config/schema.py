@@ -1,19 +1,220 @@
-"""The whole configuration: one section for each component."""
+"""The configuration: one section for each component, and the types of their fields.
+
+Every field has a docstring behind it, which ``ftmon train --print-config`` writes as its comment. Nothing here imports
+torch.
+"""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..checkpoint.config import Checkpoint
-from ..data.config import Data
-from ..engine.config import Zero
-from ..evaluation.config import Evaluation
-from ..model.config import Lora, Model, Tokenizer
-from ..optim.config import Optimizer, Schedule
-from .fields import MOST_WHOLE, AtLeast0, AtLeast1, Positive, Section, Seed
+MOST_WHOLE = 10**15
+"""The largest whole number where a field has no bound of its own: recordings and PyTorch hold 64 bits, and counts are
+multiplied with one another."""
+MOST_SEED = 2**32 - 1
+"""PyTorch's seeds have 64 bits; the order of an epoch is drawn from the seed times a million and more."""
 
+AtLeast0 = Annotated[int, msgspec.Meta(ge=0, le=MOST_WHOLE)]
+AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=MOST_WHOLE)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=MOST_SEED)]
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Momentum = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 Length = Annotated[int, msgspec.Meta(ge=8, le=MOST_WHOLE)]
 """Of a sequence, in tokens."""
+Format = Literal["auto", "text", "instruction", "alpaca", "chat", "sharegpt", "markers"]
+Change = Literal["seed", "data", "sequence_length", "micro_batch", "grad_accumulation", "ranks"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base class of the configuration's sections."""
+
+
+class Model(Section, frozen=True):
+    """The model to train: one of `name` and `config` is needed."""
+
+    name: str = ""
+    """Name on the Hugging Face hub, or a local folder, whose weights are fine-tuned."""
+    config: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """A bare configuration for random weights: `model_type` (llama, qwen2, ...) and that type's own sizes."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention implementation; auto lets transformers choose."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Hold the frozen base in 4 bits (QLoRA: NF4 with double quantization, bitsandbytes); needs `lora.rank` and `name`,
+    and ZeRO stage 0 to 2."""
+    fused_loss: Literal["auto", "on", "off"] = "auto"
+    """Compute the loss in chunks of label tokens, without logits at full size: the same loss with less memory. auto:
+    where a check of the model finds it to be the same; on: refuse other models."""
+    gradient_checkpointing: Annotated[
+        Literal["none", "layers", "selective"], msgspec.Meta(extra={"true": "layers", "false": "none"})
+    ] = "none"
+    """What the backward pass recomputes of decoder layers. layers: everything from their inputs (about a third more
+    time); selective: all but matrix products and attention outputs, which are kept. true is layers, false is none."""
+    checkpoint_every: AtLeast1 = 1
+    """Recompute every n-th decoder layer, and keep the activations of the others."""
+    activation_offload: Literal["none", "inputs", "all"] = "none"
+    """Hold saved activations of decoder layers in host memory between forward and backward. inputs: the inputs of
+    recomputed layers; all: also what layers that are not recomputed save, above `offload_bytes`."""
+    offload_bytes: AtLeast0 = 1_048_576
+    """Size from which `activation_offload: all` moves a tensor; smaller ones stay."""
+    compile: Literal["off", "layers"] = "off"
+    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`."""
+    activation_memory_budget: Fraction = 1.0
+    """Share of their activations that compiled layers keep; what is cheapest to compute again is left out first. Needs
+    `compile: layers`, and no `gradient_checkpointing`."""
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (peft) instead of full fine-tuning, when `rank` is above 0."""
+
+    rank: AtLeast0 = 0
+    """Rank of the adapters; 0 trains all weights."""
+    kind: Literal["lora", "dora"] = "lora"
+    """lora, or dora: the weights' magnitudes are trained too (weight-decomposed; slower)."""
+    alpha: Positive = 16.0
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    dropout: Momentum = 0.0
+    """Dropout before the adapters."""
+    targets: list[str] = msgspec.field(default_factory=list[str])
+    """Names of the layers that get adapters, such as [q_proj, v_proj]; empty: all linear layers."""
+    merge: bool = True
+    """Merge the adapters into the final model, so that it loads without peft."""
+
+
+class Tokenizer(Section, frozen=True):
+    """The tokenizer."""
+
+    name: str = ""
+    """Hub name or local folder; empty: the model's own, and with a bare configuration one trained on the data."""
+    vocab_size: Annotated[int, msgspec.Meta(ge=300, le=MOST_WHOLE)] = 4096
+    """Size of the vocabulary of a tokenizer that is trained on the data."""
+
+
+class File(Section, frozen=True):
+    """One file of several."""
+
+    path: str
+    """The file; see `data.path`."""
+    weight: Positive = 1.0
+    """How often each of its records is used in an epoch: 2 uses all twice, 0.5 a half drawn with `training.seed`."""
+
+
+class Data(Section, frozen=True):
+    """The training data: one of `path`, `files` and `name` is needed."""
+
+    path: str = ""
+    """A local file: .jsonl (one JSON record a line), .json (the same, or one list), .csv, .tsv, .parquet or .txt (one
+    text a line)."""
+    files: list[File] = msgspec.field(default_factory=list[File])
+    """Several such files, each with its weight: [{path: a.jsonl, weight: 1}, ...]."""
+    name: str = ""
+    """Name of a data set on the Hugging Face hub, or a folder with a copy of one; read through `datasets`."""
+    subset: str = ""
+    """Configuration of that data set, where it has several."""
+    split: str = "train"
+    """Split of that data set, in the syntax of `datasets`: train, train[:10%] ..."""
+    format: Format = "auto"
+    """What a record is: text, instruction (prompt and response or completion), alpaca (instruction, input, output),
+    chat (messages with role and content), sharegpt (conversations with from and value), markers (a text with Human:
+    and Assistant:, [INST] or <|im_start|>); auto goes by the first record."""
+    text_column: str = "text"
+    """Column of the text, also of a text with markers."""
+    prompt_column: str = "prompt"
+    """Column of the prompt."""
+    response_column: str = "response"
+    """Column of the response; `completion` is found too."""
+    messages_column: str = "messages"
+    """Column of the messages; `conversations` is found too."""
+    tools_column: str = "tools"
+    """Column of the tools that a chat may call: a list of JSON schemas, or its JSON text; passed to the template."""
+    chat_template: str = ""
+    """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama3, gemma,
+    mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""
+    train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
+    """Which tokens carry loss: all assistant turns, the last one, what follows the prompt (the last user message, if
+    the record does not separate a prompt), or all. A text is learned whole."""
+    truncation: Literal["auto", "keep_start", "keep_end", "drop", "split"] = "auto"
+    """What happens to records longer than `training.sequence_length`: their start or end is kept, they are dropped, or
+    (text only) split into several. auto: split for text, keep_start for others."""
+    max_refused: Fraction = 0.01
+    """Share of records that may be refused (broken, of another format, rejected by the template) before the run is;
+    they are never trained on."""
+    packing: bool = False
+    """Put several records into each sequence, without cutting any; they do not see each other."""
+    group_by_length: bool = True
+    """Without packing: batches of records of similar length, so that less is padded."""
+    shuffle: bool = True
+    """Visit the examples in a new order each epoch, drawn from `training.seed`."""
+    limit: AtLeast0 = 0
+    """Use only the first so many records; 0: all."""
+    processes: AtLeast0 = 0
+    """Processes that tokenize; 0: one a core."""
+    workers: AtLeast0 = 0
+    """Data-loading processes a rank; 0 loads in the rank itself."""
+
+
+class Zero(Section, frozen=True):
+    """DeepSpeed ZeRO."""
+
+    stage: Literal[0, 1, 2, 3] = 2
+    """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's states in host memory and step there (stages 1 to 3)."""
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=MOST_WHOLE)] = 200_000_000
+    """Size of the buckets that gradients are reduced and parameters gathered in."""
+    offload_parameters: bool = False
+    """Keep the parameters in host memory between their uses (stage 3)."""
+    overlap: bool = True
+    """Overlap gradient reduction with the backward pass (GPUs)."""
+    grad_accum_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Data type that gradients are accumulated in over micro-steps. auto: fp32, and at stage 0, where DeepSpeed has no
+    other, the training precision."""
+    communication_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Data type that gradients are reduced in over ranks; auto: fp32. The training precision halves the traffic and
+    rounds each sum."""
+
+
+class Optimizer(Section, frozen=True):
+    """AdamW, or Muon."""
+
+    lr: Positive = 2e-5
+    """Peak learning rate."""
+    beta1: Momentum = 0.9
+    """Decay of the running mean."""
+    beta2: Momentum = 0.999
+    """Decay of the running square."""
+    eps: Positive = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay; biases and norms get none."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are clipped to this norm; 0: not at all."""
+    kind: Literal["auto", "deepspeed", "torch", "torch_foreach", "torch_fused", "adamw_bf16", "adamw_8bit", "muon"] = (
+        "auto"
+    )
+    """auto: AdamW: DeepSpeed's CPU Adam with offload, torch_fused on GPUs, torch (one tensor after another) on the CPU.
+    torch_foreach is PyTorch's default; its temporaries make a spike in the optimizer step. adamw_bf16 and adamw_8bit
+    hold both running averages in 2 bytes or 1, rounded stochastically. muon: Muon for the hidden matrices, AdamW for
+    embeddings, output layer, norms and biases."""
+    master_weights: Literal["fp32", "none"] = "fp32"
+    """What updates are added to in half precision. none: to the bf16 weights themselves, rounded stochastically; with
+    adamw_bf16 or adamw_8bit, and training.precision=bf16."""
+    muon_lr: Positive = 0.02
+    """Peak learning rate of the matrices that Muon updates; the others have `lr`."""
+    muon_momentum: Momentum = 0.95
+    """Decay of Muon's running mean (Nesterov)."""
+
+
+class Schedule(Section, frozen=True):
+    """The learning rate over time."""
+
+    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: AtLeast0 = 0
+    """Steps over which the rate rises linearly from 0 to `optimizer.lr`."""
+    final_ratio: Fraction = 0.1
+    """What the rate ends at, as a share of `optimizer.lr` (linear and cosine)."""
 
 
 class Training(Section, frozen=True):
@@ -45,6 +246,66 @@ class Training(Section, frozen=True):
     rehearsal: bool = True
     """Before the first step, also of a run that resumes, take a step on the longest micro-batch that changes nothing:
     what does not fit fails now."""
+
+
+class Evaluation(Section, frozen=True):
+    """Loss on examples that are not trained on. One of `path`, `split` and `share` turns it on."""
+
+    path: str = ""
+    """A local file, in the form of `data.path`."""
+    split: str = ""
+    """A split of the data set `data.name`, such as validation."""
+    share: Annotated[float, msgspec.Meta(ge=0.0, le=0.5)] = 0.0
+    """Share of the training records that is set aside for evaluation, drawn from `training.seed`."""
+    every: AtLeast0 = 0
+    """Steps between evaluations; 0: at the end alone."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    limit: AtLeast0 = 0
+    """Evaluate on the first so many examples; 0: all."""
+    micro_batch: AtLeast0 = 0
+    """Sequences in one forward pass of one rank; 0: `training.micro_batch`."""
+    patience: AtLeast0 = 0
+    """Stop after so many evaluations in a row without a new lowest loss; 0: never."""
+    samples: AtLeast0 = 0
+    """Prompts of the first so many examples that are answered at each evaluation, and logged."""
+    sample_tokens: AtLeast1 = 64
+    """Longest answer, in tokens."""
+
+    @property
+    def on(self) -> bool:
+        """There is something to evaluate on."""
+        return bool(self.path or self.split or self.share)
+
+    def data(self, trained: Data) -> Data:
+        """Return the evaluation's own file or split as data that are read as those of the training are."""
+        # A packed row would mix documents in one loss; padding is left out of the loss anyway.
+        data = msgspec.structs.replace(trained, packing=False, limit=0, files=[])
+        if self.path:
+            return msgspec.structs.replace(data, path=self.path, name="", subset="")
+        return msgspec.structs.replace(data, split=self.split)
+
+
+class Checkpoint(Section, frozen=True):
+    """Checkpoints that a run resumes from; the final model is written as well."""
+
+    every: AtLeast0 = 0
+    """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
+    keep: AtLeast1 = 2
+    """How many to keep; older ones are removed when a new one is complete."""
+    keep_best: bool = True
+    """Write one after each evaluation with a new lowest loss, and keep the best, where there are evaluations."""
+    at_end: bool = False
+    """Write one at the end of training too."""
+    background: bool = True
+    """Write from a copy in host memory while training continues, where that memory is free."""
+    rehearse: bool = True
+    """Write one in the rehearsal (`training.rehearsal`) too, read it back and compare it; it is deleted again."""
+    resume: str = "never"
+    """never; auto: from the newest in `output.dir` when there is one; or the path of a checkpoint or output folder."""
+    allow: list[Change] = msgspec.field(default_factory=list[Change])
+    """Differences from the checkpoint to accept although the run then differs from an uninterrupted one: seed,
+    data, sequence_length, micro_batch, grad_accumulation, ranks."""
 
 
 class Output(Section, frozen=True):

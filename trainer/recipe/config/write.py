@@ -4,12 +4,12 @@ import ast
 import inspect as source
 import json
 import re
-import sys
 import textwrap
 from typing import Any
 
 import msgspec
 
+from . import schema
 from .schema import Config
 
 _WIDTH = 110
@@ -34,7 +34,7 @@ def commented_default() -> str:
             lines.extend(_comment(docs["Config", section.name], ""))
             lines.append(f"{section.name}: {{}}")
             continue
-        lines.extend(_comment(class_doc(kind), ""))
+        lines.extend(_comment(" ".join((kind.__doc__ or "").split()), ""))
         lines.append(f"{section.name}:")
         for found in msgspec.structs.fields(kind):
             lines.extend(_comment(docs[kind.__name__, found.name], "  "))
@@ -58,11 +58,6 @@ def dump(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def class_doc(kind: type) -> str:
-    """Return a class's docstring in one line."""
-    return " ".join((kind.__doc__ or "").split())
-
-
 def _inline(value: Any) -> str:
     """Return one value in YAML's flow style, which includes JSON (without its surrogate pairs)."""
     if isinstance(value, float):
@@ -79,9 +74,7 @@ def _comment(text: str, indent: str) -> list[str]:
 def field_docs() -> dict[tuple[str, str], str]:
     """Return the docstring behind each field, read from the source: Python does not keep them elsewhere."""
     docs: dict[tuple[str, str], str] = {}
-    sections = [type(getattr(Config(), section.name)) for section in msgspec.structs.fields(Config)]
-    modules = {Config.__module__, *(kind.__module__ for kind in sections if kind is not dict)}
-    for node in (node for name in sorted(modules) for node in ast.parse(source.getsource(sys.modules[name])).body):
+    for node in ast.parse(source.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for found, behind in zip(node.body, node.body[1:], strict=False):

@@ -2,108 +2,59 @@
 
 PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
 field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+
+What is not YAML, or not of the expected form, raises ``ConfigError``.
 """
 
+from pathlib import Path
+
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, Node, ScalarNode
 
 from ....protocol.errors import ConfigError, UsageError
 
-MOST_BYTES = 128 * 1024
-"""The largest configuration file: PyYAML reads some 50 KiB a second of the densest YAML there is."""
-
-MOST_NODES = 10_000
-"""Limit of keys and values, each counted as often as aliases repeat it."""
-
 _SHOWN = 80
 """Characters of a wrong value or key in an error."""
-
-_TOO_DEEP = "is nested too deeply: no setting has so many levels of lists or sections"
 
 COMMAND_LINE = "command line"
 """Place of a value given as ``key.sub=value``, for errors."""
 
 
 def read(path: str) -> Node | None:
-    """Read a YAML file; None for an empty one.
-
-    Raises:
-        ConfigError: it cannot be read, or it is not YAML.
-    """
+    """Read a YAML file; None for an empty one."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ConfigError(f"{path}: is larger than {MOST_BYTES // 1024} KiB, so it is no configuration file")
-        text = data.decode("utf-8")
+        return parse(Path(path).read_text("utf-8"), path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; 'ftmon train --print-config > {path}' writes one") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory, not a configuration file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not a text file in UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a name with a NUL in it
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return parse(text, path)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def parse(text: str, source: str) -> Node | None:
-    """Parse YAML text; ``source`` is its name in errors.
+def parse(text: str, source: str, fix: str = "") -> Node | None:
+    """Parse YAML text.
 
-    Raises:
-        ConfigError: it is not YAML.
+    ``source`` is its name in errors, ``fix`` advice in them.
     """
     try:
-        return _compose(text, source)
+        loader = yaml.SafeLoader(text)
+        loader.name = source
+        return loader.get_single_node()
     except yaml.YAMLError as error:
         mark = error.problem_mark or error.context_mark if isinstance(error, yaml.MarkedYAMLError) else None
         at = _line(source, mark.line) if mark is not None else source
-        raise ConfigError(f"{at}: not valid YAML: {_problem(error)}") from None
+        raise ConfigError(f"{at}: not valid YAML: {_problem(error)}{fix}") from None
     except RecursionError:
-        raise ConfigError(f"{source}: {_TOO_DEEP}") from None
-
-
-def _compose(text: str, source: str) -> Node | None:
-    loader = yaml.SafeLoader(text)
-    loader.name = source
-    node = loader.get_single_node()
-    if node is not None:
-        _count(node, {}, source)
-    return node
+        raise ConfigError(f"{source}: is nested too deeply{fix}") from None
 
 
 def _problem(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         return str(error.problem or error.context)
     return str(error).splitlines()[0]
-
-
-def _count(node: Node, known: dict[int, int], source: str) -> int:
-    """Count a tree's nodes with every alias expanded.
-
-    Nested aliases make billions of nodes of a few lines.
-
-    Raises:
-        ConfigError: they are more than ``MOST_NODES``, or a node holds itself.
-    """
-    if id(node) in known:
-        found = known[id(node)]
-        if not found:
-            raise ConfigError(f"{place(node)}: the value is nested too deeply: an alias leads back to it")
-        return found
-    known[id(node)] = 0
-    below: list[Node] = []
-    if isinstance(node, MappingNode):
-        below = [part for pair in node.value for part in pair]
-    elif isinstance(node, SequenceNode):
-        below = list(node.value)
-    total = 1 + sum(_count(part, known, source) for part in below)
-    if total > MOST_NODES:
-        raise ConfigError(f"{place(node)}: more than {MOST_NODES:,} keys and values, aliases written out")
-    known[id(node)] = total
-    return total
 
 
 def shown(text: str) -> str:
@@ -136,13 +87,8 @@ def override(tree: Node | None, assignment: str) -> Node:
         raise UsageError(
             f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
         )
-    try:
-        node = _compose(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
-    except yaml.YAMLError as error:
-        fix = "a text with such characters needs quotes of its own, as in key='\"text\"'"
-        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: not valid YAML: {_problem(error)}; {fix}") from None
-    except RecursionError:
-        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: {_TOO_DEEP}") from None
+    fix = f" in {shown(assignment)}; a text with such characters needs quotes of its own, as in key='\"text\"'"
+    node = parse(value, COMMAND_LINE, fix) or scalar("", COMMAND_LINE, 0)
     for part in reversed(parts[1:]):
         node = _mapping(part, node)
     if tree is None:
@@ -154,11 +100,7 @@ def override(tree: Node | None, assignment: str) -> Node:
 
 
 def pairs(node: MappingNode) -> list[tuple[ScalarNode, Node]]:
-    """List a mapping's keys and values.
-
-    Raises:
-        ConfigError: a key is not a scalar, or is given twice.
-    """
+    """List a mapping's keys and values."""
     seen: dict[str, str] = {}
     result: list[tuple[ScalarNode, Node]] = []
     for key, value in node.value:

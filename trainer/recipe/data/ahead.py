@@ -15,9 +15,7 @@ class Ahead:
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         """Begin to load the first batch.
 
-        Args:
-            batches: endless; from now on only the thread may use it.
-            device: the rank's device, for which memory is page-locked.
+        ``batches`` are endless; from now on only the thread may use them.
         """
         self._batches = batches
         self._device = device

@@ -1,5 +1,6 @@
 """Collates examples into tensors, and makes the loader of a rank's micro-batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -17,12 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """Return the length of a batch that is not packed, in tokens.
-
-    Args:
-        longest: tokens of its longest example.
-        limit: ``training.sequence_length``.
-    """
+    """Return the length of a batch that is not packed, in tokens."""
     return min(-(-longest // _PAD_TO) * _PAD_TO, max(limit, longest))
 
 
@@ -66,6 +62,18 @@ class Collate:
         if packed:
             return {"input_ids": ids, "labels": labels, "position_ids": positions, "sequence_ids": mask}
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Then(Collate):
+    """Wraps another collation, and changes its batches."""
+
+    def __init__(self, collate: Collate, change: Callable[[Batch], Batch]) -> None:
+        self._inner = collate
+        self._change = change
+
+    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
+        """Return the changed batch."""
+        return self._change(self._inner(examples))
 
 
 def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: bool) -> DataLoader[Batch]:

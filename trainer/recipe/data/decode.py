@@ -1,19 +1,16 @@
-"""Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages."""
+"""Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages.
+
+Functions raise ``ValueError``, whose text has the reason.
+"""
 
 import json
 from typing import Any
 
 BOM = b"\xef\xbb\xbf"
-_DEPTH = 100
-"""Nesting limit, far below Python's own, which depends on the caller's depth."""
 
 
 def utf8(content: bytes) -> str:
-    """Return bytes as text.
-
-    Raises:
-        ValueError: they are not UTF-8, or contain a NUL, as UTF-16 without a byte order mark does.
-    """
+    """Return bytes as text."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -24,33 +21,13 @@ def utf8(content: bytes) -> str:
 
 
 def parse(text: str) -> Any:
-    """Return the value of JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
-    deep = f"is nested too deeply: more than {_DEPTH} levels"
+    """Return the value of JSON text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(f"is not JSON: {error.msg} at {line}column {error.colno}") from None
     except RecursionError:
-        raise ValueError(deep) from None
+        raise ValueError("is nested too deeply") from None
     except ValueError:  # Python's limit of 4,300 digits
         raise ValueError("is not JSON: a number has too many digits") from None
-    if text.count("[") + text.count("{") > _DEPTH and _is_deep(value):
-        raise ValueError(deep)
-    return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEPTH + 1):
-        level = [
-            below
-            for found in level
-            if isinstance(found, dict | list)
-            for below in (found.values() if isinstance(found, dict) else found)
-        ]
-    return bool(level)

@@ -76,7 +76,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("tokenizer: has no end-of-sequence token")
         chats = [form for form in forms if form != "text"]
-        self._train_on = "all" if data.train_on_prompt else data.train_on
+        self._train_on = data.train_on
         self.template: ChatTemplate | None = choose(tokenizer, data) if chats else None
         if chats and self.template is None and set(chats) - {"instruction", "alpaca"}:
             raise ConfigError(
@@ -112,6 +112,8 @@ class Encoder:
                 pieces.append(self._piece(formats.convert(record, self._forms[source], self._data)))
             except RefusedError as refusal:
                 pieces.append(refusal)
+            except RecursionError:
+                pieces.append(RefusedError("is nested too deeply"))
         texts = [piece.text for piece in pieces if not isinstance(piece, RefusedError)]
         encoding = (
             self._tokenizer(

@@ -1,12 +1,16 @@
-"""Converters of the record formats, and the detection of a record's format. Imports no training packages."""
+"""Converters of the record formats, and the detection of a record's format. Imports no training packages.
+
+Converters raise ``RefusedError`` for a record that does not match.
+"""
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ....protocol.errors import UsageError
+from ..config.schema import Data
 from . import markers
-from .config import Data
 from .decode import parse
 from .messages import (
     ASSISTANT,
@@ -39,11 +43,7 @@ _SENDERS = {
 
 
 def convert(record: Any, form: str, data: Data) -> Converted:
-    """Convert a record of the format ``form``.
-
-    Raises:
-        RefusedError: the record does not match.
-    """
+    """Convert a record of the format ``form``."""
     if not isinstance(record, dict):
         raise RefusedError(f"is {kind(record)}, not an object")
     content = _CONVERTERS[form](record, data)
@@ -111,9 +111,9 @@ def _chat_or_sharegpt(messages: Any) -> str:
     return "sharegpt" if isinstance(first, dict) and "from" in first and "role" not in first else "chat"
 
 
-def _chat(record: Record, data: Data) -> Conversation:
+def _chat(record: Record, data: Data, read: Callable[[Any, int], Message] = message_of) -> Conversation:
     entries = _entries(record, messages_column(record, data))
-    messages = [message_of(entry, number) for number, entry in enumerate(entries, 1)]
+    messages = [read(entry, number) for number, entry in enumerate(entries, 1)]
     return conversation(_with_system(record, messages), tools=record.get(data.tools_column))
 
 
@@ -123,12 +123,6 @@ def _with_system(record: Record, messages: list[Message]) -> list[Message]:
     if not isinstance(system, str) or not system.strip() or (messages and messages[0].role == SYSTEM):
         return messages
     return [Message(SYSTEM, system), *messages]
-
-
-def _sharegpt(record: Record, data: Data) -> Conversation:
-    entries = _entries(record, messages_column(record, data))
-    messages = [_shared(entry, number) for number, entry in enumerate(entries, 1)]
-    return conversation(_with_system(record, messages), tools=record.get(data.tools_column))
 
 
 def _shared(entry: Any, number: int) -> Message:
@@ -215,7 +209,7 @@ def _listed(columns: list[str]) -> str:
 
 _CONVERTERS: dict[str, Callable[[Record, Data], Converted]] = {
     "chat": _chat,
-    "sharegpt": _sharegpt,
+    "sharegpt": partial(_chat, read=_shared),
     "instruction": _instruction,
     "alpaca": _alpaca,
     "text": _text,

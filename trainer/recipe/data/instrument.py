@@ -4,6 +4,8 @@ Whether a token carries loss depends on its turn. Comparing texts does not show 
 differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So marks are inserted into the
 template's own syntax tree: at the beginning and end of every loop's body, if the loop variable is a message, and around
 ``{% generation %}`` blocks. Without its marks the text must equal that of the unchanged template.
+
+Methods raise ``RenderError`` if the template refuses the messages, or is not valid Jinja.
 """
 
 import re
@@ -42,11 +44,7 @@ class RenderError(Exception):
 
 
 class Template:
-    """A chat template, unchanged and with marks.
-
-    Raises:
-        RenderError: the template is not valid Jinja.
-    """
+    """A chat template, unchanged and with marks."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -63,22 +61,14 @@ class Template:
             raise RenderError(f"line {getattr(error, 'lineno', '?')}: {_line(error)}") from None
 
     def plain(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> str:
-        """Render a chat with the unchanged template; ``ask`` adds the generation prompt.
-
-        Raises:
-            RenderError: the template refuses it.
-        """
+        """Render a chat with the unchanged template; ``ask`` adds the generation prompt."""
         try:
             return str(self._plain.render(messages=messages, add_generation_prompt=ask, **variables))
         except Exception as error:  # a template is a program: whatever it raises
             raise RenderError(_line(error)) from None
 
     def marked(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> Rendered:
-        """Render a chat, and return its text and parts.
-
-        Raises:
-            RenderError: the template refuses it, or behaves differently with marks.
-        """
+        """Render a chat, and return its text and parts."""
         self._messages = {id(message): index for index, message in enumerate(messages)}
         self._opened = set()
         try:

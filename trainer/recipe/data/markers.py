@@ -1,4 +1,7 @@
-"""Chats written as one text with markers: ``### Human:``, ``Human:``, Llama 2's ``[INST]``, ``<|im_start|>``."""
+"""Chats written as one text with markers: ``### Human:``, ``Human:``, Llama 2's ``[INST]``, ``<|im_start|>``.
+
+``parse`` raises ``RefusedError`` for a text without markers.
+"""
 
 import re
 
@@ -32,11 +35,7 @@ def recognise(text: str) -> bool:
 
 
 def parse(text: str) -> list[Message]:
-    """Split a text at its markers.
-
-    Raises:
-        RefusedError: it has no marker, or text before the first one.
-    """
+    """Split a text at its markers."""
     text = text.strip()
     if "[INST]" in text and "[/INST]" in text:
         return _llama2(text)

@@ -1,4 +1,7 @@
-"""The common form of all chat formats, and the refusal of a record that does not match."""
+"""The common form of all chat formats, and the refusal of a record that does not match.
+
+Functions raise ``RefusedError`` for a record that does not match; its text is the reason, without the place.
+"""
 
 import json
 from typing import Any
@@ -49,13 +52,7 @@ class Text(msgspec.Struct, frozen=True):
 def conversation(messages: list[Message], prompt: int | None = None, tools: Any = None) -> Conversation:
     """Return a conversation of checked messages.
 
-    Args:
-        messages: in order.
-        prompt: messages that are the prompt; None: all up to the last user message.
-        tools: a list of schemas, its JSON text, or None.
-
-    Raises:
-        RefusedError: there is no assistant's message, or a content is missing.
+    Without ``prompt`` all messages up to the last user message are the prompt.
     """
     if not messages:
         raise RefusedError("has no messages")
@@ -76,13 +73,7 @@ def conversation(messages: list[Message], prompt: int | None = None, tools: Any 
 def message_of(entry: Any, number: int, role: str | None = None) -> Message:
     """Convert one message in OpenAI's form.
 
-    Args:
-        entry: the message.
-        number: its place in the record, from 1.
-        role: its role; None: the entry's own.
-
-    Raises:
-        RefusedError: it is not a message.
+    ``number`` is its place in the record, from 1; without a ``role`` it has its own.
     """
     if not isinstance(entry, dict):
         raise RefusedError(f"message {number} is {kind(entry)}, not an object with role and content")
@@ -104,11 +95,7 @@ def message_of(entry: Any, number: int, role: str | None = None) -> Message:
 
 
 def content_of(value: Any, where: str) -> str | None:
-    """Return a content's text: a string, null, or OpenAI's list of text parts.
-
-    Raises:
-        RefusedError: it is something else.
-    """
+    """Return a content's text: a string, null, or OpenAI's list of text parts."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and value:
@@ -125,11 +112,7 @@ def content_of(value: Any, where: str) -> str | None:
 
 
 def text_of(record: dict[str, Any], column: str) -> str:
-    """Return a column's text.
-
-    Raises:
-        RefusedError: it is missing, null, empty or not text.
-    """
+    """Return a column's text."""
     value = record.get(column)
     if value is None:
         raise RefusedError(f"{column} is null" if column in record else f"has no {column}")
@@ -153,11 +136,7 @@ def kind(value: Any) -> str:
 
 
 def refuse_surrogates(content: Conversation | Text) -> None:
-    """Refuse text with half of a surrogate pair (in JSON an escape of D800 to DFFF alone): it cannot be encoded.
-
-    Raises:
-        RefusedError: a text holds one.
-    """
+    """Refuse text with half of a surrogate pair (in JSON an escape of D800 to DFFF alone): it cannot be encoded."""
     for text in [content.text] if isinstance(content, Text) else _texts(content):
         try:
             text.encode()

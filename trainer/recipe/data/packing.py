@@ -8,10 +8,6 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     Best-fit decreasing uses at most 11/9 of the fewest bins possible, plus 4 (Johnson, 1973).
 
-    Args:
-        lengths: lengths of the documents in tokens, each at most ``capacity``.
-        capacity: capacity of a bin in tokens.
-
     Returns:
         The numbers of the documents in each bin.
     """

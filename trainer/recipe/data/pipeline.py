@@ -1,4 +1,7 @@
-"""Makes training rows of records: encoded once, kept on disk, packed or not."""
+"""Makes training rows of records: encoded once, kept on disk, packed or not.
+
+Data that do not fit the configuration raise ``ConfigError``.
+"""
 
 import hashlib
 import json
@@ -87,11 +90,7 @@ class Rows:
 
 
 def record_formats(records: Records, config: Config) -> list[str]:
-    """Return the format of each source's records.
-
-    Raises:
-        ConfigError: the columns do not fit the configuration.
-    """
+    """Return the format of each source's records."""
     found: list[str] = []
     for number in range(len(records.sources)):
         first = records.first(number)
@@ -129,16 +128,7 @@ def encode(
 ) -> Path:
     """Encode all records unless an earlier run's documents are on disk; return the folder of the documents.
 
-    Args:
-        records: what to encode.
-        encoder: encodes them.
-        tokenizer: the encoder's.
-        config: the resolved configuration.
-        log: prints a line.
-        progress: called often, with the number of finished records.
-
-    Raises:
-        ConfigError: more than ``data.max_refused`` of the records are refused.
+    ``progress`` is called often, with the number of finished records.
     """
     folder = cache_folder() / tokens_key(records, encoder, tokenizer)
     documents = store.opened(folder)
@@ -163,13 +153,7 @@ def encode(
 def examples(folder: Path, records: Records | None, config: Config) -> Examples:
     """Return the training rows of encoded documents, without those that ``evaluation.share`` sets aside.
 
-    Args:
-        folder: folder of the documents.
-        records: source of the files' weights; None: all are 1.
-        config: the resolved configuration.
-
-    Raises:
-        ConfigError: nothing is left to train on.
+    ``records`` give the files' weights; None: all are 1.
     """
     documents = store.Documents(folder)
     trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
@@ -177,11 +161,7 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
 
 
 def held_out(folder: Path, config: Config) -> Examples:
-    """Return the rows that ``evaluation.share`` sets aside: each document once, regardless of weights, not packed.
-
-    Raises:
-        ConfigError: there are too few records to set any aside.
-    """
+    """Return the rows that ``evaluation.share`` sets aside: each document once, regardless of weights, not packed."""
     documents = store.Documents(folder)
     return _examples(documents, numpy.flatnonzero(_set_aside(documents, config)), config, packing=False)
 

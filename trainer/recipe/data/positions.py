@@ -10,16 +10,9 @@ from ..model.loss import IGNORED, label_positions, next_labels
 from .collate import Batch, Collate
 
 
-class WithPositions(Collate):
-    """Wraps another collation, and adds ``label_positions`` (see ``model.loss``)."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._inner = collate
-
-    def __call__(self, examples: list[dict[str, list[int]]]) -> Batch:
-        """Return the collated batch and its label positions."""
-        batch = self._inner(examples)
-        return {**batch, "label_positions": label_positions(shift_labels(batch))}
+def with_positions(batch: Batch) -> Batch:
+    """Return a collated batch and its ``label_positions`` (see ``model.loss``)."""
+    return {**batch, "label_positions": label_positions(shift_labels(batch))}
 
 
 def shift_labels(batch: Batch) -> torch.Tensor:

@@ -11,27 +11,21 @@ from ....protocol.errors import ConfigError, FtmonError
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..model import tokenizer
-from ..monitor import Monitor
+from ..monitor import activity
 from . import handover, pipeline, sources
 from .encode import Encoder
 from .pipeline import Examples
 
 
-def prepare(
-    config: Config, world: World, monitor: Monitor, output: Path, resumed: Path | None
-) -> tuple[Any, Path, Examples]:
-    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this.
-
-    Raises:
-        ConfigError: the data or the tokenizer do not fit the configuration; in all ranks.
-    """
+def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:
+    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this."""
     kept = output / "tokenizer"
     trained = resumed.parent.parent / "tokenizer" if resumed else None
     made: Any = None
 
     def encode() -> Path:
         nonlocal made
-        made, folder = _encode(config, trained, kept, world.log, monitor)
+        made, folder = _encode(config, trained, kept, world.log)
         return folder
 
     folder = first_encodes(world, encode)
@@ -39,7 +33,7 @@ def prepare(
         made = tokenizer.load(config, kept)
     # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
-    with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
+    with activity("data", "packing" if config.data.packing else "reading the tokens"):
         # Every rank reads and hashes whole files, so only if their weights differ.
         weighted = any(file.weight != 1 for file in config.data.files)
         result = pipeline.examples(folder, sources.read(config) if weighted else None, config)
@@ -52,9 +46,6 @@ def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
     """Return what ``encode`` returns in rank 0. All ranks call this.
 
     The others wait without a collective, so that no timeout ends a run with slow data.
-
-    Raises:
-        ConfigError: it failed in rank 0, which raises its own error.
     """
     place = pipeline.cache_folder()
     status_file = Path(world.share_text(str(place / f"prepared-{secrets.token_hex(8)}")))
@@ -80,13 +71,13 @@ def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
     return Path(status.folder)
 
 
-def _encode(config: Config, trained: Path | None, keep: Path, say: Any, monitor: Monitor) -> tuple[Any, Path]:
+def _encode(config: Config, trained: Path | None, keep: Path, say: Any) -> tuple[Any, Path]:
     records = sources.read(config)
     forms = pipeline.record_formats(records, config)
-    with monitor.activity("data", "the tokenizer"):
+    with activity("data", "the tokenizer"):
         made = pipeline.load_tokenizer(config, records, forms, trained)
     encoder = Encoder(made, config, forms)
     if not (config.tokenizer.name or config.model.name):
         made.save_pretrained(str(keep))
-    with monitor.activity("data", "tokenizing", total=len(records)) as progress:
+    with activity("data", "tokenizing", total=len(records)) as progress:
         return made, pipeline.encode(records, encoder, made, config, say, progress.report)

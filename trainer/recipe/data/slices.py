@@ -6,30 +6,10 @@ import torch
 from torch.nn.functional import pad
 
 from ..model.loss import IGNORED, next_labels
-from .collate import Batch, Collate
+from .collate import Batch
 
 ROWS_KEY = "rows_key"
 """Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
-
-
-class Sliced(Collate):
-    """Wraps another collation, and cuts rows into equal slices, one for each rank that shares them."""
-
-    def __init__(self, collate: Collate, size: int, rank: int) -> None:
-        """Wrap a collation.
-
-        Args:
-            collate: makes whole rows.
-            size: number of slices.
-            rank: the slice to keep, from 0.
-        """
-        self._inner = collate
-        self._size = size
-        self._rank = rank
-
-    def __call__(self, examples: list[dict[str, list[int]]]) -> Batch:
-        """Return one slice of the batch; see ``cut``."""
-        return cut(self._inner(examples), self._size, self._rank)
 
 
 def cut(batch: Batch, size: int, rank: int) -> Batch:

@@ -2,60 +2,46 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ....protocol.errors import ConfigError
-from ..config.schema import Config
-from .config import File
-from .lines import JsonLines, PlainLines, Rows
+from ..config.schema import Config, File
+from .lines import Lines
 from .messages import RefusedError
-from .tables import delimited, is_json_list, json_list
+from .tables import Source, delimited, is_json_list, json_list
 
 
-class Source(Protocol):
-    """Records of one file or data set."""
-
-    weight: float
-
-    def __len__(self) -> int: ...
+class Rows(Source):
+    """Rows of a ``datasets.Dataset``."""
 
     def record(self, index: int) -> Any:
-        """Return a record; raise ``RefusedError`` if it is not one."""
-        ...
+        """Return a row without the nulls with which Arrow fills structures of different keys."""
+        return {column: _without_nulls(value) for column, value in self._rows[index].items()}
 
     def place(self, index: int) -> str:
-        """Return the place of a record: ``train.jsonl:12``."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Hash of the content."""
-        ...
+        """Return ``name:row N``, from 1."""
+        return f"{self._name}:row {index + 1}"
 
 
 class Records:
     """All records of a configuration, in order."""
 
-    def __init__(self, sources: list[Source], limit: int = 0) -> None:
+    def __init__(self, sources: Sequence[Source], limit: int = 0) -> None:
         self.sources = sources
-        self._ends: list[int] = []
-        total = 0
-        for source in sources:
-            total += len(source)
-            self._ends.append(total)
-        self._count = min(limit, total) if limit else total
+        self._ends = list(accumulate(map(len, sources)))
+        self._count = min(limit, self._ends[-1]) if limit else self._ends[-1]
 
     def __len__(self) -> int:
         return self._count
 
     def source_of(self, index: int) -> tuple[int, int]:
         """Return the source of a record, and its number there."""
-        for number, end in enumerate(self._ends):
-            if index < end:
-                return number, index - (self._ends[number - 1] if number else 0)
-        raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
 
     def record(self, index: int) -> Any:
         """Return a record; raise ``RefusedError`` if it is not one."""
@@ -73,15 +59,9 @@ class Records:
 
     def first(self, source: int) -> dict[str, Any] | None:
         """Return the first JSON object among the first hundred records of a source, or None."""
-        found = self.sources[source]
-        for index in range(min(len(found), 100)):
-            try:
-                record = found.record(index)
-            except RefusedError:
-                continue
-            if isinstance(record, dict):
-                return record
-        return None
+        start = self._ends[source - 1] if source else 0
+        found = Records([self.sources[source]], min(100, self._ends[source] - start))
+        return next((record for _, record in found if isinstance(record, dict)), None)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield each readable record with its number."""
@@ -116,37 +96,35 @@ def read(config: Config) -> Records:
 
 
 def _open(file: File, config: Config) -> Source:
-    path = Path(file.path)
-    where = "data.files" if config.data.files else "data.path"
+    path, where = Path(file.path), "data.files" if config.data.files else "data.path"
     try:
         match path.suffix:
             case ".parquet":
-                return _parquet(path, file.weight, where)
+                source = _parquet(path)
             case ".csv" | ".tsv":
-                return delimited(path, file.weight)
-            case ".txt":
-                return PlainLines(path, file.weight, config.data.text_column)
-            case ".json":
-                return json_list(path, file.weight) if is_json_list(path) else JsonLines(path, file.weight)
+                source = delimited(path)
+            case ".json" if is_json_list(path):
+                source = json_list(path)
             case _:
-                return JsonLines(path, file.weight)
-    except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+                source = Lines(path, config.data.text_column if path.suffix == ".txt" else "")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    source.weight = file.weight
+    return source
 
 
-def _parquet(path: Path, weight: float, where: str) -> Source:
+def _parquet(path: Path) -> Source:
     import datasets
 
     datasets.disable_progress_bars()
-    # It also logs its errors, which the refusal below repeats.
+    # It also logs its errors, which the refusal repeats.
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
         rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except Exception as error:  # datasets raises its own errors, pyarrow's and the file system's
-        raise ConfigError(f"{where}: {path} cannot be read: {_cause(error)}") from None
-    return Rows(rows, path.name, weight, _file_digest(path))
+        raise ValueError(_cause(error)) from None
+    with path.open("rb") as file:
+        return Rows(rows, path.name, hashlib.file_digest(file, "blake2b").hexdigest())
 
 
 def _from_hub(config: Config) -> Source:
@@ -162,7 +140,7 @@ def _from_hub(config: Config) -> Source:
         raise ConfigError(f"data.name: {data.name} cannot be read: {_cause(error)}") from None
     if not isinstance(rows, datasets.Dataset):
         raise ConfigError(f"data.split: {data.split} is not one split of {data.name}")
-    return Rows(rows, data.name, 1.0, str(rows._fingerprint))
+    return Rows(rows, data.name, str(rows._fingerprint))
 
 
 def _subsets(name: str) -> list[str]:
@@ -182,6 +160,9 @@ def _cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(below) for key, below in value.items() if below is not None}
+    if isinstance(value, list):
+        return [_without_nulls(below) for below in value]
+    return value

@@ -84,15 +84,14 @@ def write(
     lengths: list[int] = []
     sources: list[int] = []
     with (folder / "ids.bin").open("wb") as ids, (folder / "learned.bin").open("wb") as learned:
-        for begin in range(start, stop, BATCH):
-            if progress is not None:
-                progress(begin - start)
-            for number, _, made in encoded(encoder, records, begin, min(begin + BATCH, stop)):
-                for document in note(report, records, number, made):
-                    ids.write(numpy.array(document.ids, numpy.int32).tobytes())
-                    learned.write(numpy.array(document.learned, numpy.bool_).tobytes())
-                    lengths.append(len(document.ids))
-                    sources.append(number)
+        for number, _, made in encoded(encoder, records, start, stop):
+            if progress is not None and (number - start) % BATCH == 0:
+                progress(number - start)
+            for document in note(report, records, number, made):
+                ids.write(numpy.array(document.ids, numpy.int32).tobytes())
+                learned.write(numpy.array(document.learned, numpy.bool_).tobytes())
+                lengths.append(len(document.ids))
+                sources.append(number)
     _write_index(folder, lengths, sources, report)
 
 

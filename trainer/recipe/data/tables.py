@@ -1,10 +1,13 @@
-"""Reads whole files: comma- or tab-separated values, and JSON lists."""
+"""Reads whole files: comma- or tab-separated values, and JSON lists. Imports nothing of the training packages.
+
+A file that cannot be read so raises ``ValueError``.
+"""
 
 import csv
 import hashlib
 import io
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +15,42 @@ from .decode import BOM, parse, utf8
 from .messages import RefusedError
 
 
-class Listed:
-    """Records in memory, with the place of each."""
+class Source:
+    """Records of one file or data set, with their places."""
 
-    def __init__(self, records: list[Any], places: list[str], weight: float, digest: str) -> None:
-        self.weight = weight
+    weight = 1.0
+    """Number of uses of each record in an epoch."""
+    blank: Sequence[str] = ()
+    """Places of blank lines."""
+
+    def __init__(self, rows: Any, name: str, digest: str, places: Sequence[object] = ()) -> None:
+        self._rows = rows
+        """Sequence of records; a ``RefusedError`` in it stands for one."""
+        self._name = name
         self.digest = digest
-        self._records = records
+        """Hash of the content."""
         self._places = places
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._rows)
 
     def record(self, index: int) -> Any:
-        """Return a record; raise ``RefusedError`` if the row does not fit the header."""
-        record = self._records[index]
+        """Return a record; raise ``RefusedError`` if it is not one."""
+        record = self._rows[index]
         if isinstance(record, RefusedError):
             raise record
         return record
 
     def place(self, index: int) -> str:
-        """Return the place of a record."""
-        return self._places[index]
+        """Return the place of a record: ``train.csv:12``."""
+        return f"{self._name}:{self._places[index]}"
 
 
-def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
-    """Read a CSV or TSV file with a header; a row that is not text is refused when it is read.
-
-    Raises:
-        ValueError: it has no header, or a header that is not text.
-    """
+def delimited(path: Path, most: int | None = None) -> Source:
+    """Read a CSV or TSV file with a header, and at most ``most`` rows; a row that is not text is refused when used."""
     csv.field_size_limit(1 << 30)
     records: list[Any] = []
-    places: list[str] = []
+    lines: list[int] = []
     content = path.read_bytes()
     # Invalid bytes become lone surrogates, so that the other rows can be used.
     text = content.removeprefix(BOM).decode(errors="surrogateescape")
@@ -55,25 +61,23 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
             raise ValueError("has no header line")
         if problem := _problem(header):
             raise ValueError(f"line 1 {problem}")
-        twice = next((name for number, name in enumerate(header) if name in header[:number]), None)
-        if twice is not None:
+        if len(set(header)) < len(header):
+            twice = next(name for name in header if header.count(name) > 1)
             raise ValueError(f"its header names {json.dumps(twice)} twice")
         start = reader.line_num + 1
         for row in reader:
             if row:
-                places.append(f"{path.name}:{start}")
+                lines.append(start)
                 problem = _problem(row)
                 if len(row) != len(header):
                     problem = problem or f"has {len(row)} fields, and the header {len(header)}"
                 records.append(RefusedError(problem) if problem else dict(zip(header, row, strict=True)))
             start = reader.line_num + 1
-            if len(records) >= most:
+            if len(records) == most:
                 break
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: {error}") from None
-    if most == 1 and not records:
-        raise ValueError("has a header and no rows")
-    return Listed(records, places, weight, hashlib.blake2b(content).hexdigest())
+    return Source(records, path.name, hashlib.blake2b(content).hexdigest(), lines)
 
 
 def _problem(row: list[str]) -> str:
@@ -91,15 +95,11 @@ def is_json_list(path: Path) -> bool:
         return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
 
 
-def json_list(path: Path, weight: float) -> Listed:
-    """Read a JSON file that is one list of records.
-
-    Raises:
-        ValueError: it is not JSON, or an empty list.
-    """
+def json_list(path: Path) -> Source:
+    """Read a JSON file that is one list of records."""
     content = path.read_bytes()
     records = parse(utf8(content.removeprefix(BOM)))
     if not records:
         raise ValueError("holds no records")
-    places = [f"{path.name}:record {number}" for number in range(1, len(records) + 1)]
-    return Listed(records, places, weight, hashlib.blake2b(content).hexdigest())
+    numbers = [f"record {number}" for number in range(1, len(records) + 1)]
+    return Source(records, path.name, hashlib.blake2b(content).hexdigest(), numbers)

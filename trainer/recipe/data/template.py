@@ -2,16 +2,19 @@
 
 The text is always the template's own; there is no fallback format. A turn generates its text without the header that
 the generation prompt supplies, up to and including the token that ends it.
+
+Unusable templates raise ``ConfigError``, records that a template rejects or of which it omits a part ``RefusedError``.
 """
 
 import json
 from collections.abc import Callable
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.errors import ConfigError
+from ..config.schema import Data
 from ..model.tokenizer import special_tokens, start_token
-from .config import Data
 from .instrument import RenderError, Template
 from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
 from .shipped import NONE, TEMPLATES, shipped
@@ -102,11 +105,7 @@ class ChatTemplate:
         return self._templates[False].plain(_PROBE, **self._variables, tools=None).startswith(token)
 
     def render(self, chat: Conversation) -> Chat:
-        """Render a conversation.
-
-        Raises:
-            RefusedError: the template rejects it, or omits a part of it.
-        """
+        """Render a conversation."""
         template = self._templates[bool(chat.tools)]
         refusal: RefusedError | None = None
         # Most records need one attempt: the form of tool calls that worked last is tried first.
@@ -266,8 +265,8 @@ class ChatTemplate:
     def _short_header(self, template: Template) -> str:
         """Return the common start of the probe's turns and a longer generation prompt (with ``<think>``)."""
         text, pieces = template.marked(_PROBE, **self._variables, tools=None)
-        headers = [_common(text[piece.start : piece.end], self._asked) for piece in pieces if piece.message in (1, 3)]
-        return min(headers, key=len)
+        turns = [text[piece.start : piece.end] for piece in pieces if piece.message in (1, 3)]
+        return commonprefix([*turns, self._asked])  # noqa: RUF071  # by characters
 
     def _tail(self, template: Template, messages: list[dict[str, Any]], tools: Any, ask: bool) -> str:
         """Return the template's text after the last message; with ``ask`` this is the generation prompt."""
@@ -363,8 +362,3 @@ def _with_name(tool: dict[str, Any], name: Callable[[str], str]) -> dict[str, An
 def _holds_none(chat: Conversation) -> bool:
     own = " ".join(f"{message.content or ''} {message.reasoning} {message.tool_calls}" for message in chat.messages)
     return "None" in f"{own} {chat.tools}"
-
-
-def _common(one: str, other: str) -> str:
-    length = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return one[: min(len(one), len(other)) if length is None else length]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ....protocol.errors import ConfigError
-from ..config import sequence_parallel
 from ..hardware import free_port
+from .division import SEQUENCES, ranks_refusal
 from .sequence_group import SequenceGroup
 
 
@@ -73,8 +73,8 @@ class World:
         """
         if size == self.sequence.size:
             return
-        if text := sequence_parallel.ranks_refusal(self.size, size):
-            raise ConfigError(f"{sequence_parallel.KEY} {text}")
+        if text := ranks_refusal(self.size, size):
+            raise ConfigError(f"{SEQUENCES} {text}")
         mine: Any = None
         for first in range(0, self.size, size) if size > 1 else ():
             # Every rank must call this for every group.
@@ -134,9 +134,7 @@ class StopFlag:
     def exchange(self, asked: bool, broken: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
-        Args:
-            asked: whether this rank was asked to stop.
-            broken: whether this rank has found that training is broken and must end without a checkpoint.
+        ``broken``: this rank has found that training is broken and must end without a checkpoint.
 
         Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when all ranks
         have entered it, so the training thread does not wait here.

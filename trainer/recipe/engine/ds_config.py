@@ -1,9 +1,9 @@
 """DeepSpeed's configuration, made from ours."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..config.schema import Config
-from .ds_keys import merge
 
 
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         result["bf16"] = {"enabled": True}
     elif training.precision == "fp16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16}
-    return merge(result, config.deepspeed)
+    return _merge(result, config.deepspeed)
 
 
 def masters(config: Config) -> bool:
@@ -73,3 +73,12 @@ def grad_accum_dtype(config: Config) -> str:
         return config.training.precision
     # DeepSpeed 0.19 refuses types other than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
     return config.training.precision if config.zero.stage == 0 else "fp32"
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` updated with the keys of ``over``, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        result[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return result

@@ -18,15 +18,7 @@ def make_engine(
 ) -> tuple[Any, Any]:
     """Return DeepSpeed's engine and the model inside it. All ranks call this.
 
-    Args:
-        config: the resolved configuration.
-        world: the ranks.
-        tokens: the tokenizer.
-        total_steps: steps of the learning rate's schedule.
-        without_weights: for a dry run, which makes a model of the shape of ``model.name``: converts weights to 4 bits.
-
-    Raises:
-        ConfigError: the model or the optimizer cannot be made.
+    ``without_weights``: for a dry run, see ``load.make``.
     """
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)

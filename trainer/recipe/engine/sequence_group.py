@@ -16,10 +16,8 @@ class SequenceGroup:
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
         """Wrap a process group.
 
-        Args:
-            size: number of its ranks; 1: rows are whole, and nothing is exchanged.
-            rank: this rank's number in it, which is the number of its slice.
-            group: process group of ``torch.distributed``.
+        With a ``size`` of 1 rows are whole, and nothing is exchanged. ``rank`` is this rank's number in the group, and
+        of its slice.
         """
         self.size = size
         self.rank = rank
@@ -30,10 +28,8 @@ class SequenceGroup:
 
         The gradient is exchanged in the other direction.
 
-        Args:
-            tensor: a tensor of the same shape in all ranks.
-            divide: the dimension that is divided among the ranks; a multiple of their number.
-            join: the dimension along which the received parts are concatenated, in the order of the ranks.
+        ``tensor`` has the same shape in all ranks. Dimension ``divide`` is divided among them; along ``join`` the
+        received parts are concatenated in the order of the ranks.
         """
         result: torch.Tensor = _Exchange.apply(self, tensor, divide, join)
         return result

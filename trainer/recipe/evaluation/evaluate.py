@@ -17,7 +17,7 @@ from ..data.positions import shift_labels
 from ..engine.distributed import World
 from ..model.inputs import on_device
 from ..model.loss import IGNORED
-from ..monitor import Monitor, Progress
+from ..monitor import Progress, activity, probe
 from ..state import TrainState
 from . import samples
 
@@ -50,7 +50,6 @@ class Evaluator:
         self,
         config: Config,
         world: World,
-        monitor: Monitor,
         engine: Any,
         tokens: Any,
         examples: Examples,
@@ -60,7 +59,6 @@ class Evaluator:
         self._stage = config.zero.stage
         self._sequence_length = config.training.sequence_length
         self._world = world
-        self._monitor = monitor
         self._engine = engine
         self._tokens = tokens
         self.examples = examples
@@ -78,7 +76,7 @@ class Evaluator:
         """Evaluate, print and report the result, and record in ``state`` whether it is the best."""
         began = time.perf_counter()
         batches = -(-len(self._order) // (self._micro_batch * self._world.data_ranks))
-        with self._monitor.phase("eval"), self._monitor.activity("evaluation", total=batches) as progress:
+        with probe().phase("eval"), activity("evaluation", total=batches) as progress:
             loss, label_tokens = self.loss(progress=progress)
             if self._settings.samples:
                 progress.send(batches, "samples")
@@ -95,15 +93,13 @@ class Evaluator:
         for prompt, answer in texts:
             self._world.log(f"sample: {prompt!r} -> {answer!r}")
         if self._world.is_first:
-            self._monitor.evaluation(
-                loss, label_tokens=label_tokens, seconds=result.seconds, best=best, step=state.step
-            )
+            probe().evaluation(loss, label_tokens=label_tokens, seconds=result.seconds, best=best, step=state.step)
         return result
 
     def report_best(self, state: TrainState) -> None:
         """Report the best evaluation before a resume, for comparison with later ones; on rank 0 only."""
         if state.best_evaluation_step:
-            self._monitor.evaluation(state.best_evaluation, best=True, step=state.best_evaluation_step)
+            probe().evaluation(state.best_evaluation, best=True, step=state.best_evaluation_step)
 
     def stop_early(self, state: TrainState) -> bool:
         """Return whether ``evaluation.patience`` is exhausted."""
@@ -112,9 +108,7 @@ class Evaluator:
     def loss(self, most_batches: int | None = None, progress: Progress | None = None) -> tuple[float, int]:
         """Return the mean loss over the label tokens of all examples, and their number.
 
-        Args:
-            most_batches: of each rank, the largest first; None: all.
-            progress: called with the number of batches done.
+        With ``most_batches`` of the largest batches of each rank only.
         """
         # A sum over millions of tokens: fp32 would round off a batch's share.
         sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)

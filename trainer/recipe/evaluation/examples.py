@@ -12,26 +12,19 @@ from ..data import pipeline, prepare, sources
 from ..data.encode import Encoder
 from ..data.pipeline import Examples
 from ..engine.distributed import World
-from ..monitor import Monitor
+from ..monitor import activity
 
 
-def held_out(config: Config, world: World, monitor: Monitor, tokens: Any, trained: Path) -> Examples | None:
+def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Examples | None:
     """Return the examples to evaluate on; None without evaluation. All ranks call this.
 
-    Args:
-        config: the resolved configuration.
-        world: the ranks; rank 0 encodes, the others read its results from disk.
-        monitor: receives the activity.
-        tokens: the tokenizer.
-        trained: folder of the training's encoded documents, of which ``evaluation.share`` sets some aside.
-
-    Raises:
-        ConfigError: the evaluation data cannot be read, or there is nothing to evaluate on.
+    Rank 0 encodes; ``trained`` is the folder of the training's encoded documents, of which ``evaluation.share`` sets
+    some aside.
     """
     settings = config.evaluation
     if not settings.on:
         return None
-    found = pipeline.held_out(trained, config) if settings.share else _encoded(config, world, monitor, tokens)
+    found = pipeline.held_out(trained, config) if settings.share else _encoded(config, world, tokens)
     count = min(settings.limit or len(found.rows), len(found.rows))
     return dataclasses.replace(
         found,
@@ -41,13 +34,13 @@ def held_out(config: Config, world: World, monitor: Monitor, tokens: Any, traine
     )
 
 
-def _encoded(config: Config, world: World, monitor: Monitor, tokens: Any) -> Examples:
+def _encoded(config: Config, world: World, tokens: Any) -> Examples:
     wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
 
     def encode() -> Path:
         records = sources.read(wanted)
         encoder = Encoder(tokens, wanted, pipeline.record_formats(records, wanted))
-        with monitor.activity("data", "tokenizing evaluation data", total=len(records)) as progress:
+        with activity("data", "tokenizing evaluation data", total=len(records)) as progress:
             return pipeline.encode(records, encoder, tokens, wanted, progress=progress.report)
 
     try:

@@ -28,14 +28,8 @@ def generate(
 ) -> list[tuple[str, str]]:
     """Return each row's prompt and the model's most probable answer; empty in ranks that do not generate.
 
-    Args:
-        engine: DeepSpeed's engine.
-        tokens: the tokenizer.
-        rows: encoded examples.
-        longest: longest answer in tokens; it ends earlier if the model has no more positions.
-        trained: tokens of the longest training sequence.
-        world: the ranks.
-        together: whether parameters are partitioned (ZeRO-3), so that every rank must run every forward.
+    With ``together`` (ZeRO-3) every rank must run every forward. An answer has at most ``longest`` tokens, fewer if the
+    model has no more positions.
     """
     if not (together or world.is_first):
         return []

@@ -7,7 +7,7 @@ from typing import Any
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..model.tokenizer import end_tokens
-from ..monitor import Monitor, Progress
+from ..monitor import Progress, activity, probe
 from . import card, push, weights
 from .card import Results
 from .weights import ExportError
@@ -60,14 +60,14 @@ def save_model(
     return equal
 
 
-def push_last(folder: Path, repository: str, world: World, monitor: Monitor) -> None:
+def push_last(folder: Path, repository: str, world: World) -> None:
     """Leave the process group, then upload a folder from rank 0. All ranks call this, and do not communicate after it.
 
     An upload may take hours: ranks that wait for it in a collective would end the run at its timeout.
     """
     world.leave()
     if world.is_first:
-        with monitor.phase("checkpoint"), monitor.activity("export", f"pushing to {repository}"):
+        with probe().phase("checkpoint"), activity("export", f"pushing to {repository}"):
             world.log(push.push(folder, repository))
 
 

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..data.collate import Batch, Collate
+from ..data.collate import Batch
 from ..engine.distributed import World
 from .fused import causal_model
 
@@ -32,23 +32,11 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
 
 
-class Isolated(Collate):
-    """Wraps another collation, and converts ``sequence_ids`` of packed rows into arguments of attention.
-
-    With ``varlen``: to ``cu_seq_lens``, the borders of all documents in the flattened batch; padding is one of them.
-    """
-
-    def __init__(self, collate: Collate, varlen: bool) -> None:
-        self._inner = collate
-        self._varlen = varlen
-
-    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return the batch without ``sequence_ids``."""
-        return isolate(self._inner(examples), self._varlen)
-
-
 def isolate(batch: Batch, varlen: bool) -> Batch:
-    """Return a collated batch without ``sequence_ids``; with ``varlen`` they become ``cu_seq_lens``."""
+    """Return a collated batch without ``sequence_ids``.
+
+    With ``varlen`` they become ``cu_seq_lens``, the borders of all documents in the flattened batch; padding is one.
+    """
     result = {name: tensor for name, tensor in batch.items() if name != "sequence_ids"}
     if varlen and "sequence_ids" in batch:
         result["cu_seq_lens"] = borders(batch["sequence_ids"])
@@ -58,8 +46,7 @@ def isolate(batch: Batch, varlen: bool) -> Batch:
 def borders(sequence_ids: torch.Tensor) -> torch.Tensor:
     """Return the beginnings of documents in a flattened batch, and its end, in int32.
 
-    Args:
-        sequence_ids: of shape [rows, length]; consecutive tokens of a document have the same number.
+    ``sequence_ids``, of shape [rows, length], are equal for consecutive tokens of a document.
     """
     begins = torch.ones_like(sequence_ids, dtype=torch.bool)
     begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
@@ -152,18 +139,9 @@ def varlen_attention(
 
     A batch without borders and without a mask is padded on the right or not at all.
 
-    Args:
-        module: the attention layer.
-        query: of shape [rows, heads, length, head size]; ``key`` and ``value`` with as many heads or a divisor of them.
-        key: see ``query``.
-        value: see ``query``.
-        attention_mask: for batches without borders.
-        scaling: scale of the scores.
-        dropout: must be 0 with borders.
-        sliding_window: tokens that a token sees, itself included.
-        cu_seq_lens_q: borders of the documents in the flattened batch; None: none.
-        max_length_q: bound of a document's length.
-        others: arguments of other attention functions.
+    ``query`` has the shape [rows, heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of
+    them. ``cu_seq_lens_q`` are the borders of the documents in the flattened batch (None: none), ``max_length_q``
+    bounds a document's length, and ``sliding_window`` are the tokens that a token sees, itself included.
     """
     if cu_seq_lens_q is None:
         if attention_mask is None and sliding_window and key.shape[2] > sliding_window:

@@ -14,17 +14,14 @@ from deepspeed.utils import set_z3_leaf_module
 from ....protocol.errors import ConfigError
 from ....protocol.text import duration
 from ..engine.distributed import World
-from ..monitor import Monitor
+from ..monitor import activity
 
 
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
     """Set layers whose ``forward`` is a ``LayerForward`` to compiled code in training; nothing is compiled yet.
 
-    Args:
-        layers: the decoder layers.
-        partitioned: whether ZeRO-3 partitions their parameters. If so, those of a layer are gathered together, as
-            compiled code cannot wait for each module inside it.
-        budget: share of its activations that a compiled layer keeps; the backward pass computes the rest again.
+    If ZeRO-3 has ``partitioned`` their parameters, those of a layer are gathered together, as compiled code cannot wait
+    for each module inside it. ``budget`` is the share of its activations that a layer keeps.
     """
     import torch._dynamo.config as settings
     import torch._functorch.config as partitioner
@@ -50,15 +47,8 @@ def mark_varying(batch: dict[str, Any]) -> None:
         torch._dynamo.maybe_mark_dynamic(borders, 0)
 
 
-def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World, monitor: Monitor) -> None:
+def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
     """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
-
-    Args:
-        model: the model inside the engine.
-        layers: its decoder layers.
-        batch: the micro-batch, as the model's arguments.
-        world: the ranks.
-        monitor: shows that it is compiling.
 
     Raises:
         ConfigError: the layers of this model cannot be compiled.
@@ -67,13 +57,13 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
     world.log("compiling decoder layers (model.compile)")
     # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
     hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
-    with monitor.activity("compilation", "decoder layers"):
+    with activity("compilation", "decoder layers"):
         try:
             model(**batch, use_cache=False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler and its backends raise many types
-            if not _is_of_compiler(error):
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
                 raise
             kind = model.config.model_type
             text = (str(error).strip() or repr(error)).splitlines()[0]
@@ -93,7 +83,3 @@ def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None
     if wanted:
         out: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))

@@ -26,11 +26,6 @@ _SAMPLE_TOKENS = 24
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Switch a model to the fused loss; return whether it is in use. All ranks call this, after the engine is made.
 
-    Args:
-        model: the model inside DeepSpeed's engine, with its adapters.
-        config: its ``model.fused_loss`` is ``auto``, ``on`` or ``off``.
-        world: the ranks.
-
     Raises:
         ConfigError: ``model.fused_loss`` is on and the model's loss is not of that form.
     """

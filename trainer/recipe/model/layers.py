@@ -47,15 +47,7 @@ class LayerForward:
 
 
 def set_up(inner: Any, config: Config) -> None:
-    """Set up the configured gradient checkpointing, activation offload and compilation of the decoder layers.
-
-    Args:
-        inner: transformers' model, without adapters.
-        config: the resolved configuration.
-
-    Raises:
-        ConfigError: the model has no decoder layers that transformers could recompute.
-    """
+    """Set up the configured gradient checkpointing, activation offload and compilation of the decoder layers."""
     model = config.model
     settings = ("gradient_checkpointing", "activation_offload", "compile")
     asked = [name for name in settings if getattr(model, name) not in ("none", "off")]

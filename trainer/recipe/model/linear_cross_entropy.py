@@ -133,13 +133,7 @@ def _after_linear(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the sum of a chunk's losses, and its gradient with respect to the linear layer's outputs, in ``dtype``.
 
-    Args:
-        logits: of shape [tokens, vocabulary].
-        wanted: targets, of shape [tokens, 1].
-        scale: see ``LogitTransform``.
-        cap: see ``LogitTransform``.
-        dtype: of the gradient.
-        with_grad: False: the gradient is None.
+    ``logits`` have the shape [tokens, vocabulary], ``wanted`` (targets) [tokens, 1].
     """
     slope: torch.Tensor | None = None
     if scale != 1.0 or cap:

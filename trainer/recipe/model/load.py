@@ -29,13 +29,8 @@ def make(
 ) -> Any:
     """Make the model, partitioned from the start under ZeRO-3.
 
-    Args:
-        config: the resolved configuration.
-        settings: DeepSpeed's configuration.
-        tokenizer: source of the vocabulary's size if the configuration omits it.
-        world: the ranks.
-        without_weights: for a dry run, which makes a model of the shape of ``model.name`` and loads no weights:
-            converts them to 4 bits.
+    ``without_weights`` makes a dry run's model: of the shape of ``model.name``, without weights; it converts them to 4
+    bits.
 
     Raises:
         ConfigError: there is no such model, or its configuration is inconsistent.

@@ -21,11 +21,7 @@ def summed_loss(
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of all labels, in fp32.
 
-    Args:
-        logits: of shape [rows, length, vocabulary].
-        labels: of shape [rows, length], not shifted: position i's logits predict label i + 1.
-        vocab_size: passed by transformers and not used; the logits' last dimension counts.
-        shift_labels: the label that each position's logits predict, instead of ``labels``; of the same shape.
+    ``logits`` have the shape [rows, length, vocabulary]; position i predicts ``labels`` i + 1, or ``shift_labels`` i.
     """
     if shift_labels is not None:
         predicted, wanted = logits.float().flatten(0, 1), shift_labels.flatten().to(logits.device)
@@ -49,8 +45,5 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
     """Return the flat indices into [rows * length] of the positions whose outputs predict a label.
 
     On a GPU this synchronizes with the device.
-
-    Args:
-        shift_labels: from ``next_labels``.
     """
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)

@@ -38,11 +38,7 @@ def beyond(shape: Any, length: int) -> str:
 def room(shape: Any, prompt: int, longest: int, trained: int = 0) -> int:
     """Return the number of tokens an answer may have, at most ``longest``; less than 1 if the prompt leaves no room.
 
-    Args:
-        shape: transformers' configuration of the model.
-        prompt: tokens before the answer.
-        longest: tokens of an answer, if there is room.
-        trained: tokens of the training's sequences, which may exceed the model's positions.
+    ``trained``: tokens of the training's sequences, which may exceed the model's positions.
     """
     found = positions(shape)
     return longest if found is None else min(longest, max(found.most, trained) - prompt)

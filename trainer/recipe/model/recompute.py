@@ -6,7 +6,7 @@ most of the time to compute, and recomputes the rest: norms, activations, rotati
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,16 +38,6 @@ Recompute = Callable[..., Any]
 
 
 _Outputs = dict[Any, deque[Any]]
-
-
-def recompute_layers(function: Callable[..., Any], *inputs: Any, **others: Any) -> Any:
-    """Call ``function``; keep its tensor inputs for the backward pass, which recomputes the rest."""
-    return checkpoint(function, *inputs, use_reentrant=False, **others)
-
-
-def recompute_selectively(function: Callable[..., Any], *inputs: Any, **others: Any) -> Any:
-    """Call ``function``; keep its tensor inputs and the outputs of matrix products and attention."""
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts, **others)
 
 
 class _Keep(TorchDispatchMode):
@@ -125,5 +115,8 @@ def _dropout_argument(operator: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else -1
 
 
-MODES: dict[str, Recompute] = {"layers": recompute_layers, "selective": recompute_selectively}
-"""Values of ``model.gradient_checkpointing``, besides ``none``."""
+MODES: dict[str, Recompute] = {
+    "layers": partial(checkpoint, use_reentrant=False),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=_contexts),
+}
+"""Values of ``model.gradient_checkpointing``, besides ``none``: both keep a function's tensor inputs."""

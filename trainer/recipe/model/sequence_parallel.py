@@ -20,10 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..config.sequence_parallel import KEY, heads_refusal
 from ..data.collate import Batch
 from ..data.slices import ROWS_KEY, cut
 from ..engine.distributed import World
+from ..engine.division import SEQUENCES, heads_refusal
 from ..engine.sequence_group import SequenceGroup
 from . import attention
 from .fused import causal_model
@@ -50,16 +50,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally over whole rows, of which each rank of the group holds a slice (transformers' interface).
 
-    Args:
-        module: the attention layer.
-        query: of shape [rows, heads, length of a slice, head size]; ``key`` and ``value`` with as many heads or a
-            divisor of them.
-        key: see ``query``.
-        value: see ``query``.
-        attention_mask: must be None with a group.
-        sequence_group: the ranks; None: the tensors are whole rows.
-        document_mask: mask of the keys of each query of a whole row, of shape [rows, 1, length, length].
-        others: ``cu_seq_lens_q`` and the other arguments of ``attention.varlen_attention``.
+    Shapes are those of ``attention.varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query
+    of a whole row, of shape [rows, 1, length, length].
 
     Raises:
         NotImplementedError: the layer passes an argument that is not supported here.
@@ -92,10 +84,7 @@ def attend(
 def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
     """Return the model's arguments of a slice on the device: with its group and the borders of packed documents.
 
-    Args:
-        batch: of packed rows with ``cu_seq_lens`` or ``sequence_ids``, both of the whole rows. The latter become a
-            mask, whose size is the square of the rows' length.
-        group: the ranks.
+    ``sequence_ids`` of packed rows become a mask, whose size is the square of the rows' length.
     """
     result: dict[str, Any] = {**batch, "sequence_group": group}
     if "cu_seq_lens" in batch:
@@ -117,7 +106,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     """
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
-        raise ConfigError(f"{KEY} {problem}")
+        raise ConfigError(f"{SEQUENCES} {problem}")
     whole = _Reference(inner, world, config.data.packing) if world.has_values else None
     windows: list[int] = []
     varlen = config.data.packing and world.on_gpu and attention.can_varlen(inner)
@@ -133,7 +122,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     except ValueError as error:  # transformers refuses the attention
         problem = str(error).strip().splitlines()[0]
     if problem:
-        raise ConfigError(f"{KEY} cannot be used with {inner.config.model_type}: {problem}; use 1")
+        raise ConfigError(f"{SEQUENCES} cannot be used with {inner.config.model_type}: {problem}; use 1")
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     return varlen
 
@@ -168,11 +157,6 @@ def refusal(settings: Any, length: int, size: int) -> str:
     """Return the reason, from its configuration, why a model cannot use sliced rows; empty: to be checked by running.
 
     These are differences that a short row does not show.
-
-    Args:
-        settings: the configuration.
-        length: length of the longest row in tokens.
-        size: number of ranks that share a row.
     """
     settings = settings.get_text_config()
     heads = getattr(settings, "num_attention_heads", None)

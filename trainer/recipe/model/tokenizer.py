@@ -64,9 +64,7 @@ def load(config: Config, trained: Path | None) -> Any | None:
 def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer.
 
-    Args:
-        texts: returns the texts to train on.
-        vocab_size: its size, special tokens included; less if the texts do not yield that many.
+    It has fewer than ``vocab_size`` tokens if the texts do not yield that many.
     """
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.NFC()

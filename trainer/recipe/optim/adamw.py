@@ -49,7 +49,6 @@ class SmallStateAdamW(torch.optim.Optimizer):
         eps: added to the root of the running square.
         seed: seed of the rounding. Ranks that update the same parameters need the same.
         compiled: update each piece with one kernel made by torch.compile.
-        nearest: round bf16 to nearest, for comparison.
     """
 
     def __init__(
@@ -62,12 +61,10 @@ class SmallStateAdamW(torch.optim.Optimizer):
         eps: float,
         seed: int,
         compiled: bool = False,
-        nearest: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._states: States = states
         self._seed = seed
-        self._nearest = nearest
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._piece = _COMPILED_PIECE if compiled else _PIECE
         self._update: Callable[..., None] = _update_8bit if states == "8bit" else _update_bf16
@@ -176,7 +173,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
                     self._tables[device] = (blocks.code(True, device), blocks.code(False, device))
                 update(*arguments, here, [scale[blocked] for scale in scales], self._tables[device])
             else:
-                update(*arguments, here, self._nearest)
+                update(*arguments, here)
 
     def _fresh(self, parameter: torch.Tensor) -> dict[str, Any]:
         device, eight = parameter.device, self._states == "8bit"
@@ -238,9 +235,8 @@ def _bits(like: torch.Tensor, salted: torch.Tensor) -> tuple[torch.Tensor, torch
     return first, first >> 16, random_bits(first, salted)
 
 
-def _store(parameter: torch.Tensor, value: torch.Tensor, bits: torch.Tensor, nearest: bool = False) -> None:
-    stochastic = parameter.dtype == torch.bfloat16 and not nearest
-    parameter.copy_(to_bfloat16(value, bits) if stochastic else value)
+def _store(parameter: torch.Tensor, value: torch.Tensor, bits: torch.Tensor) -> None:
+    parameter.copy_(to_bfloat16(value, bits) if parameter.dtype == torch.bfloat16 else value)
 
 
 def _update_bf16(
@@ -249,13 +245,12 @@ def _update_bf16(
     scalars: Any,
     salted: torch.Tensor,
     averages: Any,
-    nearest: bool,
 ) -> None:
     updated, mean, square = _adamw(parameter, gradient, averages[0].float(), averages[1].float(), scalars)
     bits = _bits(parameter, salted)
-    _store(parameter, updated, bits[0], nearest)
-    _store(averages[0], mean, bits[1], nearest)
-    _store(averages[1], square, bits[2], nearest)
+    _store(parameter, updated, bits[0])
+    _store(averages[0], mean, bits[1])
+    _store(averages[1], square, bits[2])
 
 
 def _update_8bit(
@@ -277,5 +272,6 @@ def _update_8bit(
     scales[0].copy_(scale)
     root = square.sqrt()
     codes, scale = blocks.encode(root, bits[2], tables[1])
-    averages[1].copy_(blocks.never_zero(codes, root))
+    # A positive root has at least the smallest positive code.
+    averages[1].copy_(torch.where(root > 0, codes.clamp(min=1), codes))
     scales[1].copy_(scale)

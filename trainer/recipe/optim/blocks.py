@@ -69,11 +69,6 @@ def encode(values: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> tup
     return (below + up.to(torch.int32)).to(torch.uint8), scales
 
 
-def never_zero(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return unsigned codes in which a positive value has at least the smallest positive code."""
-    return torch.where(values > 0, codes.clamp(min=1), codes)
-
-
 def _blocks(values: torch.Tensor) -> torch.Tensor:
     rest = -values.numel() % BLOCK
     return (pad(values, (0, rest)) if rest else values).view(-1, BLOCK)

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from .config import Optimizer
+from ..config.schema import Optimizer
 
 
 def make(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:
     """Return the optimizer of a model's trainable parameters.
 
-    Args:
-        model: the model, under ZeRO-3 with partitioned parameters.
-        settings: section ``optimizer``.
-        on_gpu: whether to compile; on CPU ranks that would take minutes.
+    ``on_gpu``: compile; on CPU ranks that would take minutes.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 

@@ -9,7 +9,7 @@ import torch
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..engine.distributed import World
-from ..monitor import Monitor
+from ..monitor import activity
 from . import muon
 from .adamw import SmallStateAdamW, compiles
 from .rounding import salt
@@ -22,12 +22,6 @@ _PATIENCE_S = 4.0
 
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters.
-
-    Args:
-        model: the model, under ZeRO-3 with partitioned parameters.
-        config: the resolved configuration.
-        world: the ranks.
-        log: prints a line.
 
     Raises:
         ConfigError: DeepSpeed's own Adam is configured and cannot be built here.
@@ -59,7 +53,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         )
         note.start()
         try:
-            with Monitor().activity("compilation", "DeepSpeed's Adam, at its first use"):
+            with activity("compilation", "DeepSpeed's Adam, at its first use"):
                 made, problem = _deepspeed_adam(groups, common, offload), ""
         except Exception as error:  # errors of the compiler, ninja or the loader: all mean that it is not available
             made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]

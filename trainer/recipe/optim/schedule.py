@@ -8,10 +8,7 @@ from ..config.schema import Schedule
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     """Return the learning rate of a step as a share of the peak rate.
 
-    Args:
-        schedule: section ``schedule`` of the configuration.
-        step: steps done before this one; 0 for the first.
-        total_steps: steps of the whole run.
+    ``step`` counts from 0.
     """
     warmup = schedule.warmup_steps
     if step < warmup:

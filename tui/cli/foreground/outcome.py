@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ....protocol.analysis.text.oom import remedy_words
+from ....protocol.analysis.oom.words import remedy_words
 from ....protocol.run import exits
 from ....protocol.run.failure import FATAL, first_failure, standing
 from ....protocol.run.job_log import last_lines

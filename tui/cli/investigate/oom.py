@@ -4,8 +4,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from ....protocol.analysis.oom.verdict import OomContext
+from ....protocol.analysis.oom.words import explain
 from ....protocol.analysis.remedies import remedies
-from ....protocol.analysis.text.oom import explain
 from ....protocol.errors import FtmonError
 from ....protocol.messages.oom import OomReport
 from ....protocol.messages.telemetry import Hello, Oom

@@ -5,7 +5,7 @@ from argparse import Namespace
 from ..access.trainer_process import become, require_training
 from ..output.terminal import draws_ascii
 
-CHECK = "ftmon.trainer.recipe.data.check"
+CHECK = "ftmon.trainer.recipe.data_check"
 
 
 def check(arguments: Namespace) -> int:

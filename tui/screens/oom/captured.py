@@ -9,7 +9,6 @@ from ....protocol.messages.telemetry import Oom
 from ....protocol.text import sanitize
 from ...model.run import RunModel
 from ...model.snapshot_explorer import Explorer
-from ...source.snapshot import open_replays
 from ...widgets.state.app_state import AppState
 from ..base import key
 from ..snapshot.screen import SnapshotScreen
@@ -54,12 +53,3 @@ def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
     if folder is not None:
         return f"{name} is not in {folder} any more, or is{host or ' on another host'}: ftmon snapshot FILE opens it"
     return f"{run}{name} in the directory of runs{host}: copy it here, then: ftmon snapshot {Path(name).name}"
-
-
-def open_explorer(path: Path) -> Explorer:
-    """Read a snapshot; a large one needs seconds.
-
-    Raises:
-        SnapshotError: it cannot be read.
-    """
-    return Explorer(open_replays(path))

@@ -37,12 +37,9 @@ class ReleaseDialog(CommandDialog):
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
     def command(self) -> Release:
-        """Return the command that releases the ranks."""
         return Release(self.ranks)
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw question or progress."""
-        del height
         theme, model = self.theme, self.app_state.model
         ranks = self.ranks
         words = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
@@ -70,7 +67,6 @@ class ReleaseDialog(CommandDialog):
         return texts
 
     def action_all(self) -> None:
-        """Switch between all held ranks and the visible one."""
         if not self.sent:
             self.all_of_them = not self.all_of_them
             self.paint()

@@ -15,11 +15,13 @@ from ...model.console import ConsoleSession
 from ...model.held import first_to_show, held_since
 from ...model.oom import CaseKey, OomCase
 from ...model.snapshot_explorer import Explorer
+from ...source.snapshot import open_replays
 from ...widgets.oom.console_input import ConsoleInput
 from ...widgets.oom.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
 from ...widgets.state.app_state import AppState
 from ..base import MonitorScreen, key
-from .captured import CapturedScreen, file_of, open_explorer, place_words
+from ..command_status import refusal
+from .captured import CapturedScreen, file_of, place_words
 from .release import ReleaseDialog
 from .what_if import begin
 
@@ -76,11 +78,9 @@ class OomScreen(MonitorScreen):
         return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:
-        """Return head, report and console."""
         return self._head, self._report, self._output, self._field
 
     def tick(self) -> None:
-        """Draw changes; add answers of the console."""
         model, source = self.app_state.model, self.app_state.source
         if self.case is None:
             # A replay is before it, or the first one has just arrived.
@@ -90,7 +90,7 @@ class OomScreen(MonitorScreen):
         if case is not None:
             self.app_state.select(case.oom.rank)
             self._report.place = place_words(case.oom, source.folder if source else None, model)
-            self._report.acts = source is not None and source.can_command and not self.app_state.read_only
+            self._report.acts = self.app_state.can_act
             if (runs := self.app_state.dry_runs.get(case.key)) is not None:
                 runs.poll()
             session = self._session(case.oom.rank)
@@ -107,7 +107,6 @@ class OomScreen(MonitorScreen):
         super().tick()
 
     def in_question(self) -> set[int]:
-        """Return the visible rank."""
         case = self.case
         return {case.oom.rank} if case is not None else super().in_question()
 
@@ -144,13 +143,11 @@ class OomScreen(MonitorScreen):
             self.app.call_later(self.run_action, "app.back")
 
     def action_report(self) -> None:
-        """Show the report."""
         self.remove_class("console")
         self.set_focus(None)
         self.call_after_refresh(self.tick)
 
     def action_console(self) -> None:
-        """Show the console, and focus its input if it is available."""
         self.add_class("console")
         self.tick()
         self.call_after_refresh(self._begin_to_type)
@@ -161,18 +158,16 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def action_type(self) -> None:
-        """Focus the console's input if it is visible."""
         if self.has_class("console"):
             self._begin_to_type()
 
     def on_console_input_entered(self, event: ConsoleInput.Entered) -> None:
-        """Run the entered code."""
         case, source = self.case, self.app_state.source
         if case is None or source is None:
             return
         session = self._session(case.oom.rank)
-        if refusal := self._why_no_console(case):
-            session.note(refusal, "error")
+        if why := self._why_no_console(case):
+            session.note(why, "error")
         else:
             number = source.send(Console(event.code, case.oom.rank))
             session.sent(number, event.code, time.time())
@@ -180,25 +175,20 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def on_console_input_left(self) -> None:
-        """Return the focus to the screen's keys."""
         self.action_report()
 
     def on_console_input_scrolled(self, event: ConsoleInput.Scrolled) -> None:
-        """Scroll the output."""
         self.action_page(event.direction)
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll the visible part."""
         shown = self._output if self.has_class("console") else self._report
         shown.scroll(lines)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by a screen."""
         shown = self._output if self.has_class("console") else self._report
         self.action_scroll(direction * max(1, shown.size.height - 2))
 
     def action_case(self, delta: int) -> None:
-        """Go to another error."""
         keys = [case.key for case in self.app_state.model.ooms.ordered()]
         if self.case_key in keys:
             self.case_key = keys[max(0, min(keys.index(self.case_key) + delta, len(keys) - 1))]
@@ -208,20 +198,16 @@ class OomScreen(MonitorScreen):
     # Commands.
 
     def action_release(self) -> None:
-        """Open the dialog that releases the rank."""
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
             app_state.show_message("no rank waits at this error", "warning")
-        elif app_state.read_only:
-            app_state.show_message("read-only: release is refused", "warning")
-        elif app_state.source is None or not app_state.source.can_command:
-            app_state.show_message("cannot release it: the run has no hub that takes commands", "warning")
+        elif why := refusal(app_state, "release"):
+            app_state.show_message(why, "warning")
         else:
             self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()
 
     def action_what_if(self) -> None:
-        """Predict the changes that would fit, or cancel a prediction in progress."""
         case, app_state = self.case, self.app_state
         if case is None:
             return
@@ -242,7 +228,6 @@ class OomScreen(MonitorScreen):
     # The snapshot.
 
     def action_explore(self, view: str) -> None:
-        """Open the snapshot of that moment."""
         case, app_state = self.case, self.app_state
         if case is None:
             return
@@ -262,7 +247,7 @@ class OomScreen(MonitorScreen):
     def _read(self, path: Path, view: str) -> None:
         """Read a snapshot, in a separate thread."""
         try:
-            found: Explorer | str = open_explorer(path)
+            found: Explorer | str = Explorer(open_replays(path))  # a large one needs seconds
         except FtmonError as error:
             found = str(error)
         self.app.call_from_thread(self._opened, path, view, found)

@@ -12,14 +12,7 @@ from .screen import SnapshotScreen
 
 
 class SnapshotApp(OneScreenApp):
-    """The explorer of one snapshot, or of the difference of two.
-
-    Args:
-        replays: the devices of the snapshot.
-        before: devices of an earlier snapshot for comparison.
-        ascii: draw with ASCII only, regardless of the locale.
-        light: start with the light theme.
-    """
+    """The explorer of one snapshot, or of the difference of two."""
 
     TITLE = "ftmon snapshot"
     MAIN_SCREEN, HELP_SCREEN = SnapshotScreen, SnapshotHelp
@@ -36,7 +29,6 @@ class SnapshotApp(OneScreenApp):
         self.explorer = Explorer(replays, before)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the screen."""
         return SnapshotScreen(self.app_state, self.explorer)
 
 

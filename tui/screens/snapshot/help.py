@@ -1,7 +1,5 @@
 """Help of the snapshot explorer."""
 
-from textual.binding import Binding
-
 from ...widgets.drawing.line import Line
 from ..help import HelpScreen
 
@@ -34,6 +32,3 @@ class SnapshotHelp(HelpScreen):
         signs += [Line(), Line("figures", theme.style("accent", bold=True))]
         signs += [Line(f"  {name:<8}", theme.base).add(words, theme.style("dim")) for name, words in _FIGURES]
         return [*lines[:keys], *signs, Line(), *lines[keys:]]
-
-    def _bindings_of_behind(self) -> list[Binding]:
-        return [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]

@@ -11,13 +11,14 @@ from ...widgets.base.prompt import Prompt
 from ...widgets.snapshot.snapshot_list import SnapshotList
 from ...widgets.snapshot.snapshot_timeline import SnapshotTimeline
 from ...widgets.state.app_state import AppState
-from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
+from ..base import FILE_KEYS, ListScreen, TooSmall, key
 
 
-class SnapshotScreen(MonitorScreen, inherit_bindings=False):
+class SnapshotScreen(ListScreen, inherit_bindings=False):
     """A snapshot at the cursor's moment."""
 
     NAME = "memory snapshot"
+    inherits_keys = False
     WHAT = (
         "The curves are allocated and reserved memory after each entry of the allocator's trace. The list shows the "
         "state at the cursor: 1 live memory by allocating stack; 2 the largest blocks; 3 allocations and frees since "
@@ -27,13 +28,13 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
     BINDINGS: ClassVar[list[BindingType]] = [
         key("left", "column(-1)", "cursor", "move the cursor one column back", bar="← →"),
         key("right", "column(1)", "cursor on", "move the cursor one column forward", show=False),
-        key("up", "row(-1)", "up", "one row up", show=False),
-        key("down", "row(1)", "down", "one row down", show=False),
+        key("up", "move(-1)", "up", "one row up", show=False),
+        key("down", "move(1)", "down", "one row down", show=False),
         key("enter", "branch", "open", "open or close a branch of the tree"),
         key("p", "peak", "peak", "to the highest allocated figure"),
         key("o", "oom", "oom", "to the allocation that failed"),
         key("m", "mark", "mark", "mark this moment, for 3; on the mark: remove it"),
-        key("slash", "search", "search", "only stacks that contain a text"),
+        key("slash", "filter", "search", "only stacks that contain a text"),
         key("f", "fold", "fold", "fold frames of libraries, or show them all"),
         key("plus,equals_sign", "zoom(1)", "zoom", "show less of the timeline, in more detail", bar="+ -"),
         key("minus", "zoom(-1)", "zoom out", "show more of the timeline", show=False),
@@ -62,7 +63,6 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.explorer = explorer
 
     def compose(self) -> ComposeResult:
-        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SnapshotTimeline(self.app_state, self.explorer, "timeline")
         yield SnapshotList(self.app_state, self.explorer, "rows")
@@ -97,19 +97,15 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self.tick()
 
     def action_column(self, columns: int) -> None:
-        """Move the cursor by columns."""
         self._to(self.timeline.moment_beside(columns))
 
     def action_entry(self, entries: int) -> None:
-        """Move the cursor by entries."""
         self._to(self.explorer.cursor + entries)
 
     def action_edge(self, direction: int) -> None:
-        """Move the cursor to the window's beginning or end."""
         self._to(-1 if direction < 0 else self.explorer.replay.last)
 
     def action_peak(self) -> None:
-        """Move the cursor to the peak."""
         self._to(self.explorer.replay.peak_index)
 
     def action_oom(self) -> None:
@@ -118,72 +114,40 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         self._to(next((index for index in reversed(ooms) if index < self.explorer.cursor), ooms[-1]))
 
     def action_mark(self) -> None:
-        """Set the mark."""
         self.explorer.set_mark()
         self.app_state.show_message("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
         self.tick()
 
     def action_zoom(self, direction: int) -> None:
-        """Zoom the timeline."""
         self.explorer.zoom(direction > 0)
         self.tick()
 
     def action_fold(self) -> None:
-        """Toggle the folding of library frames."""
         self.explorer.toggle_fold()
         self.rows.go_to(0)
         self.tick()
 
     def action_view(self, direction: int) -> None:
-        """Select the next view."""
         views = self.explorer.views
         self.action_show(views[(views.index(self.explorer.view) + direction) % len(views)])
 
     def action_show(self, view: str) -> None:
-        """Select a view."""
         self.explorer.show(view)
         self.rows.go_to(0)
         self.refresh_bindings()
         self.tick()
 
     def action_device(self) -> None:
-        """Select the next device."""
         self.explorer.next_device()
         self.rows.go_to(0)
         self.refresh_bindings()
         self.tick()
 
-    def action_row(self, delta: int) -> None:
-        """Move the selection."""
-        self.rows.move(delta)
-
-    def action_page(self, direction: int) -> None:
-        """Move the selection by a screen."""
-        self.rows.page(direction)
-
     def action_branch(self) -> None:
-        """Open or close the selected branch."""
         row = self.rows.current()
         if row is not None and row.branch:
             self.explorer.toggle(row.path, row.shown)
             self.tick()
 
-    def action_search(self) -> None:
-        """Open the search prompt."""
-        self.add_class("filtering")
-        self.query_one(Prompt).focus()
-
-    def on_prompt_changed(self, event: Prompt.Changed) -> None:
-        """Apply the search at each change."""
-        self.explorer.search(event.text)
-        self.tick()
-
-    def on_prompt_done(self, event: Prompt.Done) -> None:
-        """Keep or clear the search."""
-        prompt = self.query_one(Prompt)
-        if not event.accepted:
-            prompt.text = ""
-            self.explorer.search("")
-        self.set_class(bool(prompt.text), "filtering")
-        self.set_focus(None)
-        self.tick()
+    def filter_by(self, text: str) -> None:
+        self.explorer.search(text)

@@ -12,31 +12,18 @@ from ..one_screen import OneScreenApp
 from .screen import SweepScreen
 
 
-class SweepHelp(HelpScreen):
-    """Explains the keys of the sweep's screen."""
-
-    def _bindings_of_behind(self) -> list[Binding]:
-        return [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
-
-
 class SweepApp(OneScreenApp):
-    """Shows a sweep; the sweep continues when the user quits.
-
-    Args:
-        path: its results file.
-        ascii: draw with ASCII only, regardless of the locale.
-    """
+    """Shows a sweep; the sweep continues when the user quits."""
 
     TITLE = "ftmon sweep"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "detach", "leave", show=False, tooltip="leave")]
-    MAIN_SCREEN, HELP_SCREEN = SweepScreen, SweepHelp
+    MAIN_SCREEN, HELP_SCREEN = SweepScreen, HelpScreen
 
     def __init__(self, path: Path, *, ascii: bool = False) -> None:  # noqa: A002  (the name of the option)
         super().__init__(ascii=ascii)
         self.model = SweepModel(path)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Return the screen."""
         return SweepScreen(self.app_state, self.model)
 
 

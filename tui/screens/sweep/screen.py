@@ -20,6 +20,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
     """A sweep, read from its results file."""
 
     NAME = "sweep"
+    inherits_keys = False
     WHAT = (
         "Each line is a configuration: its axes, the highest peak of any rank and phase, the error of the prediction, "
         "the step time. A failed run shows how it failed. The curve shows measured and predicted peaks over the "
@@ -40,7 +41,6 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         self.model = model
 
     def compose(self) -> ComposeResult:
-        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SweepHead(self.app_state, self.model, "summary")
         yield SweepTable(self.app_state, self.model, "rows")
@@ -48,7 +48,6 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         yield KeyBar(self.app_state, name="keys")
 
     def tick(self) -> None:
-        """Read and draw additions to the file."""
         try:
             self.model.refresh()
         except FtmonError as error:
@@ -60,12 +59,10 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         return super().check_action(action, parameters) and (action != "stop" or self.model.alive)
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll the table."""
         self.query_one(SweepTable).scroll(lines)
         self.tick()
 
     def action_stop(self) -> None:
-        """Make the sweep end; its rows are kept."""
         plan = self.model.results.plan if self.model.results is not None else None
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):

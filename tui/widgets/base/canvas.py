@@ -84,6 +84,11 @@ class Canvas(Widget, can_focus=False):
         """Draw for the new size."""
         self.tick(force=True)
 
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Show or hide the cursor."""
+        super().watch_has_focus(has_focus)
+        self.tick(force=True)
+
     @property
     def plain(self) -> str:
         """The present drawing as text."""

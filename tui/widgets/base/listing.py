@@ -23,7 +23,6 @@ class Listing(Canvas):
 
     def head(self, width: int) -> list[Line]:
         """Draw the lines above the items."""
-        del width
         return []
 
     def draw(self, width: int, height: int) -> list[Line]:

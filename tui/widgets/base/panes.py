@@ -5,11 +5,11 @@ from textual.binding import Binding
 from ....protocol.messages.control import Alert
 from ....protocol.text import counted
 from ..drawing.line import Line, spread
-from ..drawing.theme import Theme
+from ..drawing.theme import Theme, ruled
 from ..lines.alert_lines import alert_line
 from ..lines.scrubber import scrubber
 from ..lines.summary import Summary, first_line, summary_lines
-from ..state.view_models import playback_of, summary_of
+from ..state.view_models import summary_of
 from .canvas import Canvas
 
 
@@ -17,14 +17,12 @@ class SummaryBar(Canvas):
     """The top of a screen: two lines, or one if its height is one."""
 
     def key(self) -> Summary:
-        """Return the summary itself."""
         source = self.app_state.source
         if source is None:
             return Summary("no run")
         return summary_of(source.model, source.connection, self.app_state.read_only)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the summary."""
         summary = self.key()
         return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
 
@@ -33,7 +31,6 @@ class AlertStrip(Canvas):
     """A rule with the scale of graphs, and the latest alerts."""
 
     def key(self) -> tuple[object, ...]:
-        """Return a value that changes with the alerts and the scale."""
         alerts = self.app_state.model.alerts
         return id(alerts), alerts.version, self.app_state.scale_words
 
@@ -50,9 +47,6 @@ class AlertStrip(Canvas):
 
     def _rule(self, width: int) -> Line:
         theme, counts = self.theme, self.app_state.model.alerts.counts()
-        rule = theme.style("rule")
-        dash = theme.glyphs.rule
-        left = Line(dash, rule).add(f" {self.app_state.scale_words} ", theme.style("dim"))
         right = Line()
         for severity in ("error", "warning"):
             if counts[severity]:
@@ -60,9 +54,7 @@ class AlertStrip(Canvas):
                 right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
         total = len(self.app_state.model.alerts)
         right.add(f" {'of ' if right.width else ''}{counted(total, 'alert')} ", theme.style("dim"))
-        right.add(dash, rule)
-        gap = max(0, width - left.width - right.width)
-        return spread(left.add(dash * gap, rule), right, width, theme.base)
+        return ruled(Line(f" {self.app_state.scale_words} ", theme.style("dim")), right, width, theme)
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:
@@ -74,25 +66,21 @@ class ReplayBar(Canvas):
     """The scrubber of a replay or of a rewound live run."""
 
     def key(self) -> object:
-        """Return the playback itself, with its displayed time."""
         source = self.app_state.source
         if source is None:
             return ()
-        playback = playback_of(source.transport, source.model)
-        return int(playback.now), int(playback.last), playback.playing, playback.speed, playback.step, playback.marks
+        at, step = source.transport, source.model.leading_step
+        return int(at.position), int(at.last), at.playing, at.speed, step, tuple(at.marks)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the scrubber."""
-        del height
         source = self.app_state.source
-        return [scrubber(playback_of(source.transport, source.model), width, self.theme)] if source else []
+        return [scrubber(source.transport, source.model.leading_step, width, self.theme)] if source else []
 
 
 class KeyBar(Canvas):
     """The keys of the visible screen on one line, the most needed first; messages replace it for a few seconds."""
 
     def key(self) -> object:
-        """Return a value that changes with the message and the keys."""
         transport = self.app_state.source.transport if self.app_state.source else None
         keys = tuple(binding.key for binding in self.shown_bindings())
         return self.app_state.message, keys, transport is not None and transport.playing
@@ -102,7 +90,9 @@ class KeyBar(Canvas):
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            applies = self._can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            applies = (
+                self.app_state.can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            )
             if binding.show and enabled and applies:
                 found.setdefault(binding.action, binding)
         back = [binding for binding in found.values() if binding.action == "app.back"]
@@ -115,14 +105,8 @@ class KeyBar(Canvas):
         later = source is not None and source.transport.mode == "replay" and source.transport.first_alert("oom")
         return bool(self.app_state.model.ooms or later)
 
-    @property
-    def _can_act(self) -> bool:
-        source = self.app_state.source
-        return source is not None and source.can_command and not self.app_state.read_only
-
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit, always with those that end the run, help and detach."""
-        del height
         text, tone = self.app_state.message
         if text:
             return [Line(f" {text}", self.theme.style(tone, bold=True))]
@@ -144,7 +128,7 @@ class KeyBar(Canvas):
         key = binding.key_display or key_words(binding, self.theme)
         label = binding.description
         source = self.app_state.source
-        if binding.action == "app.toggle_play" and source is not None and not source.transport.playing:
+        if binding.action == "app.transport('toggle')" and source is not None and not source.transport.playing:
             label = "play"
         return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
 

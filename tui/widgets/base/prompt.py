@@ -32,12 +32,9 @@ class Prompt(Canvas, can_focus=True):
         self.text = ""
 
     def key(self) -> object:
-        """Return a value that changes with the text and the focus."""
         return self.text, self.has_focus
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw label, text and cursor."""
-        del height
         theme = self.theme
         line = Line(f" {self.label} ", theme.style("accent", bold=True))
         room = max(1, width - line.width - 2)
@@ -49,7 +46,6 @@ class Prompt(Canvas, can_focus=True):
         return [line]
 
     def on_key(self, event: Key) -> None:
-        """Edit the text."""
         if event.key in ("enter", "escape"):
             self._consume(event)
             self.post_message(self.Done(self.text, event.key == "enter"))
@@ -66,14 +62,6 @@ class Prompt(Canvas, can_focus=True):
         self.text = changed
         self.tick()
         self.post_message(self.Changed(self.text))
-
-    def on_focus(self) -> None:
-        """Show the cursor."""
-        self.tick(force=True)
-
-    def on_blur(self) -> None:
-        """Hide the cursor."""
-        self.tick(force=True)
 
     @staticmethod
     def _consume(event: Key) -> None:

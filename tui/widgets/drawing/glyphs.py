@@ -4,49 +4,64 @@ import locale
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_STATES = {
+    "starting": "◌",
+    "training": "●",
+    "waiting": "◷",
+    "hung": "✖",
+    "held": "■",
+    "stopped": "‖",
+    "stopping": "◌",
+    "gone": "†",
+    "unreachable": "?",
+    "finished": "✓",
+    "failed": "✖",
+}
+_KEYS = {"enter": "↵", "space": "space", "escape": "esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
 
 
 @dataclass(frozen=True)
 class Glyphs:
     """Characters (or short texts) by their use."""
 
-    eighths: str
+    eighths: str = " ▁▂▃▄▅▆▇█"
     """Nine characters from an empty cell to a full one, filled from the bottom."""
-    across: str
+    across: str = " ▏▎▍▌▋▊▉█"
     """Characters from an empty cell to a full one, filled from the left."""
-    reserved: str
+    reserved: str = "░"
     """Reserved memory without colour, to distinguish it from allocated memory."""
-    peak: str
-    spike: str
-    rule: str
-    cross: str
-    bar: str
+    peak: str = "╌"
+    spike: str = "▲"
+    rule: str = "─"
+    cross: str = "┼"
+    bar: str = "│"
     """Separator of columns."""
-    dot: str
+    dot: str = "·"
     """Separator of words."""
-    selected: str
-    marked: str
-    unmarked: str
-    info: str
-    warning: str
-    error: str
-    resolved: str
-    play: str
-    pause: str
-    live: str
-    knob: str
-    track: str
-    track_past: str
-    back: str
+    selected: str = "▸"
+    marked: str = "◉"
+    unmarked: str = "○"
+    info: str = "•"
+    warning: str = "▲"
+    error: str = "✖"
+    resolved: str = "✓"
+    play: str = "▶"
+    pause: str = "‖"
+    live: str = "●"
+    knob: str = "●"
+    track: str = "─"
+    track_past: str = "━"
+    back: str = "◂"
     """Pointer to the left."""
-    ellipsis: str
-    scroll: str
-    degree: str
-    minus: str
-    times: str
-    states: dict[str, str]
-    keys: dict[str, str]
+    ellipsis: str = "…"
+    scroll: str = "┃"
+    degree: str = "°C"
+    minus: str = "−"
+    times: str = "×"
+    states: dict[str, str] = field(default_factory=_STATES.copy)
+    keys: dict[str, str] = field(default_factory=_KEYS.copy)
 
     @property
     def is_ascii(self) -> bool:
@@ -54,50 +69,7 @@ class Glyphs:
         return self.eighths.isascii()
 
 
-UNICODE = Glyphs(
-    eighths=" ▁▂▃▄▅▆▇█",
-    across=" ▏▎▍▌▋▊▉█",
-    reserved="░",
-    peak="╌",
-    spike="▲",
-    rule="─",
-    cross="┼",
-    bar="│",
-    dot="·",
-    selected="▸",
-    marked="◉",
-    unmarked="○",
-    info="•",
-    warning="▲",
-    error="✖",
-    resolved="✓",
-    play="▶",
-    pause="‖",
-    live="●",
-    knob="●",
-    track="─",
-    track_past="━",
-    back="◂",
-    ellipsis="…",
-    scroll="┃",
-    degree="°C",
-    minus="−",
-    times="×",
-    states={
-        "starting": "◌",
-        "training": "●",
-        "waiting": "◷",
-        "hung": "✖",
-        "held": "■",
-        "stopped": "‖",
-        "stopping": "◌",
-        "gone": "†",
-        "unreachable": "?",
-        "finished": "✓",
-        "failed": "✖",
-    },
-    keys={"enter": "↵", "space": "space", "escape": "esc", "left": "←", "right": "→", "up": "↑", "down": "↓"},
-)
+UNICODE = Glyphs()
 
 ASCII = Glyphs(
     eighths=" ..::==##",

@@ -5,6 +5,7 @@ from functools import lru_cache
 from rich.style import Style
 
 from .glyphs import UNICODE, Glyphs
+from .line import Line, cut, spread
 from .palette import DARK, Palette
 
 STATE_TONES = {
@@ -48,6 +49,10 @@ class Theme:
         """Whether graphs must distinguish their parts by characters instead of colours."""
         return not self.color or self.glyphs.is_ascii
 
+    def cut(self, text: str, width: int) -> str:
+        """Return text cut to at most ``width`` cells, with an ellipsis at the end if it is cut."""
+        return cut(text, width, self.glyphs.ellipsis)
+
     def tone(self, name: str) -> str:
         """Return a tone's colour ``#rrggbb``."""
         return name if name.startswith("#") else getattr(self.palette, name)
@@ -78,3 +83,12 @@ class Theme:
         """Return the heat map's colour of a share 0..1."""
         heat = self.palette.heat
         return heat[min(len(heat) - 1, max(0, int(share * len(heat))))]
+
+
+def ruled(title: Line, right: Line, width: int, theme: Theme) -> Line:
+    """Draw a rule of ``width`` cells with a title near its left end, and another line near its right end."""
+    style, dash = theme.style("rule"), theme.glyphs.rule
+    left = Line(dash, style).join(title)
+    right.add(dash, style)
+    left.add(dash * max(0, width - left.width - right.width), style)
+    return spread(left, right, width, theme.base)

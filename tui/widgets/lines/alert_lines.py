@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ....protocol.analysis.text.evidence_keys import Shown, shown
+from ....protocol.analysis.kinds import Shown, shown
 from ....protocol.messages.control import Alert
 from ....protocol.messages.memory import Cause
 from ....protocol.text import duration, sanitize
 from ...model.cause import evidence_groups, other_evidence, verdict_of, verdict_words
 from ..drawing.figures import gib
 from ..drawing.glyphs import UNICODE, Glyphs
-from ..drawing.line import Line, cut, spread
+from ..drawing.line import Line, spread
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap as wrap
 from .cause_lines import cause_lines, stack_lines
@@ -40,7 +40,7 @@ def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, h
     right.add(" ", theme.style("text", ground))
     room = width - line.width - right.width
     line.add(
-        cut(sanitize(alert.title), room, theme.glyphs.ellipsis),
+        theme.cut(sanitize(alert.title), room),
         theme.style("dim" if over is not None else "text", ground, bold=selected),
     )
     return spread(line, right, width, theme.style("text", ground))

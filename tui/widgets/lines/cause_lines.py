@@ -6,7 +6,7 @@ from ....protocol.messages.blocks import StackGroup
 from ....protocol.messages.memory import Cause
 from ....protocol.text import gib, sanitize
 from ...model.cause import SpikeVerdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap
 
@@ -19,12 +19,7 @@ def cause_lines(
 ) -> list[Line]:
     """Draw a cause: a head, the hub's verdict, the evidence, and its stacks.
 
-    Args:
-        cause: the rank's report.
-        verdict: the hub's verdict, or None.
-        width: cells.
-        theme: settings of drawing.
-        unfolded: whether to draw all stacks with all frames, instead of the first ones in short.
+    ``unfolded``: all stacks with all frames, instead of the first ones in short.
     """
     lines = [cause_head(cause, theme)]
     for index, words in enumerate(verdict_words(verdict) if verdict is not None else []):
@@ -59,13 +54,11 @@ def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:
     line = Line(f"   {gib(size):>10} ", theme.base)
     line.add(f"{theme.glyphs.times}{group.count:<5,} ", theme.style("dim"))
     innermost, own = group_parts(group)
-    line.add(
-        cut(innermost, width - line.width, theme.glyphs.ellipsis), theme.base if group.frames else theme.style("dim")
-    )
+    line.add(theme.cut(innermost, width - line.width), theme.base if group.frames else theme.style("dim"))
     room = width - line.width - 4
     if own and room > 12:
         line.add(f" {theme.glyphs.back} ", theme.style("dim"))
-        line.add(cut(own, room, theme.glyphs.ellipsis), theme.style("accent"))
+        line.add(theme.cut(own, room), theme.style("accent"))
     return line
 
 
@@ -73,7 +66,7 @@ def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
     lines: list[Line] = []
     for frame in reversed(group.frames):
         words, library = frame_parts(frame)
-        text = cut(" " * 20 + words, width - 1, theme.glyphs.ellipsis)
+        text = theme.cut(" " * 20 + words, width - 1)
         lines.append(Line(text, theme.style("dim" if library else "accent")))
     return lines
 

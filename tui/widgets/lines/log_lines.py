@@ -2,7 +2,7 @@
 
 from ....protocol.text import sanitize
 from ...model.logs import LogEntry
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 from .scrubber import time_of_day
 
@@ -16,5 +16,5 @@ def log_line(entry: LogEntry, width: int, theme: Theme, with_rank: bool = True, 
         line.add(f"{name:<9}", theme.style("accent", ground))
     if entry.stream == "err":
         line.add("err  ", theme.style("warning", ground))
-    text = cut(sanitize(entry.text), max(0, width - line.width), theme.glyphs.ellipsis)
+    text = theme.cut(sanitize(entry.text), max(0, width - line.width))
     return line.add(text, theme.style("text", ground)).fit(width, theme.style("text", ground))

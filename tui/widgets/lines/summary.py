@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ....protocol.analysis.text.prediction import percent
 from ....protocol.text import duration
 from ..drawing.figures import count, gib, loss, step_time
-from ..drawing.line import Line, beside, cut, spread
+from ..drawing.line import Line, beside, spread
 from ..drawing.theme import Theme
 from ..plots.spark import spark
 
@@ -91,12 +91,12 @@ def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) 
     """Draw name and state; with limited ``room`` (columns; 0: enough) without the word of the state beside trouble."""
     base = theme.base
     left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
-    left.add(cut(summary.name, name_width, theme.glyphs.ellipsis), theme.style(bold=True)).add("   ", base)
+    left.add(theme.cut(summary.name, name_width), theme.style(bold=True)).add("   ", base)
     glyph, tone = theme.state(summary.state)
     trouble = Line()
     if summary.connection:
         words = f"{theme.glyphs.warning} {summary.connection}"
-        trouble.add(cut(words, room - left.width, theme.glyphs.ellipsis) if room else words, theme.style("warning"))
+        trouble.add(theme.cut(words, room - left.width) if room else words, theme.style("warning"))
     elif summary.trouble:
         trouble.add(f"{theme.glyphs.error} {summary.trouble}", theme.style("error", bold=True))
     if not room or not trouble.width:
@@ -156,9 +156,7 @@ def second_line(summary: Summary, width: int, theme: Theme) -> Line:
     left = Line(" loss ", dim)
     if len(summary.losses_by_name) > 1:
         for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
-            left.add(f"{cut(name, 12, theme.glyphs.ellipsis)} ", dim).add(loss(value), theme.style(bold=True)).add(
-                " ", base
-            )
+            left.add(f"{theme.cut(name, 12)} ", dim).add(loss(value), theme.style(bold=True)).add(" ", base)
     else:
         left.add(loss(summary.loss) if summary.loss is not None else "not yet", theme.style(bold=True)).add(" ", base)
         if summary.evaluation_loss is not None and width >= WITH_EVALUATION:

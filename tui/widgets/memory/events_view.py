@@ -9,8 +9,8 @@ from ...model.events import PhaseRates, allocated_bytes, allocations, phase_rate
 from ...model.rank import RankModel
 from ...model.timeline import EMPTY
 from ..drawing.figures import count, gib_signed, milliseconds
-from ..drawing.line import Line, cut, fitting
-from ..drawing.theme import Theme
+from ..drawing.line import Line, fitting
+from ..drawing.theme import Theme, ruled
 from ..plots.memory_graph import Column, Scale, memory_graph
 
 _LABEL = 33
@@ -19,16 +19,14 @@ _LABEL = 33
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank and the latest sampled step."""
-    rule = theme.style("rule")
-    line = Line(theme.glyphs.rule, rule).add(" allocator of ", theme.style("dim"))
-    line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))
+    line = Line(" allocator of ", theme.style("dim"))
+    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
     right = Line()
     last = rank.allocator.last
     if last is not None:
         cost = f", read in {milliseconds(last.read_us)} ms" if last.read_us and width >= 100 else ""
         right.add(f" step {last.step:,}: {last.entries:,} entries{cost} ", theme.style("dim"))
-    right.add(theme.glyphs.rule, rule)
-    return line.add(theme.glyphs.rule * max(0, width - line.width - right.width), rule).join(right)
+    return ruled(line, right, width, theme)
 
 
 def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
@@ -134,7 +132,7 @@ def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:
     when = [f"{step:,} (+{number})" if number > 1 else f"{step:,}" for step, number in rank.allocator.retry_steps]
     if when:
         words = f"   in step{'s' if len(when) > 1 else ''} {', '.join(when[-8:])}: each one waits for the device"
-        line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim"))
+        line.add(theme.cut(words, width - line.width), theme.style("dim"))
     return line
 
 

@@ -12,8 +12,8 @@ from ...model.peak_phase import phase_words, ranking_sentences
 from ...model.prediction import compared_phases, predicted_phase
 from ...model.rank import RankModel
 from ...model.waterfall import REASONS, UNTRACED, UNTRACED_WORDS, Waterfall, unanalysed, waterfall
-from ..drawing.line import Line, cut, spread
-from ..drawing.theme import Theme
+from ..drawing.line import Line, spread
+from ..drawing.theme import Theme, ruled
 from ..lines.alert_lines import wrap
 from ..lines.cause_lines import cause_lines
 from ..lines.scrubber import time_of_day
@@ -101,15 +101,7 @@ def body_lines(
 ) -> list[Line]:
     """Draw the scrolling part: the waterfall, its limits, the lead in words, and the cause of the last spike.
 
-    Args:
-        rank: the visible rank.
-        fall: its waterfall.
-        choice: the user's selections.
-        verdict: the hub's verdict on the last spike, if any.
-        why: reason why no step was analysed yet; shown in that case only.
-        width: cells.
-        theme: settings of drawing.
-        prediction: the run's prediction, for comparison.
+    ``why``: reason why no step was analysed yet; shown in that case only.
     """
     cause = cause_of(rank, fall.phase)
     note = ""
@@ -171,12 +163,9 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank."""
-    rule = theme.style("rule")
-    line = Line(theme.glyphs.rule, rule).add(" memory of ", theme.style("dim"))
-    line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))
+    line = Line(" memory of ", theme.style("dim"))
+    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
     right = Line()
     if rank.on_cpu:
         right.add(" resident set, on the CPU ", theme.style("warning"))
-    right.add(theme.glyphs.rule, rule)
-    gap = max(0, width - line.width - right.width)
-    return line.add(theme.glyphs.rule * gap, rule).join(right)
+    return ruled(line, right, width, theme)

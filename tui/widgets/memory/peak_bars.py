@@ -34,14 +34,7 @@ def peak_bars(
 ) -> list[Line]:
     """Draw the bars with an axis at the left, the ranks below, and the parts' colours at the bottom.
 
-    Args:
-        bars: one for each rank, in rank order.
-        phase: the phase of the peaks; empty for each rank's highest.
-        selected: the marked rank.
-        capacity: bytes of the smallest device, for the text at the top; 0: not known.
-        width: cells.
-        height: lines.
-        theme: settings of drawing.
+    An empty ``phase`` is each rank's highest. ``capacity``: of the smallest device, bytes, for the text; 0: not known.
     """
     groups = grouped(bars, max(1, width - _AXIS - 1))
     legend = _legend(bars, width, theme)

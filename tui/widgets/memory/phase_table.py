@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...model.phases import PhaseRow
+from ....protocol.messages.telemetry import PhaseRecord
 from ..drawing.figures import GIB_UNIT, MIB_UNIT, Unit, milliseconds
 from ..drawing.line import Line
 from ..drawing.theme import Theme
@@ -11,13 +11,13 @@ _SMALL = 2 * 2**30
 """Peaks below this are shown in MiB."""
 
 
-def phase_table(table: Sequence[PhaseRow], width: int, theme: Theme) -> list[Line]:
+def phase_table(table: Sequence[PhaseRecord], width: int, theme: Theme) -> list[Line]:
     """Draw the table: a head and a line per phase; the phase with the step's peak is marked."""
     dim = theme.style("dim")
     resident = any(row.resident is not None for row in table)
-    device = any(row.device_ms is not None for row in table)
+    device = any(row.device_us is not None for row in table)
     wide = width >= 100
-    top = max((row.peak for row in table), default=0)
+    top = max((row.peak_span.peak for row in table), default=0)
     unit = GIB_UNIT if top >= _SMALL else MIB_UNIT
     head = Line(f" {f'phase, {unit.name}':<12}{'device ms' if device else 'host ms':>9}", dim)
     if wide:
@@ -34,7 +34,8 @@ def phase_table(table: Sequence[PhaseRow], width: int, theme: Theme) -> list[Lin
     return lines
 
 
-def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, theme: Theme) -> Line:
+def _line(row: PhaseRecord, top: int, unit: Unit, device: bool, wide: bool, theme: Theme) -> Line:
+    measured = row.peak_span
     span = row.resident if row.resident is not None else row.allocated
     behind = row.resident.end if row.resident is not None else row.reserved.end
     base, dim = theme.base, theme.style("dim")
@@ -43,18 +44,20 @@ def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, theme: 
         .add(" ", theme.style("text", theme.phase(row.name)))
         .add(f" {row.name:<10}", theme.style(bold=True))
     )
-    main = row.device_ms if device and row.device_ms is not None else row.host_ms
-    line.add(f"{milliseconds(main * 1e3):>9}", base)
+    main = row.device_us if device and row.device_us is not None else row.host_us
+    line.add(f"{milliseconds(main):>9}", base)
     if wide:
-        line.add(f"{milliseconds(row.host_ms * 1e3) if device else '':>10}", dim)
-        line.add(f"{milliseconds(row.collective_ms * 1e3) if row.collectives else '':>10}", dim)
+        line.add(f"{milliseconds(row.host_us) if device else '':>10}", dim)
+        line.add(f"{milliseconds(row.collective_us) if row.collectives else '':>10}", dim)
     line.add(f"{unit.size(span.start):>9}{unit.size(span.end):>9}", base)
-    line.add(f"{unit.size(row.peak):>9}", theme.style("peak", bold=row.peak == top))
-    line.add(f"{unit.change(row.growth):>9}", base if abs(row.growth) >= 2**20 else dim)
-    line.add(f"{unit.change(row.transient):>10}", theme.style("warning") if row.transient >= top * 0.02 else dim)
+    line.add(f"{unit.size(measured.peak):>9}", theme.style("peak", bold=measured.peak == top))
+    line.add(f"{unit.change(measured.growth):>9}", base if abs(measured.growth) >= 2**20 else dim)
+    line.add(
+        f"{unit.change(measured.transient):>10}", theme.style("warning") if measured.transient >= top * 0.02 else dim
+    )
     line.add(f"{unit.size(behind):>10}", dim)
     if wide:
         line.add(f"{row.allocations or '':>9}{row.collectives or '':>13}", dim)
-    if row.peak == top:
+    if measured.peak == top:
         line.add(f"  {theme.glyphs.back} peak", theme.style("peak"))
     return line

@@ -38,12 +38,9 @@ class ConsoleInput(Canvas, can_focus=True):
         self.cursor = 0
 
     def key(self) -> object:
-        """Return a value that changes with the text, the cursor and the focus."""
         return self.before, self.text, self.cursor, self.has_focus
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the line, scrolled so that the cursor is in view."""
-        del height
         theme = self.theme
         line = Line(" ... " if self.before else " >>> ", theme.style("accent", bold=True))
         room = max(4, width - line.width - 1)
@@ -60,7 +57,6 @@ class ConsoleInput(Canvas, can_focus=True):
         return [line]
 
     def on_key(self, event: Key) -> None:
-        """Edit the code."""
         if event.key == "enter":
             self._enter()
         elif event.key == "escape":
@@ -134,11 +130,3 @@ class ConsoleInput(Canvas, can_focus=True):
             self.post_message(self.Entered(code.rstrip("\n")))
         else:
             self._put(code + "\n")
-
-    def on_focus(self) -> None:
-        """Show the cursor."""
-        self.tick(force=True)
-
-    def on_blur(self) -> None:
-        """Hide the cursor."""
-        self.tick(force=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from ....protocol.analysis.text.oom import shape_words
+from ....protocol.analysis.oom.words import shape_words
 from ....protocol.code_owner import library_of
 from ....protocol.messages.memory import PARTS
 from ....protocol.messages.oom import RankMoment, Remedy
@@ -34,14 +34,7 @@ def report_lines(
 ) -> list[Line]:
     """Draw a report; in a wide terminal in two columns, the verdict and its evidence.
 
-    Args:
-        case: the error.
-        model: the run, for its present state.
-        place: place of its snapshot, in words.
-        acts: whether commands to the rank are possible.
-        width: cells.
-        theme: settings of drawing.
-        what_if: predicted changes of the run, also while they are computed.
+    ``place``: of its snapshot, in words. ``acts``: whether commands to the rank are possible.
     """
     asked = what_if or WhatIf()
     if width < _TWO_COLUMNS:
@@ -122,7 +115,7 @@ def _remedy_sentences(remedies: list[Remedy], width: int, theme: Theme) -> Itera
         line = Line("    ", theme.base)
         if frees:
             line.add(f"frees {frees}", theme.style("good", bold=True)).add("   " if remedy.setting else "", theme.base)
-        line.add(cut(sanitize(remedy.setting), width - line.width - 1, theme.glyphs.ellipsis), theme.style("dim"))
+        line.add(theme.cut(sanitize(remedy.setting), width - line.width - 1), theme.style("dim"))
         yield line
 
 
@@ -134,7 +127,7 @@ def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
     for index, (name, size, remark) in enumerate(numbers(oom)):
         line = Line(f"  {name:<24}", theme.style("dim"))
         line.add(f"{gib(size):>12}", theme.style("error" if index == 0 else "text", bold=index == 0))
-        yield line.add(cut(f"  {sanitize(remark)}", width - line.width, theme.glyphs.ellipsis), theme.style("dim"))
+        yield line.add(theme.cut(f"  {sanitize(remark)}", width - line.width), theme.style("dim"))
 
 
 def _parts(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
@@ -167,7 +160,7 @@ def _holders(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
     for group in oom.holders[:_HOLDERS]:
         blocks = f"{group.count:>6,} " + ("block " if group.count == 1 else "blocks")
         line = Line(f"  {gib(group.bytes):>12}", theme.style("text", bold=True)).add(f" {blocks}  ", theme.style("dim"))
-        yield line.add(cut(_place(group.frames), width - line.width - 1, theme.glyphs.ellipsis), theme.base)
+        yield line.add(theme.cut(_place(group.frames), width - line.width - 1), theme.base)
 
 
 def _place(frames: list[str]) -> str:
@@ -202,7 +195,7 @@ def _rank(moment: RankMoment, failed: bool, width: int, theme: Theme) -> Line:
     line.add(f"{shape_words(moment.batch_shape):>11}", theme.style("dim"))
     if moment.collective:
         words = f"  in {sanitize(moment.collective)}"
-        line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("warning"))
+        line.add(theme.cut(words, width - line.width), theme.style("warning"))
     return line
 
 

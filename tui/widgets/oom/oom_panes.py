@@ -11,7 +11,8 @@ from ...model.held import held_since
 from ...model.oom import CaseKey, OomCase
 from ...model.what_if import WhatIf
 from ..base.canvas import Canvas
-from ..drawing.line import Line, cut, spread
+from ..drawing.line import Line, spread
+from ..drawing.theme import ruled
 from ..lines.scrubber import time_of_day
 from .oom_lines import report_lines
 
@@ -35,31 +36,25 @@ class OomHead(OomCanvas):
     view = "report"
 
     def key(self) -> object:
-        """Return a value that changes with the case, the view, and each second of being held."""
         model, case = self.app_state.model, self.case
         held = int(model.now - held_since(model, case)) if case is not None and held_since(model, case) else -1
         return model.ooms.version, id(model.ooms), self.case_key, self.view, held
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the lines."""
-        del height
         theme, case, model = self.theme, self.case, self.app_state.model
-        dash = theme.glyphs.rule
         if case is None:
             text = " out of memory: none up to this moment "
-            return [Line(dash, theme.style("rule")).add(text, theme.style("dim"))]
+            return [Line(theme.glyphs.rule, theme.style("rule")).add(text, theme.style("dim"))]
         oom = case.oom
         where = f", {sanitize(oom.phase, 30)}" if oom.phase else ""
-        left = Line(dash, theme.style("rule")).add(" out of memory ", theme.style("error", bold=True))
+        left = Line(" out of memory ", theme.style("error", bold=True))
         left.add(f"rank {oom.rank}, step {oom.step:,}{where}, {time_of_day(oom.time)} ", theme.style("text", bold=True))
         cases = model.ooms.ordered()
         right = Line()
         if len(cases) > 1:
             number = [one.key for one in cases].index(case.key) + 1
             right.add(f" {number} of {len(cases)} ", theme.style("accent"))
-        right.add(dash, theme.style("rule"))
-        left.add(dash * max(0, width - left.width - right.width), theme.style("rule"))
-        return [spread(left, right, width, theme.base), self._title(case, width), self._views(case, width)]
+        return [ruled(left, right, width, theme), self._title(case, width), self._views(case, width)]
 
     def _title(self, case: OomCase, width: int) -> Line:
         theme, model = self.theme, self.app_state.model
@@ -68,7 +63,7 @@ class OomHead(OomCanvas):
             words = f" {theme.glyphs.states['held']} held {duration(max(1, int(model.now - since)))} "
             right.add(words, theme.style("on_color", "error", bold=True, reverse=not theme.color))
         left = Line(f" {theme.glyphs.error} ", theme.style("error", bold=True))
-        title = cut(sanitize(case.verdict.title), width - left.width - right.width - 1, theme.glyphs.ellipsis)
+        title = theme.cut(sanitize(case.verdict.title), width - left.width - right.width - 1)
         return spread(left.add(title, theme.style("error", bold=True)), right, width, theme.base)
 
     def _views(self, case: OomCase, width: int) -> Line:
@@ -94,7 +89,6 @@ class OomReportView(OomCanvas):
     """Whether commands to the rank are possible."""
 
     def key(self) -> object:
-        """Return a value that changes with the case; while its rank is held, with each second."""
         model, case = self.app_state.model, self.case
         held = int(model.now) if case is not None and held_since(model, case) else 0
         asked = self._what_if
@@ -108,7 +102,6 @@ class OomReportView(OomCanvas):
         return runs.found if runs is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the visible part, and a mark if there is more."""
         case, theme = self.case, self.theme
         if case is None:
             return [Line(" the run has no out-of-memory error at this moment", theme.style("dim"))]
@@ -138,7 +131,6 @@ class ConsoleOutput(OomCanvas):
     """Lines scrolled back from the newest."""
 
     def key(self) -> object:
-        """Return a value that changes with the session; while code runs, with each second."""
         session = self.session
         waiting = int(self.app_state.model.now) if session is not None and session.waiting_since else 0
         return id(session), session.version if session else 0, self.refusal, self.back, waiting
@@ -151,7 +143,7 @@ class ConsoleOutput(OomCanvas):
         if session is not None:
             head = f"in {session.place}" if session.place else f"in the failing frame of rank {session.rank}"
             words = f"{head}; help() lists what there is; the rank runs what you type, with all it may do"
-            lines.append(Line(" " + cut(words, width - 2, theme.glyphs.ellipsis), theme.style("dim")))
+            lines.append(Line(" " + theme.cut(words, width - 2), theme.style("dim")))
             for one in session.lines[-(height + self.back) :]:
                 lines += _broken(" " + one.text, width - 1, theme.style(tones[one.kind]))
             if since := session.waiting_since:

@@ -4,7 +4,7 @@ import time
 
 from ....protocol.text import duration, gib, sanitize
 from ...model.what_if import Answer, Change, WhatIf
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap
 
@@ -23,7 +23,7 @@ def what_if_lines(found: WhatIf, width: int, theme: Theme) -> list[Line]:
         words = (
             f"  {theme.glyphs.states['starting']} {now}{count}, {duration(time.monotonic() - found.since)}   w: cancel"
         )
-        return [*lines, Line(cut(words, width, theme.glyphs.ellipsis), theme.base)]
+        return [*lines, Line(theme.cut(words, width), theme.base)]
     if found.state == "done" and found.answer is not None:
         return [*lines, *_table(found.answer, width, theme)]
     text = "cancelled   w: again" if found.state == "cancelled" else f"no prediction: {found.text}"
@@ -54,15 +54,13 @@ def _table(answer: Answer, width: int, theme: Theme) -> list[Line]:
 def _change(one: Change, width: int, theme: Theme) -> Line:
     name = sanitize(one.name, 60)
     if one.refused:
-        line = Line(f"  {cut(name, _NAME - 1, theme.glyphs.ellipsis):<{_NAME}}", theme.style("dim"))
-        return line.add(
-            cut(sanitize(one.refused, 300), width - line.width - 1, theme.glyphs.ellipsis), theme.style("dim")
-        )
+        line = Line(f"  {theme.cut(name, _NAME - 1):<{_NAME}}", theme.style("dim"))
+        return line.add(theme.cut(sanitize(one.refused, 300), width - line.width - 1), theme.style("dim"))
     return _row(name, one.fits, one.needed_bytes, one.slower, sanitize(one.change, 300), width, theme)
 
 
 def _row(name: str, fits: bool | None, needs: int, slower: float, change: str, width: int, theme: Theme) -> Line:
-    line = Line(f"  {cut(name, _NAME - 1, theme.glyphs.ellipsis):<{_NAME}}", theme.style("text", bold=bool(fits)))
+    line = Line(f"  {theme.cut(name, _NAME - 1):<{_NAME}}", theme.style("text", bold=bool(fits)))
     line.add(f"{'yes' if fits else 'no':>5}", theme.style("good" if fits else "error", bold=bool(fits)))
     line.add(f"{gib(needs):>12}{f'x {slower:.2f}' if slower else '-':>10}  ", theme.base)
-    return line.add(cut(change, width - line.width - 1, theme.glyphs.ellipsis), theme.style("dim"))
+    return line.add(theme.cut(change, width - line.width - 1), theme.style("dim"))

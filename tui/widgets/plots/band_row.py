@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ...model.snapshot_bands import Band
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 from .phase_bar import FILLS, SHORT
 
@@ -11,11 +11,7 @@ from .phase_bar import FILLS, SHORT
 def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
     """Draw the bands over ``width`` columns.
 
-    Args:
-        bands: in order, without overlap.
-        column_of: returns an entry's column, below 0 or beyond ``width`` if it is out of view.
-        width: cells.
-        theme: settings of drawing.
+    The bands are in order, without overlap. ``column_of`` returns an entry's column, also beyond the edges.
     """
     owner = [-1] * width
     for number, band in enumerate(bands):
@@ -39,7 +35,7 @@ def _band(line: Line, band: Band, number: int, cells: int, theme: Theme) -> None
     short = SHORT.get(band.phase, "") if band.phase else ""
     label = next((text for text in (f" {band.name} ", band.name, short) if text and len(text) <= cells), "")
     if not label and not band.phase and cells > 3:
-        label = cut(band.name, cells, theme.glyphs.ellipsis)
+        label = theme.cut(band.name, cells)
     if theme.plain_graphs:
         fill = FILLS.get(band.phase, "_" if number % 2 else "~")
         line.add((label.strip() + fill * cells)[: cells - 1] + "|" if cells > 1 else fill, theme.base)

@@ -4,7 +4,7 @@ from ....protocol.analysis.estimates.live import FLOOR_BYTES
 from ....protocol.messages.prediction import PredictedPhase
 from ...model.waterfall import Waterfall
 from ..drawing.figures import gib_fixed, mib_fixed
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 
 _LABEL = 23
@@ -36,14 +36,8 @@ def waterfall_lines(
 ) -> list[Line]:
     """Draw the rows.
 
-    Args:
-        fall: the waterfall.
-        width: cells.
-        theme: settings of drawing.
-        note: description of the temporaries beside their bar, if there is room.
-        expected: the phase's prediction, drawn in extra columns, or None.
-        error: expected error of the prediction, as a share.
-        warning: text in the row of these columns' heads.
+    ``note`` describes the temporaries, beside their bar if there is room. ``expected`` is drawn in extra columns;
+    ``error`` is its expected error, a share, and ``warning`` a text in their head.
     """
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
@@ -105,7 +99,7 @@ def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
         words = "  NVML has not been asked yet, or does not answer"
         if fall.ended:
             words = "  the rank has ended: go back in time to see it"
-        return line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim"))
+        return line.add(theme.cut(words, width - line.width), theme.style("dim"))
     line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", theme.style(bold=True))
     line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", theme.style("dim"))
     if fall.total:
@@ -133,7 +127,7 @@ def _row(
     more: Line,
 ) -> Line:
     style = theme.style("text" if length else "dim", bold=bold)
-    line = Line(f" {cut(label, _LABEL - 2, theme.glyphs.ellipsis):<{_LABEL - 1}}", style)
+    line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
     line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
     if more.width:
         line.join(more).add("  ", theme.base)

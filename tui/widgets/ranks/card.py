@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ....protocol.text import duration, sanitize
 from ..drawing.figures import gib, step_time
-from ..drawing.line import Line, cut, fitting, spread, width_of
+from ..drawing.line import Line, fitting, spread, width_of
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap
 from ..plots.memory_graph import Column, Scale, memory_graph
@@ -97,7 +97,7 @@ def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
         glyph, tone = theme.state(view.state)
         style = theme.style(tone)
         first, *rest = wrap(view.text, width - 2)
-        second = cut(" ".join(rest), width - 2, theme.glyphs.ellipsis)
+        second = theme.cut(" ".join(rest), width - 2)
         return [Line(f"{glyph} {first}", style), Line(f"  {second}", style)]
     return [phase_bar(view.shares, width, theme), health(view, width, theme)]
 
@@ -106,9 +106,7 @@ def health(view: RankView, width: int, theme: Theme) -> Line:
     """Draw utilisation, power and temperature; for a rank with a problem its text instead."""
     if view.in_trouble or (view.text and view.state in ("starting", "failed")):
         glyph, tone = theme.state(view.state)
-        return Line(cut(f"{glyph} {view.text or view.state}", width, theme.glyphs.ellipsis), theme.style(tone)).fit(
-            width, theme.base
-        )
+        return Line(theme.cut(f"{glyph} {view.text or view.state}", width), theme.style(tone)).fit(width, theme.base)
     right = Line()
     if view.throttled:
         right.add(f"{theme.glyphs.warning} {view.throttled}", theme.style("warning"))

@@ -31,7 +31,6 @@ class Grid(NamedTuple):
     columns: int
 
     def rows(self, ranks: int) -> int:
-        """Return the number of rows of cells for ``ranks``."""
         return -(-ranks // self.columns)
 
 

@@ -7,7 +7,7 @@ from ...model.events import allocations
 from ...model.rank import RankModel
 from ...model.run import RunModel
 from ..drawing.figures import count, gib, loss, milliseconds, small
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..drawing.theme import Theme
 from ..state.rank_view import RankView
 from .card import health, state_words
@@ -23,7 +23,7 @@ def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, t
     if view.in_trouble or view.text:
         glyph, tone = theme.state(view.state)
         text = f" {glyph} {state_words(view)}: {view.text or 'no more is known'}"
-        lines.append(Line(cut(text, width, theme.glyphs.ellipsis), theme.style(tone, bold=True)))
+        lines.append(Line(theme.cut(text, width), theme.style(tone, bold=True)))
     else:
         lines.append(Line(" ", theme.base).join(health(view, width - 2, theme)))
     if width >= 100 or model.hub is None:

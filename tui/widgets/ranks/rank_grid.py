@@ -10,7 +10,7 @@ from ..drawing.line import Line
 from ..lines.log_lines import log_line
 from ..state.app_state import AppState
 from ..state.rank_view import RankView
-from ..state.view_models import History, scale_of
+from ..state.view_models import History, rank_views, scale_of
 from . import heat, rows
 from .card import FIXED_LINES, card
 
@@ -77,12 +77,10 @@ class Waiting(Canvas):
     """Shown before the first rank: a note, and the run's output meanwhile."""
 
     def key(self) -> object:
-        """Return a value that changes with the log."""
         model = self.app_state.model
         return id(model.logs), model.logs.version, model.state, model.ended
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the note and the end of the log."""
         theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
@@ -103,13 +101,11 @@ class Card(Canvas):
         self._view: RankView | None = None
 
     def show(self, view: RankView | None) -> None:
-        """Show a rank, or nothing."""
         self._view = view
         self.rank = view.rank if view else None
         self.tick()
 
     def key(self) -> object:
-        """Return a value that changes with the view, the columns of the graph, the scale and the selection."""
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return ()
@@ -118,7 +114,6 @@ class Card(Canvas):
         return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the card."""
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return []
@@ -129,7 +124,6 @@ class Card(Canvas):
         return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
 
     def on_click(self) -> None:
-        """Select the rank."""
         if self.rank is not None:
             self.app_state.select(self.rank)
 
@@ -145,7 +139,6 @@ class RowPart(Canvas):
         self._histories: dict[int, History] = {}
 
     def show(self, views: list[RankView], row_height: int) -> None:
-        """Show these ranks below the heading, ``row_height`` lines each."""
         self.views, self.row_height = views, row_height
         self.tick()
 
@@ -164,7 +157,6 @@ class RowPart(Canvas):
         return view.shares, view.text, view.state, view.utilization, view.temperature, view.power, view.host_memory
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the heading and this part of every row."""
         heads = rows.heading(rows.Parts(width, width, width, width), self.views[0] if self.views else None, self.theme)
         lines = [heads[self.part]]
         for view in self.views:
@@ -194,12 +186,10 @@ class HeatMap(Canvas):
         self.columns = 1
 
     def show(self, views: list[RankView]) -> None:
-        """Show these ranks."""
         self.views = views
         self.tick()
 
     def key(self) -> object:
-        """Return a value that changes with the contents of cells."""
         chosen = next((view for view in self.views if view.rank == self.app_state.selected), None)
         return [(view.state, round(view.share, 2)) for view in self.views], chosen
 
@@ -232,13 +222,12 @@ class RankGrid(Container):
         self._waiting: Waiting | None = None
 
     def tick(self) -> None:
-        """Read the model and draw what changed."""
         app_state = self.app_state
         app_state.select_valid()
         width, height = self.size
         if not width or not height:
             return
-        self._views = app_state.views.ranks(app_state.model)
+        self._views = rank_views(app_state.model)
         self.plan = plan(len(self._views), width, height, app_state.view)
         shape = (self.plan, width, height)
         if shape != self._shape:

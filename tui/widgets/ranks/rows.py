@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..drawing.figures import gib
-from ..drawing.line import Line, cut, spread
+from ..drawing.line import Line, spread
 from ..drawing.theme import Theme
 from ..plots.memory_graph import Column, Scale, memory_graph
 from ..plots.phase_bar import phase_bar
@@ -41,16 +41,16 @@ def label(view: RankView, width: int, height: int, theme: Theme, selected: bool)
     spikes = Line(f"{theme.glyphs.spike} {view.spikes} " if view.spikes else "", theme.style("warning"))
     if view.in_trouble or view.state != "training":
         line.add(
-            cut(state_words(view), width - line.width - 1, theme.glyphs.ellipsis),
+            theme.cut(state_words(view), width - line.width - 1),
             theme.style(tone, bold=view.in_trouble),
         )
     elif height == 1:
         line.join(spikes)
         if view.host:
-            line.add(cut(view.host, max(0, width - line.width - 1), theme.glyphs.ellipsis), theme.style("dim"))
+            line.add(theme.cut(view.host, max(0, width - line.width - 1)), theme.style("dim"))
     below = Line(f"    {view.device} ", theme.style("dim")).join(spikes)
     if view.host and height > 1:
-        below.add(cut(view.host, max(0, width - below.width - 1), theme.glyphs.ellipsis), theme.style("dim"))
+        below.add(theme.cut(view.host, max(0, width - below.width - 1)), theme.style("dim"))
     return fill([line, below], width, height, theme)
 
 
@@ -76,7 +76,7 @@ def _size(count: int) -> str:
 
 def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
     """Draw the phase shares, and the device's health below or beside them; for a rank in trouble its text."""
-    trouble = Line(cut(view.text, width - 1, theme.glyphs.ellipsis), theme.style(theme.state(view.state)[1]))
+    trouble = Line(theme.cut(view.text, width - 1), theme.style(theme.state(view.state)[1]))
     in_trouble = view.in_trouble and bool(view.text)
     if height > 1:
         bar = phase_bar(view.shares, width - 1, theme)

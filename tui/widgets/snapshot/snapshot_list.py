@@ -8,7 +8,8 @@ from ....protocol.text import gib
 from ...model.snapshot_explorer import Explorer
 from ...model.snapshot_rows import Row, rows_of
 from ..base.listing import Listing
-from ..drawing.line import Line, cut, spread
+from ..drawing.line import Line
+from ..drawing.theme import ruled
 from ..state.app_state import AppState
 
 _TITLES = {
@@ -41,7 +42,6 @@ class SnapshotList(Listing):
         self._made_of: object = None
 
     def key(self) -> object:
-        """Return a value that changes with the explorer and the selection."""
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
@@ -53,7 +53,6 @@ class SnapshotList(Listing):
         return self._rows
 
     def count(self) -> int:
-        """Count the rows."""
         return len(self.rows())
 
     def current(self) -> Row | None:
@@ -62,10 +61,9 @@ class SnapshotList(Listing):
         return rows[self.selected] if self.selected < len(rows) else None
 
     def head(self, width: int) -> list[Line]:
-        """Draw the names of the views, the visible one highlighted, and the list's filters."""
         theme, explorer = self.theme, self.explorer
         titles = _TITLES if width >= 100 else _SHORT
-        left = Line(theme.glyphs.rule, theme.style("rule"))
+        left = Line()
         for view in explorer.views:
             chosen = view == explorer.view
             left.add(
@@ -77,12 +75,9 @@ class SnapshotList(Listing):
             right.add(f" with {explorer.find!r}", theme.style("accent"))
         if explorer.view == "stacks":
             right.add(" libraries folded " if explorer.fold else " all frames ", theme.style("dim"))
-        right.add(theme.glyphs.rule, theme.style("rule"))
-        left.add(theme.glyphs.rule * max(0, width - left.width - right.width), theme.style("rule"))
-        return [spread(left, right, width, theme.base)]
+        return [ruled(left, right, width, theme)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one row."""
         row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         line = Line(theme.glyphs.selected if selected else " ", theme.style("accent", ground))
@@ -96,7 +91,7 @@ class SnapshotList(Listing):
             elif row.path:
                 line.add("  ", theme.style("text", ground))
             tone = "accent" if row.head and row.tone == "text" else row.tone
-            words = cut(row.words, width - line.width, theme.glyphs.ellipsis)
+            words = theme.cut(row.words, width - line.width)
             line.add(words, theme.style(tone, ground, bold=row.head))
         return line.fit(width, theme.style("text", ground))
 
@@ -118,7 +113,7 @@ class SnapshotList(Listing):
         words = f" {row.words}"
         room = max(10, width - line.width - max(16, min(34, len(words))))
         self._map(piece, room, line)
-        line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim", ground))
+        line.add(theme.cut(words, width - line.width), theme.style("dim", ground))
 
     def _map(self, piece: Piece, room: int, line: Line) -> None:
         """Draw a segment's blocks by the fill of each cell; blocks that wait for a stream have the warning colour."""

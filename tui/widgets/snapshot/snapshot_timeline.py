@@ -7,7 +7,7 @@ from ....protocol.text import duration, sanitize
 from ...model.snapshot_explorer import Explorer
 from ..base.canvas import Canvas
 from ..drawing.figures import gib
-from ..drawing.line import Line, beside, cut, spread
+from ..drawing.line import Line, beside, spread
 from ..plots.band_row import band_row
 from ..plots.memory_graph import Column, Scale, memory_graph
 from ..state.app_state import AppState
@@ -33,7 +33,6 @@ class SnapshotTimeline(Canvas):
         self._pooled: _Pooled | None = None
 
     def key(self) -> object:
-        """Return a value that changes with the explorer."""
         return self.explorer.version
 
     def pooled(self, width: int) -> _Pooled:
@@ -78,7 +77,6 @@ class SnapshotTimeline(Canvas):
         return explorer.cursor + columns * step
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw curves, marks and the figures at the cursor."""
         theme, explorer = self.theme, self.explorer
         replay = explorer.replay
         bands = explorer.bands[: _BANDS_TALL if height >= _TALL else _BANDS]
@@ -152,7 +150,7 @@ class SnapshotTimeline(Canvas):
         if words := explorer.annotation_words():
             # The figures at the ends are always drawn.
             most = min(40, room - figures[0].width - figures[-1].width - 3)
-            left.add(f"  {cut(words, most, theme.glyphs.ellipsis)}", theme.style("accent"))
+            left.add(f"  {theme.cut(words, most)}", theme.style("accent"))
             room = width - left.width - len(" GiB ")
         # The two in the middle are omitted first: they hardly differ from allocated.
         for optional in (2, 1):

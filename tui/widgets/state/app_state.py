@@ -7,11 +7,12 @@ from ...model.chartview import ChartView
 from ...model.console import ConsoleSession
 from ...model.held import HeldWatch
 from ...model.oom import CaseKey
+from ...model.rank import RankModel
 from ...model.run import RunModel
 from ...source.base import Source
 from ...source.dry_runs import DryRuns
 from ..drawing.theme import Theme
-from .view_models import Views, nice_top
+from .view_models import nice_top
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Choices of the seconds per graph column."""
@@ -29,7 +30,6 @@ class AppState:
         self.source = source
         self.theme = theme
         self.read_only = read_only
-        self.views = Views()
         self.selected = 0
         """The selected rank of every screen; initially the first."""
         self.chosen = False
@@ -46,6 +46,11 @@ class AppState:
         self._message: tuple[str, str, float] = ("", "", 0.0)
         self._empty = RunModel()
 
+    @property
+    def can_act(self) -> bool:
+        """Whether commands to the run are possible."""
+        return self.source is not None and self.source.can_command and not self.read_only
+
     def end_dry_runs(self) -> None:
         """End the predictions under way."""
         for one in self.dry_runs.values():
@@ -56,6 +61,11 @@ class AppState:
     def model(self) -> RunModel:
         """The state to draw; read again at every paint, since a seek replaces it."""
         return self.source.model if self.source is not None else self._empty
+
+    @property
+    def rank(self) -> RankModel | None:
+        """The selected rank; None before the first one."""
+        return self.model.ranks.get(self.selected)
 
     @property
     def zoom(self) -> bool:

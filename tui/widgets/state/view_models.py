@@ -1,4 +1,4 @@
-"""Converts the model to the widgets' values: rank views, memory columns, summary, playback. Cached by version."""
+"""Converts the model to the widgets' values: rank views, memory columns, summary."""
 
 from math import floor
 
@@ -12,9 +12,7 @@ from ...model.rank import RankModel
 from ...model.run import RunModel
 from ...model.timeline import Columns
 from ...source.base import Connection
-from ...source.transport import Transport
 from ..drawing.figures import count
-from ..lines.scrubber import Playback
 from ..lines.summary import Summary
 from ..plots.memory_graph import Column, Scale
 from .rank_view import TROUBLE, RankView
@@ -22,59 +20,37 @@ from .rank_view import TROUBLE, RankView
 _NICE = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
-class Views:
-    """Views of one model, each recomputed only when its inputs have changed."""
+def rank_views(model: RunModel) -> list[RankView]:
+    """Return the views of all ranks, in rank order."""
+    several = len({rank.hello.host for rank in model.ranks.values() if rank.hello}) > 1
+    return [rank_view(model, rank, several) for rank in model.ranks.values()]
 
-    def __init__(self) -> None:
-        self._shares: dict[int, tuple[object, tuple[tuple[str, float], ...]]] = {}
-        self._hosts: tuple[int, bool] = (-1, False)
 
-    def ranks(self, model: RunModel) -> list[RankView]:
-        """Return the views of all ranks, in rank order."""
-        several = len({rank.hello.host for rank in model.ranks.values() if rank.hello}) > 1
-        return [self.rank(model, rank, several) for rank in model.ranks.values()]
-
-    def rank(self, model: RunModel, rank: RankModel, several_hosts: bool = False) -> RankView:
-        """Return the view of one rank."""
-        hello, sample, cpu = rank.hello, model.device_of(rank), rank.on_cpu
-        pace = self._pace(rank)
-        return RankView(
-            rank=rank.rank,
-            device=_device_name(rank),
-            host=hello.host if hello and several_hosts else "",
-            state=rank.state,
-            text=rank.state_text,
-            state_seconds=floor(max(0.0, model.now - rank.state_since)) if rank.state in TROUBLE else None,
-            measure="glibc" if cpu else "cuda",
-            capacity=rank.capacity_bytes,
-            allocated=_steady(rank.allocated_bytes),
-            peak=rank.peak.bytes if rank.peak else 0,
-            peak_phase=rank.peak.phase if rank.peak else "",
-            behind=_steady(rank.resident_bytes if cpu else rank.reserved_bytes),
-            spikes=sum(mark.kind == "spike" for mark in rank.timeline.marks),
-            shares=self.shares(rank),
-            step_seconds=pace,
-            utilization=_rounded(sample.utilization_percent) if sample else None,
-            power=_rounded(sample.power_w) if sample else None,
-            temperature=_rounded(sample.temperature_c) if sample else None,
-            throttled=throttle_of(sample),
-            host_memory=(_steady(sample.used_bytes), sample.total_bytes) if sample and cpu else None,
-        )
-
-    def shares(self, rank: RankModel) -> tuple[tuple[str, float], ...]:
-        """Return the phase shares of the recent steps, in drawing order."""
-        known = self._shares.get(rank.rank)
-        if known is not None and known[0] is rank.last:
-            return known[1]
-        parts = tuple((name, round(share, 3)) for name, share in rank.shares.parts.items() if share > 0)
-        self._shares[rank.rank] = (rank.last, parts)
-        return parts
-
-    @staticmethod
-    def _pace(rank: RankModel) -> float | None:
-        if rank.last is None:
-            return None
-        return float(f"{rank.last.training_us / 1e6:.2g}")
+def rank_view(model: RunModel, rank: RankModel, with_host: bool = False) -> RankView:
+    """Return the view of one rank."""
+    hello, sample, cpu = rank.hello, model.device_of(rank), rank.on_cpu
+    return RankView(
+        rank=rank.rank,
+        device=_device_name(rank),
+        host=hello.host if hello and with_host else "",
+        state=rank.state,
+        text=rank.state_text,
+        state_seconds=floor(max(0.0, model.now - rank.state_since)) if rank.state in TROUBLE else None,
+        measure="glibc" if cpu else "cuda",
+        capacity=rank.capacity_bytes,
+        allocated=_steady(rank.allocated_bytes),
+        peak=rank.peak.bytes if rank.peak else 0,
+        peak_phase=rank.peak.phase if rank.peak else "",
+        behind=_steady(rank.resident_bytes if cpu else rank.reserved_bytes),
+        spikes=sum(mark.kind == "spike" for mark in rank.timeline.marks),
+        shares=tuple((name, round(share, 3)) for name, share in rank.shares.parts.items() if share > 0),
+        step_seconds=float(f"{rank.last.training_us / 1e6:.2g}") if rank.last is not None else None,
+        utilization=_rounded(sample.utilization_percent) if sample else None,
+        power=_rounded(sample.power_w) if sample else None,
+        temperature=_rounded(sample.temperature_c) if sample else None,
+        throttled=throttle_of(sample),
+        host_memory=(_steady(sample.used_bytes), sample.total_bytes) if sample and cpu else None,
+    )
 
 
 def _steady(size: int) -> int:
@@ -234,18 +210,3 @@ def connection_words(connection: Connection, model: RunModel, read_only: bool) -
     if connection.lost:
         return f"{connection.lost:,} messages lost"
     return "read-only" if read_only else ""
-
-
-def playback_of(transport: Transport, model: RunModel) -> Playback:
-    """Return the playback of a replay, or of a rewound live run."""
-    return Playback(
-        first=transport.first,
-        last=transport.last,
-        now=transport.position,
-        playing=transport.playing,
-        speed=transport.speed,
-        step=model.leading_step,
-        live=transport.mode != "replay",
-        marks=tuple((mark.time, mark.severity) for mark in transport.marks),
-        seeking=transport.seeking,
-    )

@@ -4,16 +4,16 @@ from bisect import bisect_left
 from math import floor, log10
 
 from ....protocol.text import duration, gib, sanitize
+from ...model.alerts import SEVERITIES
 from ...model.chartview import Axis, column_of
 from ...model.progress import early_stop_words
 from ...model.training import HistoryPoint
 from ..drawing.figures import count
-from ..drawing.line import Line, cut
+from ..drawing.line import Line
 from ..plots.plot import row_line
 from .training_scene import GUTTER, Scene
 
 _TICK_CELLS = 14
-_SEVERITIES = ("info", "warning", "error")
 _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
 
 
@@ -31,7 +31,7 @@ def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
     stop = scene.model.training.early_stop
     if stop is not None and (moment := scene.moment_of(stop.step)) is not None:
         found.append((scene.column(moment), "E", "accent", early_stop_words(stop)))
-    alerts = sorted(scene.model.alerts, key=lambda alert: _SEVERITIES.index(alert.severity))
+    alerts = sorted(scene.model.alerts, key=lambda alert: SEVERITIES[alert.severity])
     for alert in alerts:
         moment = _moment_of_alert(scene, alert.step, alert.time)
         if moment is not None:
@@ -122,7 +122,7 @@ def foot(scene: Scene) -> Line:
         more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
         latest = "latest mark: " if column is None else ""
         line.add(f"{sign} ", theme.style(tone)).add(latest, dim)
-        line.add(cut(words + more, scene.width - line.width - right.width - 1, theme.glyphs.ellipsis), theme.base)
+        line.add(theme.cut(words + more, scene.width - line.width - right.width - 1), theme.base)
     else:
         line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), theme.style("faint"))
     gap = scene.width - line.width - right.width

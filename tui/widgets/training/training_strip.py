@@ -9,8 +9,8 @@ from ...model.run import RunModel
 from ...model.training import HistoryPoint
 from ..base.canvas import Canvas
 from ..drawing.figures import count, loss, step_time
-from ..drawing.line import Line, cut, spread
-from ..drawing.theme import Theme
+from ..drawing.line import Line, cut
+from ..drawing.theme import Theme, ruled
 from ..plots.spark import pool_mean
 
 STRIP_LINES = 9
@@ -136,12 +136,9 @@ class TrainingStrip(Canvas):
         return read, [one.now for one in courses(model, ())]
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the rule and the charts."""
         theme, model = self.theme, self.app_state.model
-        rule = theme.style("rule")
-        title = Line(theme.glyphs.rule, rule).add(" training ", theme.style("dim"))
-        right = Line(" t: all curves ", theme.style("dim")).add(theme.glyphs.rule, rule)
-        title.add(theme.glyphs.rule * max(0, width - title.width - right.width), rule)
+        title = Line(" training ", theme.style("dim"))
+        right = Line(" t: all curves ", theme.style("dim"))
         points = self._points
         steps = (points[0].first_step, points[-1].step) if points else (0, 0)
         shown = courses(model, points)
@@ -151,4 +148,4 @@ class TrainingStrip(Canvas):
         for chart in charts:
             for row, line in zip(rows, chart, strict=True):
                 row.join(line.fit(each, theme.base))
-        return [spread(title, right, width, theme.base), *rows]
+        return [ruled(title, right, width, theme), *rows]

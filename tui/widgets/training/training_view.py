@@ -1,6 +1,5 @@
 """Draws the training screen: loss with evaluations, a second figure, marks, and the values at the cursor."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -16,6 +15,7 @@ from ..drawing.figures import loss as loss_words
 from ..drawing.line import Line, cut
 from ..drawing.theme import Theme
 from ..drawing.wrapping import wrap
+from ..lines.scrubber import time_of_day
 from ..plots.plot import Curve, plot_cells, put_cursor, row_line, sign_of
 from .training_marks import axis_line, foot, marks_line
 from .training_scene import GUTTER, Scene
@@ -89,8 +89,7 @@ def _head(scene: Scene) -> Line:
     steps = f"step {moment.step:,}" if moment.steps == 1 else f"steps {moment.first_step:,} to {moment.step:,}"
     where = "at the cursor: " if scene.view.cursor is not None else "newest: "
     line.add(where, dim).add(steps, theme.style("accent", bold=True))
-    clock = time.strftime("%H:%M:%S", time.localtime(moment.t))
-    words = [f"{count(moment.tokens)} tokens" if moment.tokens else "", clock]
+    words = [f"{count(moment.tokens)} tokens" if moment.tokens else "", time_of_day(moment.t)]
     words.append(f"{duration(moment.t - scene.begun)} in" if moment.t > scene.begun else "")
     if scene.view.cursor is None and (epochs := epoch_words(model)):
         words.insert(0, f"epoch {epochs}")

@@ -49,11 +49,8 @@ class Attribution:
     """The compositions of one step.
 
     Args:
-        timeline: the trace.
-        spans: the step's phases on the trace, in order.
         parts: parts of the allocations with known storages, by allocation.
         recomputed: intervals of positions in which layers were recomputed inside a backward.
-        origin_us: start of the step, microseconds since the epoch.
     """
 
     def __init__(

@@ -11,11 +11,6 @@ LARGEST = 5
 def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
     """Count a step's entries by phase.
 
-    Args:
-        timeline: the trace.
-        spans: the step's phases on the trace.
-        found: the same phases between marks.
-
     Returns:
         The phases with entries, in order of first occurrence. Empty if the ring does not reach back to the start of
         the step's first phase.

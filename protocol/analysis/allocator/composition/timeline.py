@@ -60,12 +60,7 @@ def occurrences(marks: list[StepMark]) -> list[Occurrence]:
 
 
 class Timeline:
-    """Allocated and reserved bytes of one device after every entry of its trace.
-
-    Args:
-        snapshot: the columns of one reading.
-        allocations: the allocations of the same reading.
-    """
+    """Allocated and reserved bytes of one device after every entry of its trace."""
 
     def __init__(self, snapshot: Snapshot, allocations: Allocations) -> None:
         self.allocations = allocations
@@ -95,7 +90,6 @@ class Timeline:
         """Return the position of a boundary.
 
         Args:
-            us: its time, microseconds since the epoch.
             allocated: the counter's value there; None: not read.
         """
         times, curve = self.times, self.allocated
@@ -121,7 +115,6 @@ class Timeline:
         """Return a step's phases with their positions on the trace.
 
         Args:
-            marks: the step's marks.
             whole: whether the ring has lost no entries since before the step started.
         """
         places = self.positions(marks)

@@ -28,10 +28,6 @@ _WIDTHS = (1.0, 2.0, 0.5, 0.25)
 def pending_states(replay: Replay, index: int) -> int:
     """Return an estimate of the bytes that optimizer states still needed, including the failed request.
 
-    Args:
-        replay: replay of a device.
-        index: entry of the out-of-memory error.
-
     Returns:
         The smallest estimate consistent with the states created so far; 0 if the request was not for states, or if no
         estimate is consistent.

@@ -10,13 +10,7 @@ from .replay import Replay
 
 
 def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str, Any]:
-    """Return the description of a snapshot.
-
-    Args:
-        snapshot: the snapshot.
-        replays: one replay per device.
-        top: maximum number of stacks and blocks to list.
-    """
+    """Return the description of a snapshot."""
     ooms = [found for replay in replays if (found := find_oom(replay)) is not None]
     oom = max(ooms, key=lambda found: _moment(replays, found), default=None)
     return {

@@ -18,7 +18,6 @@ def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
     """Return the rounded size of a request, like ``DeviceCachingAllocator::round_size``, in bytes.
 
     Args:
-        requested: bytes.
         divisions: ``roundup_power2_divisions`` by power of two from 1 MiB on.
     """
     if requested < SMALLEST:
@@ -52,9 +51,7 @@ def block_size(rounded: int, room: int, max_split_size: int) -> int:
     """Return a large block's size: the whole free room if the allocator would not split it (``should_split``).
 
     Args:
-        rounded: the rounded request, bytes, above ``SMALL_MOST``.
         room: free bytes from the block's address on, in a segment that is not expandable.
-        max_split_size: the allocator's setting; negative: none.
     """
     unsplit = room - rounded <= SMALL_MOST or 0 <= max_split_size <= rounded
     return room if unsplit and room >= rounded else rounded

@@ -31,7 +31,6 @@ class StackTree:
         """Return the root of the tree with the sums of a moment.
 
         Args:
-            tallies: bytes and counts by stack.
             find: keep only stacks with a frame whose function or file contains this, ignoring case.
         """
         if find:

@@ -1,4 +1,7 @@
-"""Checks the model and the data that a configuration names: files, and names on the Hugging Face Hub."""
+"""Checks the model and the data that a configuration names: files, and names on the Hugging Face Hub.
+
+A refusal is a ``ConfigError`` whose text names the place and the dotted path.
+"""
 
 import os
 import socket
@@ -10,20 +13,16 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ....protocol.errors import UsageError
+from ..config.load import Loaded
 from ..data import formats
 from ..data.first import first_record
 from ..data.shipped import NONE, shipped
-from .load import Loaded
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
 def check_model(loaded: Loaded) -> None:
-    """Refuse a model or tokenizer that is not given, given twice, or missing.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a model or tokenizer that is not given, given twice, or missing."""
     model = loaded.config.model
     if not model.name and not model.config:
         raise loaded.error("model", "needs a name (a hub name or a local folder) or a config (random weights)")
@@ -45,11 +44,7 @@ def check_model(loaded: Loaded) -> None:
 
 
 def check_data(loaded: Loaded) -> None:
-    """Refuse data that is not given, given twice, or missing, and files that cannot be read.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse data that is not given, given twice, or missing, and files that cannot be read."""
     data = loaded.config.data
     given = [key for key in ("path", "files", "name") if getattr(data, key)]
     if not given:
@@ -62,8 +57,6 @@ def check_data(loaded: Loaded) -> None:
     if is_path(data.name) and not (folder := Path(data.name).expanduser()).is_dir():
         what = "is a file; give it as data.path" if folder.exists() else "no such folder; give a file as data.path"
         raise loaded.error("data.name", f"{data.name}: {what}")
-    if data.train_on_prompt and data.train_on != "assistant":
-        raise loaded.error("data.train_on_prompt", f"and data.train_on={data.train_on} differ; leave the former out")
     template = Path(data.chat_template).expanduser()
     if data.chat_template and data.chat_template not in (NONE, *shipped()) and not template.is_file():
         raise loaded.error(
@@ -76,11 +69,7 @@ def check_data(loaded: Loaded) -> None:
 
 
 def check_file(loaded: Loaded, key: str, name: str) -> None:
-    """Refuse a data file that cannot be read, or whose first record lacks what ``data.format`` needs.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a data file that cannot be read, or whose first record lacks what ``data.format`` needs."""
     path = Path(name).expanduser()
     if not path.is_file():
         raise loaded.error(key, f"{name}: " + ("is a directory" if path.is_dir() else "no such file"))
@@ -100,11 +89,7 @@ def check_file(loaded: Loaded, key: str, name: str) -> None:
 
 
 def _check_columns(loaded: Loaded, record: dict[str, Any]) -> None:
-    """Refuse data whose first record lacks what ``data.format`` needs.
-
-    Raises:
-        ConfigError: a column is missing.
-    """
+    """Refuse data whose first record lacks what ``data.format`` needs."""
     try:
         formats.detect(record, loaded.config.data)
     except UsageError as error:
@@ -125,15 +110,7 @@ _TRUE = ("1", "TRUE", "YES", "ON")
 
 
 def check_hub(loaded: Loaded, *, data: bool = True) -> None:
-    """Refuse names on the Hugging Face Hub that cannot be resolved, within seconds.
-
-    Args:
-        loaded: the configuration.
-        data: whether the data set is read.
-
-    Raises:
-        ConfigError: the hub cannot be reached and the cache has no copy; the text names the place and the dotted path.
-    """
+    """Refuse names on the Hugging Face Hub that cannot be resolved, within seconds."""
     config = loaded.config
     for path, name, kind in (
         ("model.name", config.model.name, "models"),
@@ -150,9 +127,7 @@ def hub_refusal(name: str, kind: str = "models") -> str:
     Without a connection the libraries repeat every request for half a minute or longer. If the cache has a copy,
     ``HF_HUB_OFFLINE`` is set, with which they use it at once, in this process and those that it starts.
 
-    Args:
-        name: such as ``Qwen/Qwen2.5-0.5B``.
-        kind: ``models`` or ``datasets``.
+    ``kind`` is ``models`` or ``datasets``.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return ""

@@ -1,4 +1,4 @@
-"""Checks training data: ``python -m ftmon.trainer.recipe.data.check CONFIG [key.sub=value ...]``.
+"""Checks training data: ``python -m ftmon.trainer.recipe.data_check CONFIG [key.sub=value ...]``.
 
 Exit status: 0 nothing found, 1 findings, 2 wrong usage, or a configuration that no training would start with.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from .....protocol.errors import FtmonError, UsageError
-from ... import hardware
-from ...config import resolve
-from ...config.inputs import check_hub
-from ...config.load import load
+from ....protocol.errors import FtmonError, UsageError
+from .. import hardware
+from ..config.load import load
+from ..preflight import resolve
+from ..preflight.inputs import check_hub
 
 
 def main(argv: list[str] | None = None) -> int:

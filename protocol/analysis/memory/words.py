@@ -7,17 +7,19 @@ import msgspec
 from ...messages.memory import Cause
 from ...text import duration, gib
 from ..findings import Finding
-from ..memory.facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts
-from ..memory.stack_patterns import WORDS, Named, pattern_of, place_of
-from .words import Words
+from ..findings.kind import HIDDEN, Kind, Shown, from_evidence
+from ..text.words import Words
+from . import leak, levels, spike, trend
+from .facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts
+from .growth import GROWTH_FLOOR
+from .stack_patterns import WORDS, Named, pattern_of, place_of
 
 STACKS = 3
 FRAMES = 8
 OPTIMIZER_STATES = "Adam's moments, or the states of another optimizer"
 
 
-def spike(finding: Finding) -> Words:
-    """Return the text of a transient far above its phase's usual one."""
+def _spike(finding: Finding) -> Words:
     facts: SpikeFacts = finding.facts
     name, seconds = finding.phase, facts.phase_ms / 1e3
     who = f"rank {finding.rank}" if finding.rank is not None else f"further ranks, such as rank {facts.latest_rank},"
@@ -43,8 +45,7 @@ def spike(finding: Finding) -> Words:
     )
 
 
-def steady(finding: Finding) -> Words:
-    """Return the text of a large transient that every step has."""
+def _steady(finding: Finding) -> Words:
     facts: SteadyFacts = finding.facts
     name, seconds = finding.phase, facts.phase_ms / 1e3
     share = facts.transient_bytes / facts.capacity_bytes
@@ -57,8 +58,7 @@ def steady(finding: Finding) -> Words:
     )
 
 
-def growth(finding: Finding) -> Words:
-    """Return the text of the optimizer's state, created by its first step."""
+def _growth(finding: Finding) -> Words:
     facts: GrowthFacts = finding.facts
     share = f" ({facts.growth_bytes / facts.capacity_bytes:.1%} of the device)" if facts.capacity_bytes else ""
     freed = f" Gradients of {gib(facts.freed_bytes)} were freed in the same update." if facts.freed_bytes else ""
@@ -70,8 +70,7 @@ def growth(finding: Finding) -> Words:
     )
 
 
-def leak(finding: Finding) -> Words:
-    """Return the text of memory that grows step over step."""
+def _leak(finding: Finding) -> Words:
     facts: LeakFacts = finding.facts
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
@@ -91,17 +90,23 @@ def leak(finding: Finding) -> Words:
     )
 
 
-def evidence(finding: Finding) -> dict[str, Any]:
-    """Return the figures as plain values, including those of the causes."""
-    facts: Any = finding.facts
-    if isinstance(facts, LeakFacts):
-        return msgspec.to_builtins(msgspec.structs.replace(facts, cause=None)) | _leak_evidence(facts.cause)
-    if not isinstance(facts, SpikeFacts | SteadyFacts):
-        return msgspec.to_builtins(facts)
+def _spike_evidence(finding: Finding) -> dict[str, Any]:
+    facts: SpikeFacts | SteadyFacts = finding.facts
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(facts, causes=()))
     # A cause from the step itself comes before one from another step's stacks.
     for cause in reversed(facts.causes):
         found |= _numbers_evidence(cause) if isinstance(cause, NumbersCause) else _stack_evidence(cause)
+    return found
+
+
+def _leak_evidence(finding: Finding) -> dict[str, Any]:
+    facts: LeakFacts = finding.facts
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(facts, cause=None))
+    cause: Cause | None = facts.cause
+    if cause is not None:
+        found |= {"leak_bytes": cause.transient_bytes, "cause_step": cause.step, "stacks": _stacks(cause)} | _costs(
+            cause
+        )
     return found
 
 
@@ -210,13 +215,9 @@ def _saving(size: int) -> str:
     return f", which would save {gib(size)}" if size > 0 else ""
 
 
-def _remedy(text: str) -> dict[str, str]:
-    return {"remedy": text, "mend": text}  # "mend" is the former key, kept for one version
-
-
 def _numbers_evidence(cause: NumbersCause) -> dict[str, Any]:
     saves = cause.saves_bytes or cause.remedy.frees_bytes
-    return {"cause_pattern": cause.pattern, **_remedy(cause.remedy.text), "saves_bytes": saves}
+    return {"cause_pattern": cause.pattern, "remedy": cause.remedy.text, "saves_bytes": saves}
 
 
 def _stack_evidence(found: StackCause) -> dict[str, Any]:
@@ -235,21 +236,10 @@ def _stack_evidence(found: StackCause) -> dict[str, Any]:
             "cause_bytes": named.parts[0].bytes,
             "cause_total_bytes": named.total,
             "cause_parts": {part.pattern: part.bytes for part in named.parts},
-            **_remedy(found.remedy.text),
+            "remedy": found.remedy.text,
             "saves_bytes": found.remedy.frees_bytes,
         }
     return plain
-
-
-def _leak_evidence(cause: Cause | None) -> dict[str, Any]:
-    if cause is None:
-        return {}
-    return {
-        "leak_bytes": cause.transient_bytes,
-        "cause_step": cause.step,
-        "stacks": _stacks(cause),
-        **_costs(cause),
-    }
 
 
 def _costs(cause: Cause) -> dict[str, int]:
@@ -267,3 +257,119 @@ def _stacks(cause: Cause) -> list[dict[str, Any]]:
         }
         for group in cause.groups[:STACKS]
     ]
+
+
+def _above(limit: tuple[float, float]) -> str:
+    return f"{limit[0]:g} times the spread, or {limit[1]:.0%} if that is more"
+
+
+def _floor(least: tuple[int, float]) -> str:
+    return f"{least[0] // 2**20} MiB, or {least[1]:.2%} of the memory if that is more"
+
+
+_SHOWN: dict[str, Shown] = {
+    "transient_bytes": Shown("allocated and freed", "bytes"),
+    "limit_bytes": Shown("a spike is above", "bytes"),
+    "share_of_capacity": Shown("share of capacity", "share"),
+    "phase_ms": Shown("duration of the phase", "ms"),
+    "sets_step_peak": Shown("sets the step's peak"),
+    "sets_run_peak": Shown("sets the run's peak"),
+    "measure": Shown("kind of memory"),
+    "repeats": Shown("repeats in other steps"),
+    "batch_shape": Shown("batch", "shape"),
+    "largest_shape": Shown("largest batch before", "shape"),
+    "largest_bytes": Shown("largest allocations", "bytes"),
+    "latest_rank": Shown("latest on", "rank"),
+    "first_steps": Shown("steps checked"),
+    "zero_stage": Shown("ZeRO stage"),
+    "net_bytes": Shown("net growth of that step", "bytes"),
+    "freed_bytes": Shown("gradients freed meanwhile", "bytes"),
+    "bytes_by_rank": Shown("growth by rank", "bytes", "rank"),
+    "bytes_per_step": Shown("growth per step", "bytes"),
+    "bytes_per_step_by_rank": Shown("growth per step by rank", "bytes", "rank"),
+    "ends_at_step": Shown("the run ends at step"),
+    "window_steps": Shown("measured over", "steps"),
+    "block_steps": Shown("compared in blocks of", "steps"),
+    "rise_bytes": Shown("rise over that window", "bytes"),
+    "level_bytes": Shown("present level", "bytes"),
+    "leak_bytes": Shown("left allocated", "bytes"),
+    "place": Shown("at"),
+    "remedy": Shown("try"),
+    "saves_bytes": Shown("would save", "bytes"),
+    "armed_us": Shown("phase with stacks recorded", "us"),
+    "usual_us": Shown("phase usually", "us"),
+    "read_us": Shown("reading the stacks", "us"),
+    "cause_pattern": Shown("cause"),
+    "cause_where": Shown("in"),
+    "cause_rank": Shown("found on", "rank"),
+    "cause_step": Shown("found in step"),
+    "cause_bytes": Shown("of that cause", "bytes"),
+    "cause_total_bytes": Shown("with stacks", "bytes"),
+    "cause_transient_bytes": Shown("that step's transient", "bytes"),
+    "cause_parts": Shown("causes", "bytes"),
+    "bytes": Shown("size", "bytes"),
+    "pattern": Shown("cause"),
+    "causes": HIDDEN,
+}
+
+KINDS = (
+    Kind(
+        "spike",
+        SpikeFacts,
+        _spike,
+        "spike",
+        "recent",
+        evidence=_spike_evidence,
+        shown=_SHOWN,
+        resolved={"calm": "Not seen again in {0} steps."},
+        limits={
+            "above the usual, optimizer": _above(spike.OPTIMIZER),
+            "above the usual, other phases": _above(spike.OTHER_PHASES),
+            "and at least, on a GPU": _floor(spike.FLOORS),
+            "and at least, on the CPU": _floor(spike.CPU_FLOORS),
+            "steps without one that resolve it": str(spike.CALM_STEPS),
+        },
+        restore=from_evidence(SpikeFacts),
+        counted=True,
+    ),
+    Kind(
+        "steady_transient",
+        SteadyFacts,
+        _steady,
+        "spike",
+        "steady",
+        evidence=_spike_evidence,
+        limits={
+            "of the device, optimizer": f"{spike.STEADY_SHARE:.1%}, on the CPU {spike.STEADY_SHARE_CPU:.0%}",
+            "and at least": gib(spike.STEADY_BYTES),
+            "of the device, a phase with the step's peak": f"{spike.STEADY_SHARE_OTHERS:.0%}",
+            "steps": str(spike.STEADY_STEPS),
+        },
+        restore=from_evidence(SteadyFacts),
+    ),
+    Kind(
+        "state_growth",
+        GrowthFacts,
+        _growth,
+        "growth",
+        "first-step",
+        limits={"growth of the first optimizer step": gib(GROWTH_FLOOR)},
+        restore=from_evidence(GrowthFacts),
+    ),
+    Kind(
+        "leak",
+        LeakFacts,
+        _leak,
+        "leak",
+        "trend",
+        evidence=_leak_evidence,
+        resolved={"calm": "It stopped growing by step {0}.", "rank_ended": "The rank has ended."},
+        limits={
+            "windows": ", ".join(f"{size * trend.LENGTH:,}" for size in levels.SIZES) + " steps",
+            "Mann-Kendall's S": f"{trend.SURE} of {trend.LENGTH * (trend.LENGTH - 1) // 2}",
+            "rise, on a GPU": _floor(leak.FLOORS),
+            "rise, on the CPU": _floor(leak.CPU_FLOORS),
+        },
+        restore=from_evidence(LeakFacts),
+    ),
+)

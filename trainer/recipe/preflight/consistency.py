@@ -1,21 +1,21 @@
-"""Checks that the settings of a configuration are compatible."""
+"""Checks that the settings of a configuration are compatible.
+
+A refusal is a ``ConfigError`` whose text names the place and the dotted path.
+"""
 
 from importlib import util
 
 import msgspec
 
 from ....protocol.errors import UsageError
+from ..config.load import Loaded
+from ..config.schema import Config, Lora
 from ..faults import spec
-from ..model.config import Lora
-from .load import Loaded
+from ..optim.support import SMALL_STATES
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:
-    """Refuse a ``training.total_batch`` that the other settings do not yield.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a ``training.total_batch`` that the other settings do not yield."""
     training = loaded.config.training
     sharing = training.sequence_parallel_size
     total = training.micro_batch * training.grad_accumulation * ranks // sharing
@@ -29,11 +29,7 @@ def check_batch(loaded: Loaded, ranks: int) -> None:
 
 
 def check_settings(loaded: Loaded, device: str) -> None:
-    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support."""
     config = loaded.config
     if config.zero.offload_optimizer and config.zero.stage == 0:
         raise loaded.error("zero.offload_optimizer", "needs zero.stage 1, 2 or 3")
@@ -118,11 +114,7 @@ def _check_compile(loaded: Loaded, device: str) -> None:
 
 
 def check_dtypes(loaded: Loaded, precision: str) -> None:
-    """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes."""
     zero = loaded.config.zero
     for name, value in (("grad_accum_dtype", zero.grad_accum_dtype), ("communication_dtype", zero.communication_dtype)):
         if value not in ("auto", "fp32", precision):
@@ -135,11 +127,7 @@ def check_dtypes(loaded: Loaded, precision: str) -> None:
 
 
 def check_fault(loaded: Loaded, ranks: int) -> None:
-    """Refuse a fault that is impossible with this number of ranks and steps.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse a fault that is impossible with this number of ranks and steps."""
     if not loaded.config.debug.fault:
         return
     try:
@@ -152,11 +140,7 @@ def check_fault(loaded: Loaded, ranks: int) -> None:
 
 
 def check_lengths(loaded: Loaded, precision: str) -> None:
-    """Refuse ``debug.lengths`` with settings under which lengths are not measured.
-
-    Raises:
-        ConfigError: it is refused; the text names the place and the dotted path.
-    """
+    """Refuse ``debug.lengths`` with settings under which lengths are not measured."""
     config = loaded.config
     lengths = config.debug.lengths
     if not lengths:
@@ -170,3 +154,49 @@ def check_lengths(loaded: Loaded, precision: str) -> None:
     ):
         if refused:
             raise loaded.error("debug.lengths", text)
+
+
+def optimizer_refusal(config: Config, precision: str) -> tuple[str, str] | None:
+    """Return the dotted path of a setting that is incompatible with the optimizer, and why; None: no such setting.
+
+    docs/training.md, Optimizers, has the same as a table.
+    """
+    kind, zero = config.optimizer.kind, config.zero
+    if kind in (*SMALL_STATES, "muon"):
+        if zero.offload_optimizer:
+            return "zero.offload_optimizer", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
+        if zero.offload_parameters:
+            return "zero.offload_parameters", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
+        if precision == "fp16":
+            return "training.precision", f"fp16 cannot be used with optimizer.kind={kind}; use bf16"
+    if config.optimizer.master_weights == "none":
+        return _without_masters(config, precision)
+    if kind == "muon":
+        if config.lora.rank:
+            return "optimizer.kind", "muon cannot be used with lora.rank: it is for whole matrices; use auto"
+        if zero.stage and config.optimizer.max_grad_norm:
+            # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
+            return (
+                "optimizer.max_grad_norm",
+                "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
+                "have a norm of their own, instead of the gradients",
+            )
+    return None
+
+
+def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
+    """Return a setting that is incompatible with ``optimizer.master_weights=none``, and why; None: no such setting."""
+    path, zero = "optimizer.master_weights", config.zero
+    if config.optimizer.kind not in SMALL_STATES:
+        return path, f"none needs optimizer.kind={' or '.join(SMALL_STATES)}, which round stochastically"
+    if precision != "bf16":
+        return path, f"none needs training.precision=bf16, not {precision}"
+    if config.lora.rank:
+        return path, "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
+    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
+        # engine.py, _do_optimizer_sanity_check selects BF16_Optimizer, which keeps an fp32 copy.
+        return (
+            "zero.grad_accum_dtype",
+            "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2",
+        )
+    return None

@@ -108,9 +108,7 @@ _BELOW = {"": TOP, "zero_optimization": ZERO, "bf16": BF16, "fp16": FP16, "data_
 def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> None:
     """Refuse keys that DeepSpeed does not have or has removed, or that a setting of the trainer decides.
 
-    Args:
-        keys: the section ``deepspeed`` of the configuration.
-        error: makes the exception for a dotted path below ``deepspeed`` and a text.
+    ``error`` makes the exception for a dotted path below ``deepspeed`` and a text.
     """
     for section, known in _BELOW.items():
         values = keys.get(section, {}) if section else keys
@@ -148,12 +146,3 @@ def _check_offload(keys: Mapping[str, Any], error: Callable[[str, str], Exceptio
             )
         if "device" in values:
             raise error(f"{path}.device", f"is decided by zero.{setting}; set that")
-
-
-def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with the keys of ``over``, section by section."""
-    result = dict(base)
-    for key, value in over.items():
-        inner = result.get(key)
-        result[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
-    return result

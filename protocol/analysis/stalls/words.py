@@ -8,11 +8,13 @@ from ...messages.control import Alert
 from ...text import duration, ranks_in_words, sanitize
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from ..stalls.causes import GATHERED, Cause, Spot, cause_of
-from ..stalls.evidence import Call, Evidence
-from ..stalls.hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
-from ..stalls.positions import STOPPED, TRACED, collective, where
-from ..stalls.verdicts import (
+from ..findings.kind import HIDDEN, Kind, Shown
+from ..text.words import Added, Words
+from .causes import GATHERED, Cause, Spot, cause_of
+from .evidence import Call, Evidence
+from .hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
+from .positions import STOPPED, TRACED, collective, where
+from .verdicts import (
     CircularWait,
     CutOff,
     DifferentCalls,
@@ -24,18 +26,11 @@ from ..stalls.verdicts import (
     Verdict,
     ranks_of,
 )
-from .words import Added, Words
 
 STACK_LINES = 8
 
 
-def hang(finding: Finding) -> Words:
-    """Return the text of a persisting verdict."""
-    return of_verdict(finding.facts.verdict)
-
-
-def stopped(finding: Finding) -> Words:
-    """Return the text for a rank stopped by a signal or a debugger."""
+def _stopped(finding: Finding) -> Words:
     facts: StoppedFacts = finding.facts
     go_on = "A debugger continues it, or detaches from it" if facts.traced else f"'kill -CONT {facts.pid}' continues it"
     return Words(
@@ -44,8 +39,7 @@ def stopped(finding: Finding) -> Words:
     )
 
 
-def unreachable(finding: Finding) -> Words:
-    """Return the text for ranks that send nothing."""
+def _is_unreachable(finding: Finding) -> Words:
     facts: UnreachableFacts = finding.facts
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
@@ -54,23 +48,12 @@ def unreachable(finding: Finding) -> Words:
     )
 
 
-def evidence(finding: Finding) -> dict[str, Any]:
-    """Return the evidence as plain values."""
-    facts = finding.facts
-    if isinstance(facts, StoppedFacts):
-        return {"pid": facts.pid, "process_state": "t" if facts.traced else "T"}
-    if isinstance(facts, UnreachableFacts):
-        return {"ranks": list(finding.ranks[:RANKS_LISTED])}
-    return _hang_evidence(facts)
-
-
 def awaited(facts: WaitingRanks) -> Added:
     """Return the addition with the ranks that wait for a stopped or held one."""
     return Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})
 
 
-def since(alert: Alert) -> Since:
-    """Return the start of a recorded hang that has not been resolved."""
+def _since(alert: Alert) -> Since:
     return Since(float(alert.evidence.get("since", alert.time)))
 
 
@@ -156,16 +139,19 @@ def _detail(verdict: Verdict) -> str:
 
 
 def _together(spots: Sequence[Spot]) -> str:
-    """Return where ranks are, those at one place together: ``rank 1 is in step 61, step (train.py:38)``."""
-    ways: dict[str, list[int]] = {}
+    """Return where ranks are, those at one place together: ``rank 1 waits in step 61, in step(), train.py:38``."""
+    ways: dict[tuple[bool, str], list[int]] = {}
     for spot in spots:
         step = f"in step {spot.step}" if spot.in_step else f"after step {spot.step}"
-        words = f"has ended {step}" if spot.ended else f"{step}, in {_at(spot)}"
-        ways.setdefault(words, []).append(spot.rank)
+        ways.setdefault((spot.ended, step if spot.ended else f"{step}, in {_at(spot)}"), []).append(spot.rank)
     return "; ".join(
-        f"{ranks_in_words(ranks)} {words if words.startswith('has') else f'waits {words}'}"
-        for words, ranks in list(ways.items())[:4]
+        f"{ranks_in_words(ranks)} {_ended(ranks) if ended else _wait(ranks)} {where}"
+        for (ended, where), ranks in list(ways.items())[:4]
     )
+
+
+def _ended(ranks: Sequence[int]) -> str:
+    return "has ended" if len(ranks) == 1 else "have ended"
 
 
 def _at(spot: Spot) -> str:
@@ -363,7 +349,8 @@ def _by_words(words: Mapping[int, str]) -> str:
     return "; ".join(f"{ranks_in_words(sorted(ranks))}: {each}" for each, ranks in sorted(_ways(words).items()))
 
 
-def _hang_evidence(facts: HangFacts) -> dict[str, Any]:
+def _hang_evidence(finding: Finding) -> dict[str, Any]:
+    facts: HangFacts = finding.facts
     verdict, found = facts.verdict, facts.found
     plain: dict[str, Any] = {
         "sure": verdict.sure,
@@ -427,3 +414,71 @@ def _plain(evidence: Evidence) -> dict[str, Any]:
         if waiting:
             found["unfinished"] = [f"{call.name} #{call.number} of group {call.group}" for call in waiting[:4]]
     return found
+
+
+def _stopped_evidence(finding: Finding) -> dict[str, Any]:
+    return {"pid": finding.facts.pid, "process_state": "t" if finding.facts.traced else "T"}
+
+
+_SHOWN: dict[str, Shown] = {
+    "since": Shown("since", "moment"),
+    "age_s": Shown("no progress for", "s"),
+    "waiting_s": Shown("waiting for", "s"),
+    "hung": Shown("ranks that hang"),
+    "waiting": Shown("ranks that wait"),
+    "differs": Shown("ranks that differ"),
+    "generating": Shown("in generation"),
+    "contradicted": Shown("NCCL's own counters differ"),
+    "where": Shown("where", by="rank"),
+    "ranks": Shown("ranks", by="rank"),
+    "groups": Shown("all ranks"),
+    "taken": Shown("looked at", "moment"),
+    "kernel_function": Shown("in the kernel's"),
+    "asleep_s": Shown("asleep for", "s"),
+    "stands_s": Shown("stands there for", "s"),
+    "process_tree": Shown("its processes"),
+    "nothing_done_s": Shown("nothing done for", "s"),
+    "waits_for_lock": Shown("waits for the lock"),
+    "lock_held_by": Shown("which is held by"),
+    "device_utilization_percent": Shown("device utilization", "%"),
+    "unfinished": Shown("unfinished collectives"),
+    "cause": HIDDEN,
+}
+
+KINDS = (
+    Kind(
+        "hang",
+        HangFacts,
+        lambda finding: of_verdict(finding.facts.verdict),
+        "hang",
+        evidence=_hang_evidence,
+        shown=_SHOWN,
+        resolved={
+            "resumed": "It resolved after {1}.",
+            "run_ended": "It ended with the run, after {1}.",
+            "superseded": "The evidence has changed: see the next alert.",
+        },
+        restore=_since,
+        counted=True,
+    ),
+    Kind(
+        "stopped",
+        StoppedFacts,
+        _stopped,
+        "hang",
+        "stopped",
+        evidence=_stopped_evidence,
+        resolved={"resumed": "It runs again.", "rank_ended": "Its process is gone."},
+        added={WaitingRanks: awaited},
+        counted=True,
+    ),
+    Kind(
+        "unreachable",
+        UnreachableFacts,
+        _is_unreachable,
+        "note",
+        "unreachable",
+        evidence=lambda finding: {"ranks": list(finding.ranks[:RANKS_LISTED])},
+        resolved={"resumed": "It reports again, or ended."},
+    ),
+)

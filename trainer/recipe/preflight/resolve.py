@@ -1,4 +1,7 @@
-"""Checks a configuration against itself, its files and this machine before anything is started, and resolves it."""
+"""Checks a configuration against itself, its files and this machine before anything is started, and resolves it.
+
+A refusal is a ``ConfigError`` whose text names the place and the dotted path.
+"""
 
 import os
 from pathlib import Path
@@ -6,14 +9,12 @@ from pathlib import Path
 import msgspec
 
 from .. import hardware
+from ..config.load import Loaded
+from ..config.schema import Config
 from ..data.shipped import NONE, shipped
-from ..engine import ds_keys
-from ..optim import support
-from . import sequence_parallel
-from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings
+from . import ds_keys, sequence_parallel
+from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 from .inputs import check_data, check_file, check_model, is_path
-from .load import Loaded
-from .schema import Config
 
 _GPU_THREADS = 4
 
@@ -40,9 +41,6 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         loaded: the configuration.
         elsewhere: number of ranks of another machine to check it for, without this one's GPUs, compiler, ports and
             output folder; 0: check it for this machine.
-
-    Raises:
-        ConfigError: something does not hold; the text names the place and the dotted path.
     """
     config = loaded.config
     check_model(loaded)
@@ -58,7 +56,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     ds_keys.check(config.deepspeed, loaded.error)
     precision = _precision(config, device)
     check_dtypes(loaded, precision)
-    for refused in (support.refusal(config, precision), sequence_parallel.refusal(config, ranks, precision)):
+    for refused in (optimizer_refusal(config, precision), sequence_parallel.refusal(config, ranks, precision)):
         if refused is not None:
             raise loaded.error(*refused)
     _check_evaluation(loaded)
@@ -67,6 +65,8 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         _check_output(loaded)
     check_fault(loaded, ranks)
     check_lengths(loaded, precision)
+    resume = config.checkpoint.resume
+    resume = resume if resume in ("never", "auto") else _absolute(resume)
     threads = config.run.threads or _threads(config, device, ranks)
     run = msgspec.structs.replace(config.run, device=device, ranks=ranks, threads=threads)
     settled = msgspec.structs.replace(
@@ -75,7 +75,9 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         training=msgspec.structs.replace(config.training, precision=precision),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
-        checkpoint=msgspec.structs.replace(config.checkpoint, resume=_resume_path(config.checkpoint.resume)),
+        checkpoint=msgspec.structs.replace(
+            config.checkpoint, resume=resume if resume in ("never", "auto") else _absolute(resume)
+        ),
     )
     return Resolved(settled, device, gpus)
 
@@ -84,9 +86,6 @@ def settle_data(loaded: Loaded) -> Config:
     """Check and resolve a configuration, independent of this machine's hardware.
 
     Without ``run.ranks``, the number of ranks follows from ``training.total_batch`` and sequence parallelism.
-
-    Raises:
-        ConfigError: a check fails on any machine.
     """
     config = loaded.config
     training, ranks = config.training, 1
@@ -97,12 +96,13 @@ def settle_data(loaded: Loaded) -> Config:
 
 
 def _settle_paths(config: Config) -> Config:
+    template = config.data.chat_template
     data = msgspec.structs.replace(
         config.data,
         path=_absolute(config.data.path),
         name=_absolute_if_folder(config.data.name),
         files=[msgspec.structs.replace(file, path=_absolute(file.path)) for file in config.data.files],
-        chat_template=_template_path(config.data.chat_template),
+        chat_template=template if template in ("", NONE, *shipped()) else _absolute(template),
     )
     return msgspec.structs.replace(
         config,
@@ -193,17 +193,9 @@ def _check_output(loaded: Loaded) -> None:
         )
 
 
-def _template_path(name: str) -> str:
-    return name if name in ("", NONE, *shipped()) else _absolute(name)
-
-
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _absolute_if_folder(name: str) -> str:
     return _absolute(name) if is_path(name) else name
-
-
-def _resume_path(resume: str) -> str:
-    return resume if resume in ("never", "auto") else _absolute(resume)

@@ -1,14 +1,19 @@
 """Text of failures and deaths."""
 
 import signal as signals
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ...messages.hosts import KernelKill
-from ...run.endings import ending_in_words, exhausted_memory
+from ...run.endings import ending_in_words, exhausted_memory, signal_name
 from ...text import counted, duration, first_line, gib, ranks_in_words, sanitize
-from ..deaths.facts import (
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from ..findings.kind import Kind, Shown
+from ..text.words import Added, Words, sentence, stop
+from .facts import (
     Ended,
     EndedEarly,
     Followed,
@@ -19,11 +24,17 @@ from ..deaths.facts import (
     ProcessDeath,
     ScriptFailure,
 )
-from ..findings import Finding
-from ..findings.alert_store import RANKS_LISTED
-from .endings import library_hint, signal_hint
-from .words import Added, Words, sentence, stop
 
+_SIGNAL_HINTS = {
+    "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or /dev/shm is full",
+    "SIGABRT": "native code aborted: an assertion, or NCCL's watchdog after a timeout",
+    "SIGTERM": "it was asked to end: by a launcher, a job scheduler or a person",
+    "SIGINT": "it was interrupted from a keyboard or by its launcher",
+    "SIGFPE": "a crash in native code: an arithmetic error",
+    "SIGHUP": "its terminal was closed",
+}
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 _SYNCED = (
     "Under ZeRO-3 and FSDP each forward of a generation is a collective, and a rank whose texts end early leaves the "
@@ -33,20 +44,18 @@ _MOST_ERROR = 500
 """Characters. Errors of ftmon's own trainer end with the remedy and must not be cut off."""
 
 
-def failure(finding: Finding) -> Words:
-    """Return the text of an exception that ended the script."""
+def _failure(finding: Finding) -> Words:
     facts: ScriptFailure = finding.facts
     where = f" in {finding.phase}" if finding.phase else ""
     why = ", its peer killed as asked" if facts.peer_killed else ""
     return Words(
         f"rank {finding.rank} failed{where}{why}: {first_line(facts.error, _MOST_ERROR)}",
         f"An exception ended the script in step {finding.step}: {stop(first_line(facts.error, 1000))}",
-        sentence(library_hint(facts.error)),
+        sentence(_library_hint(facts.error)),
     )
 
 
-def ended_early(finding: Finding) -> Words:
-    """Return the text for ranks whose script ended while another rank still communicated with them."""
+def _ended_early(finding: Finding) -> Words:
     facts: EndedEarly = finding.facts
     who, steps = ranks_in_words(list(facts.last_steps)), sorted(set(facts.last_steps.values()))
     after = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -59,18 +68,18 @@ def ended_early(finding: Finding) -> Words:
     )
 
 
-def died(finding: Finding) -> Words:
-    """Return the text for a process that ended without sending ``Goodbye``."""
+def _died(finding: Finding) -> Words:
     facts: ProcessDeath = finding.facts
     ending, signal = ending_in_words(facts.exit_code, facts.signal), facts.by_signal
     how = ending if signal else f"ended: {ending}"
-    hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
+    possible = _SIGNAL_HINTS.get(signal_name(signal)) if signal else None
+    hint = f"Possibly: {possible}." if possible else ""
     if signal == signals.SIGKILL and not facts.asked:
         how, hint = _killer(how, hint, facts)
     synced = ""
     if facts.reason:
         how = f"aborted{' in generate' if facts.generating else ''}: {first_line(facts.reason, _MOST_ERROR)}"
-        hint = sentence(library_hint(facts.reason))
+        hint = sentence(_library_hint(facts.reason))
         synced = _SYNCED if facts.generating else ""
     others = "" if facts.alone else " The other ranks cannot continue without it; launchers end them too."
     return Words(
@@ -81,8 +90,7 @@ def died(finding: Finding) -> Words:
     )
 
 
-def launcher_ended(finding: Finding) -> Words:
-    """Return the text for a job's command that ended before its ranks."""
+def _launcher_ended(finding: Finding) -> Words:
     facts: LauncherEnded = finding.facts
     how = _launcher(facts)
     processes = "1 process" if facts.left == 1 else f"{facts.left} processes"
@@ -93,45 +101,51 @@ def launcher_ended(finding: Finding) -> Words:
     )
 
 
-def evidence(finding: Finding) -> dict[str, Any]:
-    """Return the evidence as plain values."""
-    facts = finding.facts
-    if isinstance(facts, LauncherEnded):
-        return {"ended": _launcher(facts), "left": facts.left, "processes": ", ".join(facts.processes)}
-    if isinstance(facts, ProcessDeath):
-        found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal}
-        found["log"] = facts.log
-        if facts.reason:
-            found |= {"reason": facts.reason, "generating": facts.generating}
-        if (kill := facts.kernel_kill) is not None:
-            found["kernel_kill"] = {
-                **msgspec.to_builtins(kill),
-                "text": exhausted_memory(kill),
-                "why": _kill_evidence(kill, facts.pid),
-            }
-        if facts.pressure is not None:
-            found["memory_before"] = _pressure(facts.pressure)
-        return found
-    found = {"error": facts.error, "traceback": facts.traceback, "log": facts.log}
+def _launcher_evidence(finding: Finding) -> dict[str, Any]:
+    facts: LauncherEnded = finding.facts
+    return {"ended": _launcher(facts), "left": facts.left, "processes": ", ".join(facts.processes)}
+
+
+def _death_evidence(finding: Finding) -> dict[str, Any]:
+    facts: ProcessDeath = finding.facts
+    found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal, "log": facts.log}
+    if facts.reason:
+        found |= {"reason": facts.reason, "generating": facts.generating}
+    if (kill := facts.kernel_kill) is not None:
+        found["kernel_kill"] = {
+            **msgspec.to_builtins(kill),
+            "text": exhausted_memory(kill),
+            "why": _kill_evidence(kill, facts.pid),
+        }
+    if facts.pressure is not None:
+        found["memory_before"] = _pressure(facts.pressure)
+    return found
+
+
+def _failure_evidence(finding: Finding) -> dict[str, Any]:
+    facts: ScriptFailure | EndedEarly = finding.facts
+    found: dict[str, Any] = {"error": facts.error, "traceback": facts.traceback, "log": facts.log}
     if isinstance(facts, EndedEarly):
         steps = {str(rank): step for rank, step in list(facts.last_steps.items())[:RANKS_LISTED]}
         return {"last_step": steps, "lost": facts.lost, **found}
     return found
 
 
-def ended(facts: Ended) -> Added:
-    """Return the addition with the exit status of a failed rank's process."""
+def _library_hint(text: str) -> str:
+    """Return the meaning of a communication library's last message; empty if unknown."""
+    if "op.preamble.length" in text:  # gloo: a peer sent more than was expected
+        return "gloo aborted because ranks entered one collective with tensors of different sizes (shapes)"
+    if "Watchdog caught collective operation timeout" in text:
+        return "NCCL's watchdog aborted it: a rank did not enter this collective in time, or entered another one"
+    return ""
+
+
+def _ended(facts: Ended) -> Added:
     ending = ending_in_words(facts.exit_code, facts.signal)
     return Added("ended", {"ended": ending}, f"It ended: {ending}." if facts.is_known else "")
 
 
-def log_read(facts: LastLog) -> Added:
-    """Return the addition with the last lines of a dead rank."""
-    return Added("log", {"log": facts.log})
-
-
-def followed(facts: Followed) -> Added:
-    """Return the addition with the consequences, by rank."""
+def _followed(facts: Followed) -> Added:
     return Added("followed", {"then": {str(rank): _follower(one) for rank, one in facts.followers.items()}})
 
 
@@ -190,3 +204,58 @@ def _pressure(facts: HostPressure) -> str:
         f"{facts.age_s:.1f} s before, {gib(facts.used_bytes)} of {gib(facts.total_bytes)} of the "
         f"host's (or control group's) memory were in use, {gib(facts.rank_bytes)} of it by this rank"
     )
+
+
+_SHOWN: dict[str, Shown] = {
+    "log": Shown("last output"),
+    "exit_code": Shown("exit status"),
+    "ended": Shown("its end"),
+    "then": Shown("after it", by="rank"),
+    "left": Shown("processes left"),
+    "last_step": Shown("last step", by="rank"),
+    "lost": Shown("messages lost"),
+    "kernel_kill": Shown("killed by the kernel"),
+    "text": Shown("in words"),
+    "exhausted": Shown("what was full"),
+    "killed_bytes": Shown("memory of the process", "bytes"),
+    "kills": Shown("kills so far"),
+}
+
+_ADDED: dict[type, Callable[[Any], Added]] = {
+    Ended: _ended,
+    LastLog: lambda facts: Added("log", {"log": facts.log}),
+    Followed: _followed,
+}
+
+KINDS = (
+    Kind(
+        "failure",
+        ScriptFailure,
+        _failure,
+        "failure",
+        "exception",
+        evidence=_failure_evidence,
+        shown=_SHOWN,
+        added=_ADDED,
+        counted=True,
+    ),
+    Kind(
+        "ended_early",
+        EndedEarly,
+        _ended_early,
+        "failure",
+        "ended-early",
+        evidence=_failure_evidence,
+        counted=True,
+    ),
+    Kind(
+        "died",
+        ProcessDeath,
+        _died,
+        "died",
+        "process",
+        evidence=_death_evidence,
+        resolved={"run_ended": "The run finished after that: what had started the process ended it."},
+    ),
+    Kind("launcher_ended", LauncherEnded, _launcher_ended, "died", "launcher", evidence=_launcher_evidence),
+)

@@ -8,17 +8,16 @@ from typing import Any
 import msgspec
 import numpy
 
-from .....protocol.errors import ConfigError
-from ...config.schema import Config
-from ...model.shape import check
-from ...model.tokenizer import special_tokens
-from .. import formats, pipeline, sources, store
-from ..encode import Encoded, Encoder
-from ..lines import JsonLines
-from ..messages import Conversation, RefusedError
-from ..packing import best_fit
-from ..report import Report
-from ..sources import Records
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..data import formats, pipeline, sources, store
+from ..data.encode import Encoded, Encoder
+from ..data.messages import Conversation, RefusedError
+from ..data.packing import best_fit
+from ..data.report import Report
+from ..data.sources import Records
+from ..model.shape import check
+from ..model.tokenizer import special_tokens
 from .findings import Facts, Lengths
 
 _MARKERS = re.compile(
@@ -53,9 +52,7 @@ class Collected(msgspec.Struct):
 def collect(config: Config, shown: int) -> Collected:
     """Encode all records of a configuration.
 
-    Args:
-        config: the configuration, with resolved paths.
-        shown: number of documents to keep for display, from the first records.
+    The first ``shown`` documents are kept for display.
 
     Raises:
         ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.
@@ -64,7 +61,7 @@ def collect(config: Config, shown: int) -> Collected:
     records = sources.read(config)
     facts = Facts(max_refused=config.data.max_refused, formats=pipeline.record_formats(records, config))
     for source in records.sources:
-        for place in source.blank() if isinstance(source, JsonLines) else ():
+        for place in source.blank:
             facts.blank_lines.add(place, "is blank")
     tokenizer = pipeline.load_tokenizer(config, records, facts.formats)
     facts.vocabulary, facts.model_vocabulary = len(tokenizer), _model_vocabulary(config, shape)

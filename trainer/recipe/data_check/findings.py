@@ -1,8 +1,10 @@
 """Counts of a data set, and the findings from them."""
 
+from operator import attrgetter
+
 import msgspec
 
-from ..report import Listed, Report
+from ..data.report import Listed, Report
 
 _REPEATED_SHARE, _REPEATED_LEAST = 0.05, 4
 
@@ -82,6 +84,60 @@ class Facts(msgspec.Struct):
         return self.tokens / max(1, self.tokens + self.padding)
 
 
+_LONGER = "raise training.sequence_length, or data.truncation=keep_end or drop"
+_LISTED = (
+    ("refused", "report.refused", "records are refused", "repair or remove them; none is trained on"),
+    (
+        *("evaluation_refused", "evaluation.refused", "records are refused in the evaluation's data"),
+        "repair or remove them; none is evaluated on",
+    ),
+    (
+        *("evaluation_labels_cut", "evaluation.unlabelled"),
+        "records have no token to learn in the evaluation's data",
+        _LONGER,
+    ),
+    ("labels_cut", "report.unlabelled", "records have no token to learn", _LONGER),
+    (
+        *("cut", "report.cut", "records are cut to training.sequence_length"),
+        "raise it, or data.truncation=drop; a model trained on cut answers does not learn to stop",
+    ),
+    ("dropped", "report.dropped", "records are dropped for their length", "raise training.sequence_length"),
+    (
+        *("end_not_learned", "report.unended"),
+        "records have a turn that is learned without the token that ends it",
+        "raise training.sequence_length, or use a template that ends its turns",
+    ),
+    (
+        *("header_merged", "report.merged"),
+        "records have a turn whose first token also holds the end of its header, and carries no loss",
+        "let the template's generation prompt end without a space",
+    ),
+    (
+        *("reasoning_lost", "report.reasoning_lost", "records have reasoning that the chat template leaves out"),
+        "train_on: last, one record a turn, or a template that keeps it",
+    ),
+    ("bos_twice", "bos_twice", "records begin with two BOS tokens", "remove the token from the data"),
+    (
+        *("control_tokens", "control", "records contain special tokens in their text"),
+        "remove them, or data.format=markers if the text is a formatted chat",
+    ),
+    (
+        *("markers", "markers", "records contain the markers of a chat format in a message"),
+        "remove them: the chat template writes its own",
+    ),
+    ("null_words", "words", "records have a text that is only the word for no value", "remove them"),
+    ("garbled", "garbled", "records contain wrongly decoded characters", "decode the source as UTF-8"),
+    ("unknown_tokens", "unknown", "records contain text that the tokenizer has no token for", "use another one"),
+    ("duplicates", "duplicates", "records repeat an earlier one exactly", "remove them, or use data.files weights"),
+    (
+        *("repeated_answers", "repeated", "records have the same long answer to different prompts"),
+        "check whether that is intended",
+    ),
+    ("blank_lines", "blank_lines", "lines are blank", "remove them"),
+)
+"""Kind, attribute of ``Facts``, text and fix of the findings that list records."""
+
+
 def judge(facts: Facts) -> list[Finding]:
     """Return the findings; empty for clean data."""
     report = facts.report
@@ -89,89 +145,13 @@ def judge(facts: Facts) -> list[Finding]:
     if facts.problem:
         key, _, text = facts.problem.partition(": ")
         found.append(Finding("unusable", 1, text or key, f"see {key}" if text else "see the configuration"))
-
-    def add(kind: str, listed: Listed, text: str, fix: str) -> None:
-        if listed.count:
+    for kind, name, text, fix in _LISTED:
+        listed: Listed = attrgetter(name)(facts)
+        if kind == "refused" and report.exceeds(facts.max_refused):
+            fix = f"repair or remove them: no training starts with more than {facts.max_refused:.2%} (data.max_refused)"
+        few = kind == "repeated_answers" and listed.count < max(_REPEATED_LEAST, _REPEATED_SHARE * report.read)
+        if listed.count and not few:
             found.append(Finding(kind, listed.count, text, fix, listed.first))
-
-    fix = "repair or remove them; none is trained on"
-    if report.exceeds(facts.max_refused):
-        fix = f"repair or remove them: no training starts with more than {facts.max_refused:.2%} (data.max_refused)"
-    add("refused", report.refused, "records are refused", fix)
-    evaluation = facts.evaluation
-    add(
-        "evaluation_refused",
-        evaluation.refused,
-        "records are refused in the evaluation's data",
-        "repair or remove them; none is evaluated on",
-    )
-    add(
-        "evaluation_labels_cut",
-        evaluation.unlabelled,
-        "records have no token to learn in the evaluation's data",
-        "raise training.sequence_length, or data.truncation=keep_end or drop",
-    )
-    add(
-        "labels_cut",
-        report.unlabelled,
-        "records have no token to learn",
-        "raise training.sequence_length, or data.truncation=keep_end or drop",
-    )
-    add(
-        "cut",
-        report.cut,
-        "records are cut to training.sequence_length",
-        "raise it, or data.truncation=drop; a model trained on cut answers does not learn to stop",
-    )
-    add("dropped", report.dropped, "records are dropped for their length", "raise training.sequence_length")
-    add(
-        "end_not_learned",
-        report.unended,
-        "records have a turn that is learned without the token that ends it",
-        "raise training.sequence_length, or use a template that ends its turns",
-    )
-    add(
-        "header_merged",
-        report.merged,
-        "records have a turn whose first token also holds the end of its header, and carries no loss",
-        "let the template's generation prompt end without a space",
-    )
-    add(
-        "reasoning_lost",
-        report.reasoning_lost,
-        "records have reasoning that the chat template leaves out",
-        "train_on: last, one record a turn, or a template that keeps it",
-    )
-    add("bos_twice", facts.bos_twice, "records begin with two BOS tokens", "remove the token from the data")
-    add(
-        "control_tokens",
-        facts.control,
-        "records contain special tokens in their text",
-        "remove them, or data.format=markers if the text is a formatted chat",
-    )
-    add(
-        "markers",
-        facts.markers,
-        "records contain the markers of a chat format in a message",
-        "remove them: the chat template writes its own",
-    )
-    add("null_words", facts.words, "records have a text that is only the word for no value", "remove them")
-    add("garbled", facts.garbled, "records contain wrongly decoded characters", "decode the source as UTF-8")
-    add("unknown_tokens", facts.unknown, "records contain text that the tokenizer has no token for", "use another one")
-    add(
-        "duplicates",
-        facts.duplicates,
-        "records repeat an earlier one exactly",
-        "remove them, or use data.files weights",
-    )
-    if facts.repeated.count >= max(_REPEATED_LEAST, _REPEATED_SHARE * report.read):
-        add(
-            "repeated_answers",
-            facts.repeated,
-            "records have the same long answer to different prompts",
-            "check whether that is intended",
-        )
-    add("blank_lines", facts.blank_lines, "lines are blank", "remove them")
     if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
         text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"
         found.append(

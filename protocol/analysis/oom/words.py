@@ -1,15 +1,19 @@
 """Text of out-of-memory errors: the verdict, and the alert."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from ...messages.oom import OomKind, OomReport, OomVerdict, Remedy
 from ...messages.telemetry import Oom
 from ...text import duration, first_line, gib
 from ..findings import Finding
-from ..oom.detector import Uncaught
-from ..oom.verdict import ALONE, FITTING, OomContext, elements, judge
-from .words import PART_LABELS, Added, Words, stop
+from ..findings.finding import ResolvedWhy
+from ..findings.kind import Kind, Shown
+from ..text.words import PART_LABELS, Added, Words, stop
+from .detector import Released, Uncaught
+from .verdict import ALONE, FITTING, OomContext, elements, judge
 
 _REMEDIES_TOLD = 3
 _NAMES: dict[OomKind, str] = {
@@ -35,8 +39,7 @@ _MORE: dict[OomKind, str] = {
 """Additions to a verdict's name in its title."""
 
 
-def failed_allocation(finding: Finding) -> Words:
-    """Return the text of a failed allocation reported by its rank."""
+def _failed_allocation(finding: Finding) -> Words:
     report: OomReport = finding.facts
     oom = report.oom
     parts = (_numbers(oom), report.verdict.text, _remedy_sentences(report.remedies), _held(oom))
@@ -47,8 +50,7 @@ def failed_allocation(finding: Finding) -> Words:
     )
 
 
-def uncaught(finding: Finding) -> Words:
-    """Return the text of an out-of-memory exception without a report of the allocation."""
+def _uncaught(finding: Finding) -> Words:
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
@@ -57,10 +59,7 @@ def uncaught(finding: Finding) -> Words:
     )
 
 
-def evidence(finding: Finding) -> dict[str, Any]:
-    """Return the evidence as plain values."""
-    if isinstance(finding.facts, Uncaught):
-        return {"error": finding.facts.error, "traceback": finding.facts.traceback}
+def _report_evidence(finding: Finding) -> dict[str, Any]:
     report: OomReport = finding.facts
     oom, verdict = report.oom, report.verdict
     remedies = [
@@ -72,7 +71,6 @@ def evidence(finding: Finding) -> dict[str, Any]:
         "sure": verdict.sure,
         "why": verdict.evidence,
         "remedies": remedies,
-        "mends": remedies,  # the former key, kept for one version
         "requested_bytes": oom.requested_bytes,
         "device_free_bytes": oom.device_free_bytes,
         "device_total_bytes": oom.device_total_bytes,
@@ -89,18 +87,6 @@ def evidence(finding: Finding) -> dict[str, Any]:
         "message": oom.message[:2000],
         "stack": oom.stack[-20:],
     }
-
-
-def not_caught(facts: Uncaught) -> Added:
-    """Return the addition that the reported error ended the script."""
-    return Added(
-        "uncaught", {"error": facts.error, "traceback": facts.traceback}, "The script did not catch it and failed."
-    )
-
-
-def let_go(_: object) -> Added:
-    """Return the addition that the rank was released."""
-    return Added("let_go", {"held": False}, "It was released.")
 
 
 def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
@@ -290,3 +276,40 @@ def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:
             f"{gib(found['elsewhere'])} of the device held outside of this PyTorch{f': {split}' if split else ''}"
         )
     return lines
+
+
+_SHOWN: dict[str, Shown] = {
+    "sure": Shown("certain"),
+    "why": Shown("because"),
+    "remedies": Shown("what to try"),
+    "setting": Shown("set"),
+    "bound": Shown("the bytes are"),
+    "requested_bytes": Shown("asked for", "bytes"),
+    "device_free_bytes": Shown("free on the device", "bytes"),
+    "device_total_bytes": Shown("memory of the device", "bytes"),
+    "reserved_unallocated_bytes": Shown("reserved but free", "bytes"),
+    "largest_free_bytes": Shown("largest free block", "bytes"),
+    "held": Shown("held at the error"),
+    "peer_timeout_s": Shown("other ranks fail after", "s"),
+}
+
+_ADDED: dict[type, Callable[[Any], Added]] = {
+    Uncaught: lambda facts: Added("uncaught", msgspec.to_builtins(facts), "The script did not catch it and failed."),
+    Released: lambda _: Added("let_go", {"held": False}, "It was released."),
+}
+_RESOLVED: dict[ResolvedWhy, str] = {"caught": "The script caught it and finished step {0}."}
+KINDS = (
+    Kind(
+        "oom",
+        OomReport,
+        _failed_allocation,
+        "oom",
+        "allocation",
+        evidence=_report_evidence,
+        shown=_SHOWN,
+        resolved=_RESOLVED,
+        added=_ADDED,
+        counted=True,
+    ),
+    Kind("oom_failure", Uncaught, _uncaught, "oom", "exception", resolved=_RESOLVED, added=_ADDED, counted=True),
+)

@@ -1,0 +1,19 @@
+"""The table of thresholds of docs/detectors.md; ``python tests/support/limits_table.py`` writes it anew."""
+
+import sys
+from pathlib import Path
+
+from ftmon.protocol.analysis.kinds import limits_as_markdown
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "detectors.md"
+
+
+def rewritten(text: str) -> str:
+    """Return the document with the table of the records."""
+    kept = [line for line in text.splitlines() if not line.startswith("|")]
+    return "\n".join(["\n".join(kept).rstrip(), "", *limits_as_markdown(), ""])
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(rewritten(DOCUMENT.read_text()))
+    sys.exit(0)
