@@ -15,8 +15,3 @@ class Check(msgspec.Struct, frozen=True):
     text: str
     remedy: str = ""
     """How to fix a warning or an error."""
-    mend: str = ""
-    """The former key of ``remedy`` in JSON, kept for one version; set from it."""
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "mend", self.remedy)

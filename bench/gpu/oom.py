@@ -105,7 +105,7 @@ def judged(name: str, begun: float, more: dict[str, Any]) -> dict[str, Any]:
         "ok": verdict["kind"] == kind and phase in ("", oom["phase"]) and adds_up and snapshot is not None,
         "parts_add_up": adds_up,
         "verdict": verdict,
-        "mends": report["mends"],
+        "remedies": report["remedies"],
         "oom": {key: value for key, value in oom.items() if key not in ("segments", "holders")},
         "of_the_snapshot": opened["reports"][-1]["verdict"]["kind"] if opened else "",
         "seconds": time.monotonic() - begun,
@@ -121,7 +121,7 @@ def told(result: dict[str, Any]) -> str:
         lines += [f"    {verdict['text']}", *(f"    - {line}" for line in verdict.get("evidence", []))]
         lines += [
             f"    {number}. {remedy['kind']} {remedy.get('bound', '')} {remedy.get('frees_bytes', 0) / 2**30:.2f} GiB"
-            for number, remedy in enumerate(result["mends"], 1)
+            for number, remedy in enumerate(result["remedies"], 1)
         ]
         lines.append(f"    stack ({oom.get('stack_of', 'failing')}): {(oom.get('stack') or ['none'])[-1]}")
     else:

@@ -98,7 +98,7 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     time: Time
     oom: Oom
     verdict: OomVerdict
-    remedies: list[Remedy] = msgspec.field(name="mends")
+    remedies: list[Remedy] = []
     """Remedies, in the recommended order."""
     ranks: list[RankMoment] = []
     """All ranks at that moment, the failing one included."""

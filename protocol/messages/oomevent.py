@@ -3,7 +3,7 @@
 The rules of ``telemetry`` apply; the message has its own file only because of its length.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -94,11 +94,3 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """The class of the optimizer: ``AdamW``."""
     optimizer_implementation: OptimizerImplementation = ""
     """Implementation of PyTorch's optimizer; empty: unknown, or not PyTorch's."""
-
-    def __post_init__(self) -> None:
-        """Fill the optimizer's fields from ``optimizer``, the only field in messages of earlier versions."""
-        if self.optimizer and not self.optimizer_class:
-            name, _, implementation = self.optimizer.partition(" ")
-            msgspec.structs.force_setattr(self, "optimizer_class", name)
-            if implementation in get_args(OptimizerImplementation):
-                msgspec.structs.force_setattr(self, "optimizer_implementation", implementation)

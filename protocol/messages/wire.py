@@ -4,7 +4,7 @@ Frame 0 is a msgpack map ``{"v": [major, minor], "src": sender, "seq": number, "
 The hub republishes a body's bytes unchanged under its own header. Sequence numbers count from 1 for each sender.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -17,49 +17,6 @@ VERSION = (1, 0)
 
 RESTART_LEAP = 1 << 20
 """A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
-
-MESSAGE_TYPES = (
-    telemetry.Hello,
-    telemetry.Plan,
-    telemetry.Step,
-    telemetry.Heartbeat,
-    telemetry.AllocatorEvents,
-    telemetry.SnapshotTaken,
-    telemetry.LogLine,
-    telemetry.Oom,
-    telemetry.Failure,
-    telemetry.Stacks,
-    telemetry.Goodbye,
-    telemetry.DeviceSample,
-    memory.Composition,
-    memory.Cause,
-    oom.OomReport,
-    control.RankState,
-    control.RunState,
-    control.Alert,
-    control.HubStats,
-    control.Command,
-    control.Accepted,
-    control.Result,
-    control.Query,
-    control.Answer,
-    hosts.AgentBeat,
-    hosts.AgentAck,
-    hosts.HostState,
-    telemetry.Closing,
-    health.Compiles,
-    health.DiskSpace,
-    health.DeviceHealth,
-    health.Xid,
-    jobs.Job,
-    telemetry.Evaluation,
-    telemetry.Checkpoint,
-    telemetry.Activity,
-    telemetry.CheckpointFailed,
-    prediction.Prediction,
-    step_trace.StepTrace,
-    telemetry.EarlyStop,
-)
 
 Message = (
     telemetry.Hello
@@ -104,6 +61,8 @@ Message = (
     | telemetry.EarlyStop
 )
 """Any message; its tag is in the map's ``type`` field."""
+
+MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -3,13 +3,9 @@
 import sqlite3
 from itertools import chain
 
-from .curves import INSERT_CHECKPOINT, INSERT_CURVE, INSERT_EVALUATION, INSERT_TRAINING_STEP
-from .jobs import INSERT_JOB
-from .marks import INSERT_EXPLAINED, INSERT_MARK
-from .rollup import INSERT_ROLLUP
-from .rows import INSERTS, Row
-from .schema import STREAM_TABLES
-from .steprow import INSERT_EXTRA, INSERT_STEP, INSERT_UPDATE
+from .rows import Row
+from .schema import SCHEMA_VERSION, STREAM_TABLES
+from .shape import expected_tables
 
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
@@ -22,20 +18,12 @@ _ROWS_A_STATEMENT = 200
 
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
-_STATEMENTS = {
-    "steps": INSERT_STEP,
-    "extra_phases": INSERT_EXTRA,
-    "updates": INSERT_UPDATE,
-    "rollups": INSERT_ROLLUP,
-    "marks": INSERT_MARK,
-    "explained": INSERT_EXPLAINED,
-    "training_steps": INSERT_TRAINING_STEP,
-    "curves": INSERT_CURVE,
-    "evaluations": INSERT_EVALUATION,
-    "checkpoints": INSERT_CHECKPOINT,
-    "jobs": INSERT_JOB,
-    **INSERTS,
-}
+INSERTS = {
+    table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
+    for table, columns in expected_tables(SCHEMA_VERSION).items()
+} | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
+"""The statement that inserts a row, by table."""
+
 _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """SQLite's errors for a value that no column can hold."""
 
@@ -46,7 +34,7 @@ class Batch:
     __slots__ = ("agent_numbers", "gap", "held", "last_seq", "received", "rows")
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[Row]] = {table: [] for table in _STATEMENTS}
+        self.rows: dict[str, list[Row]] = {table: [] for table in INSERTS}
         self.held = 0
         """Messages whose rows are here."""
         self.last_seq = 0
@@ -130,7 +118,7 @@ class Batch:
 def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
     connection.execute("SAVEPOINT rows")
     try:
-        _insert_many(connection, _STATEMENTS[table], rows)
+        _insert_many(connection, INSERTS[table], rows)
     except _UNFIT:
         connection.execute("ROLLBACK TO rows")
     else:
@@ -140,7 +128,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
     lost = 0
     for row in rows:
         try:
-            connection.execute(_STATEMENTS[table], row)
+            connection.execute(INSERTS[table], row)
         except _UNFIT:
             lost += table in STREAM_TABLES
     return lost

@@ -8,7 +8,7 @@ from the stream.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -17,6 +17,7 @@ from msgspec.structs import astuple
 
 from ..messages.telemetry import PAUSES, Checkpoint, Evaluation, Step
 from ..messages.throughput import mfu
+from .pooling import pieces
 from .results import TrainingPoint
 from .schema import ROLLUP_SIZES
 
@@ -29,10 +30,6 @@ StepFigures = tuple[float, int, int, int, int, float, float | None, float | None
 _Pooled = tuple[int, int, TrainingPoint]
 """First and last stream number, and the point."""
 
-INSERT_TRAINING_STEP = "INSERT OR REPLACE INTO training_steps VALUES (?, ?, ?, ?, ?)"
-INSERT_CURVE = f"INSERT OR REPLACE INTO curves VALUES ({', '.join('?' * 20)})"
-INSERT_EVALUATION = f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * 11)})"
-INSERT_CHECKPOINT = f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * 9)})"
 
 ROWS_A_POINT = 4
 """Maximum number of pooled rows read per point of an answer."""
@@ -176,40 +173,6 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     )
 
 
-def pool_figures(steps: Sequence[StepFigures]) -> TrainingPoint:
-    """Pool steps of one rank, in order: the result of ``pool_points``, without a point for each step."""
-    t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = zip(*steps, strict=True)
-    known = [one for one in zip(loss, label_tokens, strict=True) if one[0] is not None and isfinite(one[0])]
-    losses, labels = [value for value, _ in known], [label for _, label in known]
-    norms = _finite(grad_norm)
-    return TrainingPoint(
-        t=t[-1],
-        step=max(step),
-        first_step=min(step),
-        count=len(steps),
-        training_us=sum(training_us),
-        tokens=sum(tokens),
-        label_tokens=sum(label_tokens),
-        flops=sum(flops),
-        loss=_mean(losses, labels) if min(labels, default=0) > 0 else _mean_of(losses),
-        low_loss=min(losses, default=None),
-        high_loss=max(losses, default=None),
-        lr=_mean_of(_finite(lr)),
-        grad_norm=_mean_of(norms),
-        max_grad_norm=max(norms, default=None),
-        data_us=sum(data_us),
-        whole_us=sum(whole_us),
-    )
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None and isfinite(value)]
-
-
-def _mean_of(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
 def _known(values: Sequence[float | None]) -> Sequence[float]:
     return [value for value in values if value is not None]
 
@@ -237,7 +200,7 @@ class Curves:
             steps = self._steps[rank] = []
         steps.append((seq, figures))
         if len(steps) == ROLLUP_SIZES[0]:
-            self._pool(rank, (steps[0][0], seq, pool_figures([figures for _, figures in steps])))
+            self._pool(rank, (steps[0][0], seq, pool_points([_point(figures) for _, figures in steps])))
             steps.clear()
 
     def _pool(self, rank: int, pooled: _Pooled) -> None:
@@ -325,17 +288,10 @@ def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int
     return points
 
 
-def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, level: int) -> Iterable[TrainingPoint]:
-    if first > last:
-        return
-    bind = {"level": level, "rank": rank, "first": first, "last": last}
-    if level < 0:
-        yield from map(_from_step, connection.execute(_STEPS, bind))
-        return
-    rows = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
-    if not rows:
-        yield from _rows(connection, rank, first, last, level - 1)
-        return
-    yield from _rows(connection, rank, first, rows[0][0] - 1, level - 1)
-    yield from (point for _, _, point in rows)
-    yield from _rows(connection, rank, rows[-1][1] + 1, last, level - 1)
+def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, level: int) -> Iterator[TrainingPoint]:
+    for size, begin, end in pieces(connection, "curves", rank, first, last, level):
+        bind = {"level": size, "rank": rank, "first": begin, "last": end}
+        if size < 0:
+            yield from map(_from_step, connection.execute(_STEPS, bind))
+        else:
+            yield from (_from_curve(row)[2] for row in connection.execute(_CURVES, bind))

@@ -69,7 +69,7 @@ def read_info(
         last_seq=last[0],
         steps=one("SELECT count(seq) FROM steps"),
         ranks=ranks,
-        schema=one("PRAGMA user_version"),
+        schema=opened.schema,
         complete=closed and not missing,
         missing=missing,
         state=state.state if state else "",

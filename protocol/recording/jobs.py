@@ -6,11 +6,8 @@ from typing import Any
 
 from ..messages.jobs import Job
 from .rows import pack_body
-from .schema import CURVES_TABLE, EVALUATIONS_TABLE, JOBS_TABLE, TRAINING_STEPS_TABLE
 
 Row = tuple[Any, ...]
-
-INSERT_JOB = f"INSERT OR REPLACE INTO jobs VALUES ({', '.join('?' * 19)})"
 
 
 def job_row(seq: int, t: float, job: Job) -> Row:
@@ -21,20 +18,6 @@ def job_row(seq: int, t: float, job: Job) -> Row:
         *(json.dumps(job.argv), int(job.shown), job.steps, job.step, job.loss, job.step_us),
         *(job.allocated_peak, job.reserved_peak, resident or None, pack_body(job)),
     )
-
-
-def stand_in(connection: sqlite3.Connection) -> None:
-    """Create empty temporary tables for those a recording of an earlier version lacks; the file is not changed."""
-    there = "SELECT count(*) FROM sqlite_schema WHERE name = ? AND type = 'table'"
-    tables = {
-        "jobs": JOBS_TABLE,
-        "training_steps": TRAINING_STEPS_TABLE,
-        "curves": CURVES_TABLE,
-        "evaluations": EVALUATIONS_TABLE,
-    }
-    for table, statement in tables.items():
-        if not connection.execute(there, (table,)).fetchone()[0]:
-            connection.execute(statement.replace("CREATE TABLE", "CREATE TEMP TABLE"))
 
 
 def job_seqs(connection: sqlite3.Connection, seq: int) -> list[int]:

@@ -22,8 +22,6 @@ from .phase_peaks import PeakMark, PhasePeaks
 
 Row = tuple[Any, ...]
 
-INSERT_MARK = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?, ?, ?)"
-INSERT_EXPLAINED = "INSERT OR REPLACE INTO explained VALUES (?, ?, ?, ?, ?, ?)"
 
 MARK_LIMIT = 100_000
 """Maximum number of marks read."""
@@ -79,12 +77,6 @@ class Marks:
         if found is None:
             found = self._peaks[rank] = PhasePeaks()
         return found
-
-
-def has_marks(connection: sqlite3.Connection) -> bool:
-    """Return whether a recording has the tables; recordings of earlier versions do not."""
-    query = "SELECT count(*) FROM sqlite_schema WHERE name IN ('marks', 'explained') AND type = 'table'"
-    return connection.execute(query).fetchone()[0] == 2
 
 
 def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:

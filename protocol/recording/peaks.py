@@ -2,6 +2,7 @@
 
 import sqlite3
 
+from .pooling import pieces
 from .schema import ROLLUP_SIZES
 
 _PEAK = "coalesce(resident_peak, allocated_peak)"
@@ -10,65 +11,24 @@ _PEAK = "coalesce(resident_peak, allocated_peak)"
 _HIGHEST_POOLED = f"""SELECT {_PEAK}, first_seq, last_seq FROM rollups
     WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? ORDER BY 1 DESC, last_seq LIMIT 1"""
 _HIGHEST_STEP = f"SELECT {_PEAK}, seq FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? ORDER BY 1 DESC, seq LIMIT 1"
-_LAST_POOLED = "SELECT max(last_seq) FROM rollups WHERE level = ? AND rank = ? AND last_seq <= ?"
 
 
 def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0) -> int | None:
     """Return the number of the first step, up to ``seq``, with the rank's highest peak; None if there are no steps.
 
-    With ``since`` (the start of a job) only steps numbered from there on count.
+    With ``since`` (the start of a job) only steps numbered from there on count. The pooled rows within the range are
+    searched, and the single steps at its edges.
     """
-    if since:
-        return _peak_since(connection, rank, since, seq)
-    best, found, level, first, last = -1, -1, -1, 0, seq
-    begin = 0
-    for pooled in reversed(range(len(ROLLUP_SIZES))):
-        row = connection.execute(_HIGHEST_POOLED, (pooled, rank, begin, seq)).fetchone()
-        if row is not None and row[0] > best:
-            best, first, last = row
-            level = pooled
-        covered = connection.execute(_LAST_POOLED, (pooled, rank, seq)).fetchone()[0]
-        begin = max(begin, (covered or 0) + 1)
-    row = connection.execute(_HIGHEST_STEP, (rank, begin, seq)).fetchone()
-    if row is not None and row[0] > best:
-        return row[1]
-    if best < 0:
-        return None
-    for pooled in reversed(range(level)):
-        row = connection.execute(_HIGHEST_POOLED, (pooled, rank, first, last)).fetchone()
-        if row is not None and row[0] == best:
-            first, last = row[1:]
-    row = connection.execute(_HIGHEST_STEP, (rank, first, last)).fetchone()
-    found = row[1] if row is not None else found
-    return found if found >= 0 else None
-
-
-def _peak_since(connection: sqlite3.Connection, rank: int, since: int, seq: int) -> int | None:
-    """Return the same for steps between two numbers, from the pooled rows within and the single steps around them."""
-    pooled = "SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?"
     best: tuple[int, int] | None = None
-
-    def search(level: int, first: int, last: int) -> None:
-        nonlocal best
-        if first > last:
-            return
+    parts = list(pieces(connection, "rollups", rank, since, seq, len(ROLLUP_SIZES) - 1))[::-1]
+    while parts:
+        level, first, last = parts.pop()
+        query, bind = (_HIGHEST_STEP, (rank,)) if level < 0 else (_HIGHEST_POOLED, (level, rank))
+        row = connection.execute(query, (*bind, first, last)).fetchone()
+        if row is None or row[0] is None or (best is not None and row[0] <= best[0]):
+            continue
         if level < 0:
-            row = connection.execute(_HIGHEST_STEP, (rank, first, last)).fetchone()
-            if row is not None and row[0] is not None and (best is None or row[0] > best[0]):
-                best = row
-            return
-        whole = f"{pooled} AND first_seq >= ?"
-        ends = connection.execute(
-            f"SELECT min(first_seq), max(last_seq) FROM ({whole})", (level, rank, first, last, first)
-        ).fetchone()
-        if ends[0] is None:
-            search(level - 1, first, last)
-            return
-        search(level - 1, first, ends[0] - 1)
-        row = connection.execute(_HIGHEST_POOLED, (level, rank, ends[0], ends[1])).fetchone()
-        if row is not None and (best is None or row[0] > best[0]):
-            search(level - 1, row[1], row[2])
-        search(level - 1, ends[1] + 1, last)
-
-    search(len(ROLLUP_SIZES) - 1, since, seq)
+            best = row
+        else:  # the rows of the level below cover the same steps
+            parts.append((level - 1, row[1], row[2]))
     return best[1] if best is not None else None

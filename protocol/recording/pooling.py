@@ -1,7 +1,7 @@
 """Long windows of a recording: from the finest level with few enough pooled rows, and single steps at the edges."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..messages.telemetry import STEP_PHASES
@@ -17,15 +17,11 @@ _POINT = (
 _STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
 _ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
 
-_MEMORY = (
-    "min({first}), max({last}), cast(({t} - :t0) / :width AS INTEGER) AS at, "
-    "max(allocated_peak), max(reserved_peak), max(resident_peak)"
-)
-_STEP_MEMORY = _MEMORY.format(first="seq", last="seq", t="t")
-_ROLLUP_MEMORY = _MEMORY.format(first="first_seq", last="last_seq", t="peak_t")
+_MEMORY = "cast(({t} - :t0) / :width AS INTEGER) AS at, max(allocated_peak), max(reserved_peak), max(resident_peak)"
+_STEP_MEMORY = _MEMORY.format(t="t")
+_ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
 
 _IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
-_WHOLE = f"{_IN_ROLLUPS} AND first_seq >= :first"
 _IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
 
 MEMORY_ROWS = 30_000
@@ -33,6 +29,30 @@ MEMORY_ROWS = 30_000
 MEMORY_ROWS_LIMIT = 150_000
 STEP_COST = 5
 """Pooled rows read in the time of one step's row, which is wider."""
+
+
+def pieces(
+    connection: sqlite3.Connection, table: str, rank: int, first: int, last: int, level: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield level, first and last number of consecutive pieces that cover a range of a rank.
+
+    Pieces are whole rows of ``table`` (``rollups`` or ``curves``) at ``level``, finer ones at the edges, and single
+    steps (level -1) where there are no pooled rows.
+    """
+    if first > last:
+        return
+    if level < 0:
+        yield level, first, last
+        return
+    query = f"""SELECT min(first_seq), max(last_seq) FROM {table}
+        WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? AND first_seq >= ?"""
+    begin, end = connection.execute(query, (level, rank, first, last, first)).fetchone()
+    if begin is None:
+        yield from pieces(connection, table, rank, first, last, level - 1)
+        return
+    yield from pieces(connection, table, rank, first, begin - 1, level - 1)
+    yield level, begin, end
+    yield from pieces(connection, table, rank, end + 1, last, level - 1)
 
 
 class Window:
@@ -55,25 +75,17 @@ class Window:
             if (self._count(level, rank) + 1) * size > 8 * limit:
                 break
             level -= 1
-        rows = self._point_rows(rank, self._first, self._last, level)
+        rows: list[Row] = []
+        for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
+            bind = {"level": size, "rank": rank, "first": first, "last": last}
+            query = (
+                f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq"
+                if size < 0
+                else f"SELECT {_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq"
+            )
+            rows += self._connection.execute(query, bind).fetchall()
         group = -(-len(rows) // limit)
         return [_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
-
-    def _point_rows(self, rank: int, first: int, last: int, level: int) -> list[Row]:
-        if first > last:
-            return []
-        bind = {"level": level, "rank": rank, "first": first, "last": last}
-        if level < 0:
-            return self._connection.execute(f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq", bind).fetchall()
-        query = f"SELECT first_seq, last_seq, {_ROLLUP_POINT} {_WHOLE} ORDER BY last_seq"
-        rows = self._connection.execute(query, bind).fetchall()
-        if not rows:
-            return self._point_rows(rank, first, last, level - 1)
-        return [
-            *self._point_rows(rank, first, rows[0][0] - 1, level - 1),
-            *(row[2:] for row in rows),
-            *self._point_rows(rank, rows[-1][1] + 1, last, level - 1),
-        ]
 
     def memory(
         self, ranks: Sequence[int], t0: float, width: float, columns: int
@@ -82,9 +94,7 @@ class Window:
         level = self._memory_level(ranks, columns)
         found: dict[tuple[int, int], MemoryColumn] = {}
         for rank in ranks:
-            for _, _, at, allocated, reserved, resident in self._memory_rows(
-                rank, self._first, self._last, level, {"t0": t0, "width": width}
-            ):
+            for at, allocated, reserved, resident in self._memory_rows(rank, level, {"t0": t0, "width": width}):
                 key = (rank, min(max(at, 0), columns - 1))
                 other = found.get(key)
                 if other is not None:
@@ -110,20 +120,11 @@ class Window:
             level, count = level - 1, finer
         return -1
 
-    def _memory_rows(self, rank: int, first: int, last: int, level: int, place: dict[str, float]) -> list[Row]:
-        if first > last:
-            return []
-        bind = {"level": level, "rank": rank, "first": first, "last": last, **place}
-        if level < 0:
-            return self._connection.execute(f"SELECT {_STEP_MEMORY} {_IN_STEPS} GROUP BY at", bind).fetchall()
-        rows = self._connection.execute(f"SELECT {_ROLLUP_MEMORY} {_WHOLE} GROUP BY at", bind).fetchall()
-        if not rows:
-            return self._memory_rows(rank, first, last, level - 1, place)
-        return [
-            *self._memory_rows(rank, first, min(row[0] for row in rows) - 1, level - 1, place),
-            *rows,
-            *self._memory_rows(rank, max(row[1] for row in rows) + 1, last, level - 1, place),
-        ]
+    def _memory_rows(self, rank: int, level: int, place: dict[str, float]) -> Iterator[Row]:
+        for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
+            bind = {"level": size, "rank": rank, "first": first, "last": last, **place}
+            query = f"{_STEP_MEMORY} {_IN_STEPS}" if size < 0 else f"{_ROLLUP_MEMORY} {_IN_ROLLUPS}"
+            yield from self._connection.execute(f"SELECT {query} GROUP BY at", bind)
 
 
 def _point(rows: Sequence[Row]) -> StepPoint:

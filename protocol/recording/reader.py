@@ -13,24 +13,24 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ..errors import RecordingError
-from ..messages.bounds import LAST_TIME, MAX_RANKS
+from ..messages.bounds import MAX_RANKS
 from ..messages.control import Alert, RunState
 from ..messages.jobs import Job
-from ..messages.wire import Frame, Message
+from ..messages.wire import Frame
 from ..run.failure import first_failure
 from ..text import sanitize
 from .curves import read_points
 from .info import read_info
-from .jobs import job_seqs, shown_since, stand_in
-from .marks import explained_seqs, has_marks, read_marks
-from .opening import OpenedRecording, is_damage, open_damaged, open_recording
+from .jobs import job_seqs, shown_since
+from .marks import explained_seqs, read_marks
+from .opening import OpenedRecording, is_damage
 from .peaks import peak_seq
 from .phase_peaks import PeakMark
 from .pooling import Window
 from .results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint, held_to_type
-from .rows import BODY_COLUMN, UNBELIEVABLE, Row, believed, log_from_row, sample_from_row, unpack_body
+from .rows import Row, RowDecoder
+from .salvage import open_damaged, open_recording
 from .schema import ROLLUP_SIZES, STREAM_TABLES
-from .steprow import step_from_row
 
 T = TypeVar("T")
 
@@ -65,13 +65,13 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str], *, once: bool = False) -> None:
         self.path = Path(path)
         self._lock = threading.RLock()
-        self._devices: dict[int, Row] = {}
-        self._alert_frames: dict[int, Frame] = {}
-        self._processes: dict[int, Row] = {}
-        self._opened: OpenedRecording = open_recording(self.path, once=once)
-        with contextlib.suppress(sqlite3.Error):  # the first query finds the damage and handles it
-            stand_in(self._connection)
+        self._open(open_recording(self.path, once=once))
         self._opened.guard.end()
+
+    def _open(self, opened: OpenedRecording) -> None:
+        self._opened = opened
+        self._alert_frames: dict[int, Frame] = {}
+        self._decoder = RowDecoder(opened.schema, lambda table: self._all(f"SELECT * FROM {table}"), opened.guard)
 
     def close(self) -> None:
         """Close the file."""
@@ -196,10 +196,8 @@ class Reader:
                 if self._opened.salvaged or (isinstance(error, sqlite3.Error) and not is_damage(error)):
                     raise RecordingError(f"{self.path}: cannot be read: {_one_line(error)}") from None
                 self._opened.close()
-                self._devices, self._processes, self._alert_frames = {}, {}, {}
-                self._opened = open_damaged(self.path, self._opened.guard)
+                self._open(open_damaged(self.path, self._opened.guard))
             try:
-                stand_in(self._connection)
                 return self._answer(name, question)
             except (sqlite3.Error, *_DAMAGE) as error:
                 raise RecordingError(f"{self.path}: is damaged: {_one_line(error)}") from None
@@ -212,10 +210,8 @@ class Reader:
             self._connection.execute("BEGIN")
             return held_to_type(name, question())
         except sqlite3.Error as error:
-            refined = guard.refine(error)
-            if refined is error:
-                raise
-            raise refined from None
+            guard.raise_limit(error)
+            raise
         except MemoryError:
             raise RecordingError(f"{self.path}: an answer from it does not fit into memory") from None
         finally:
@@ -266,43 +262,9 @@ class Reader:
             if len(rows) == limit:
                 last = rows[-1][0]
         found.sort(key=lambda entry: entry[0])
-        frames = [frame for _, table, row in found[:limit] if (frame := self._frame(table, row))]
+        frames = [frame for _, table, row in found[:limit] if (frame := self._decoder.frame(table, row))]
         # A page that is in the file twice gives its rows twice.
         return [frame for before, frame in zip((None, *frames), frames, strict=False) if not _same(before, frame)]
-
-    def _frame(self, table: str, row: Row) -> Frame | None:
-        """Return the frame of a row; None if it is damaged, or of a type that a newer version added."""
-        seq, t = row[0], row[1]
-        if seq.__class__ is not int or t.__class__ not in (float, int) or not 0 <= t < LAST_TIME:
-            return None
-        body = row[BODY_COLUMN[table]] if table in BODY_COLUMN else None
-        try:
-            message = self._message(table, row, body)
-        except UNBELIEVABLE:
-            return None
-        return None if message is None else Frame(seq, float(t), message)
-
-    def _message(self, table: str, row: Row, body: Any) -> Message | None:
-        if table == "steps":
-            return believed(step_from_row(row))
-        if table == "device_samples":
-            sample = self._sample(row)
-            return None if sample is None else believed(sample)
-        if table == "logs":
-            return believed(log_from_row(row))
-        guard = self._opened.guard
-        return guard.unpack(lambda: unpack_body(body, guard.charge))
-
-    def _sample(self, row: Row) -> Message | None:
-        if row[2] not in self._devices:
-            self._devices = {number: tuple(rest) for number, *rest in self._all("SELECT * FROM device_names")}
-        if row[2] not in self._devices:
-            return None
-        try:
-            return sample_from_row(row, self._devices[row[2]], self._processes)
-        except KeyError:
-            self._processes = {number: tuple(rest) for number, *rest in self._all("SELECT * FROM process_names")}
-            return sample_from_row(row, self._devices[row[2]], self._processes)
 
     def _rows_of(self, table: str, seqs: Sequence[int]) -> list[tuple[str, Row]]:
         rows: list[tuple[str, Row]] = []
@@ -327,21 +289,19 @@ class Reader:
                 seqs = sorted({*seqs, *self._peak_steps(seq, since)})
             rows += self._rows_of(table, seqs)
         rows += self._rows_of("jobs", job_seqs(self._connection, seq))
-        events = set(explained_seqs(self._connection, seq, since)) if has_marks(self._connection) else set[int]()
+        events = set(explained_seqs(self._connection, seq, since))
         for kind in self._types():
             events.update(self._last_of_each("events", "rank", seq, kind))
         rows += self._rows_of("events", sorted(events))
-        frames = [frame for table, row in rows if (frame := self._frame(table, row))]
+        frames = [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
         return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
 
     def _marks(self) -> list[PeakMark]:
-        if not has_marks(self._connection):
-            return []
         return read_marks(self._connection, shown_since(self._connection, 1 << 62))
 
     def _jobs(self) -> list[Frame]:
         seqs = [seq for (seq,) in self._all("SELECT max(seq) FROM jobs GROUP BY number ORDER BY number")]
-        frames = [frame for table, row in self._rows_of("jobs", seqs) if (frame := self._frame(table, row))]
+        frames = [frame for table, row in self._rows_of("jobs", seqs) if (frame := self._decoder.frame(table, row))]
         return sorted(frames, key=lambda frame: frame.message.number if isinstance(frame.message, Job) else 0)
 
     def _sampled(self, kind: str, rank: int, limit: int) -> list[Frame]:
@@ -349,7 +309,7 @@ class Reader:
         seqs = [seq for (seq,) in self._all(query, (kind, rank))]
         stride = -(-len(seqs) // limit) if seqs else 1
         rows = self._rows_of("events", seqs[::stride])
-        frames = [frame for table, row in rows if (frame := self._frame(table, row))]
+        frames = [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
         return sorted(frames, key=lambda frame: frame.seq)
 
     def _alerts_at(self, seq: int) -> list[Frame]:
@@ -357,7 +317,7 @@ class Reader:
         query = "SELECT max(seq) FROM alerts WHERE seq <= ? GROUP BY id"
         seqs = [found for (found,) in self._all(query, (seq,))]
         for table, row in self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames]):
-            frame = self._frame(table, row)
+            frame = self._decoder.frame(table, row)
             if frame is not None:
                 self._alert_frames[frame.seq] = frame
         return [self._alert_frames[found] for found in seqs if found in self._alert_frames]
@@ -420,7 +380,7 @@ class Reader:
             escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
             values.append(f"%{escaped}%")
         rows = self._all(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
-        return [frame for row in reversed(rows) if (frame := self._frame("logs", row))]
+        return [frame for row in reversed(rows) if (frame := self._decoder.frame("logs", row))]
 
     def _step_time(self, step: int) -> float | None:
         times = [self._rank_step_time(rank, step) for rank in self._ranks()]
@@ -453,7 +413,7 @@ class Reader:
 
     def _run_state(self) -> RunState | None:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
-        frame = self._frame("events", rows[0]) if rows else None
+        frame = self._decoder.frame("events", rows[0]) if rows else None
         return frame.message if frame is not None and isinstance(frame.message, RunState) else None
 
 

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .rows import INSERTS, Row
+from .batch import INSERTS
+from .rows import Row
 from .schema import STREAM_TABLES
 
 SETTLE_S = 1.0

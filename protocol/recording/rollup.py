@@ -14,7 +14,6 @@ from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
 
-INSERT_ROLLUP = f"INSERT OR REPLACE INTO rollups VALUES ({', '.join('?' * len(ROLLUP_COLUMNS))})"
 
 _HOST_AT = [len(STEP_COLUMNS) + position * len(PHASE_COLUMNS) for position in range(len(STEP_PHASES))]
 _AT = {name: position for position, name in enumerate(ROLLUP_COLUMNS)}

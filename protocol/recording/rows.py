@@ -8,22 +8,15 @@ from typing import Any
 import msgspec
 
 from ..errors import ProtocolError, RecordingError
+from ..messages.bounds import LAST_TIME
 from ..messages.control import Alert
 from ..messages.telemetry import DeviceSample, Hello, LogLine, ProcessMemory
-from ..messages.wire import Message, decode_body, encode_body
+from ..messages.wire import Frame, Message, decode_body, encode_body
+from . import steprow, steprow_v1
+from .guard import Guard
 
 Row = tuple[Any, ...]
 
-INSERTS = {
-    "device_samples": f"INSERT OR REPLACE INTO device_samples VALUES ({', '.join('?' * 12)})",
-    "alerts": f"INSERT OR REPLACE INTO alerts VALUES ({', '.join('?' * 14)})",
-    "logs": f"INSERT OR REPLACE INTO logs VALUES ({', '.join('?' * 6)})",
-    "ranks": f"INSERT OR REPLACE INTO ranks VALUES ({', '.join('?' * 12)})",
-    "events": f"INSERT OR REPLACE INTO events VALUES ({', '.join('?' * 5)})",
-    "clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)",
-    "device_names": f"INSERT OR REPLACE INTO device_names VALUES ({', '.join('?' * 8)})",
-    "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
-}
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
 
@@ -204,3 +197,48 @@ def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) 
             for pid, rank, process in [processes[number]]
         ],
     )
+
+
+class RowDecoder:
+    """Decodes rows of the stream's tables.
+
+    Args:
+        schema: the recording's schema.
+        names: returns all rows of ``device_names`` or ``process_names``.
+        guard: bounds the cost of unpacking.
+    """
+
+    def __init__(self, schema: int, names: Callable[[str], list[Row]], guard: Guard) -> None:
+        self._step_from_row = (steprow_v1 if schema == 1 else steprow).step_from_row
+        self._names = names
+        self._guard = guard
+        self._devices: dict[int, Row] = {}
+        self._processes: dict[int, Row] = {}
+
+    def frame(self, table: str, row: Row) -> Frame | None:
+        """Return the frame of a row; None if it is damaged, or of a type that a newer version added."""
+        seq, t = row[0], row[1]
+        if seq.__class__ is not int or t.__class__ not in (float, int) or not 0 <= t < LAST_TIME:
+            return None
+        try:
+            message = self._message(table, row)
+        except UNBELIEVABLE:
+            return None
+        return None if message is None else Frame(seq, float(t), message)
+
+    def _message(self, table: str, row: Row) -> Message | None:
+        if table == "steps":
+            return believed(self._step_from_row(row))
+        if table == "device_samples":
+            return believed(self._sample(row))
+        if table == "logs":
+            return believed(log_from_row(row))
+        return self._guard.unpack(lambda: unpack_body(row[BODY_COLUMN[table]], self._guard.charge))
+
+    def _sample(self, row: Row) -> DeviceSample:
+        try:
+            return sample_from_row(row, self._devices[row[2]], self._processes)
+        except KeyError:
+            self._devices = {number: tuple(rest) for number, *rest in self._names("device_names")}
+            self._processes = {number: tuple(rest) for number, *rest in self._names("process_names")}
+            return sample_from_row(row, self._devices[row[2]], self._processes)

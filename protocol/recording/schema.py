@@ -1,15 +1,13 @@
 """The recording file's schema: tables with typed columns, views in common units, a version.
 
 Every row of the stream is keyed by ``seq``, its number in the hub's stream, so a seek is a lookup by primary key.
-Memory of the phases is stored as small differences, most of which are 0 and take no space in SQLite's record format
-(https://www.sqlite.org/fileformat2.html#record_format); the view ``phases`` has it in bytes. ``docs/recording.md``
-documents the file.
+``docs/recording.md`` documents the file.
 """
 
 from ..messages.telemetry import STEP_PHASES
 
-SCHEMA_VERSION = 1
-"""``PRAGMA user_version``. A newer schema is refused; an older one is upgraded by ``UPGRADES``."""
+SCHEMA_VERSION = 2
+"""``PRAGMA user_version``. A newer schema is refused; schema 1 is read as it is (``steprow_v1``)."""
 
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
@@ -33,12 +31,16 @@ STEP_COLUMNS = (
 PHASE_COLUMNS = (
     "host_us",
     "device_us",
-    "allocated_from_previous",
-    "allocated_growth",
-    "allocated_below_peak",
-    "reserved_from_previous",
-    "reserved_growth",
-    "reserved_below_peak",
+    "allocated_start",
+    "allocated_end",
+    "allocated_peak",
+    "reserved_start",
+    "reserved_end",
+    "reserved_peak",
+)
+_PHASE_COLUMNS_V1 = (
+    *("host_us", "device_us", "allocated_from_previous", "allocated_growth", "allocated_below_peak"),
+    *("reserved_from_previous", "reserved_growth", "reserved_below_peak"),
 )
 ROLLUP_SIZES = (16, 128, 1024, 8192)
 """Steps of one rank that one row of ``rollups`` pools, by level; each is a multiple of the one before."""
@@ -65,12 +67,12 @@ ROLLUP_COLUMNS = (
 )
 
 
-def _steps_table() -> str:
+def _steps_table(phase_columns: tuple[str, ...], rest: str) -> str:
     reals = {"t", "started", "loss", "lr", "grad_norm"}
     columns = [f"{name} {'REAL' if name in reals else 'INTEGER'}" for name in STEP_COLUMNS]
     columns[0] = "seq INTEGER PRIMARY KEY"
-    columns += [f"{phase}_{name} INTEGER" for phase in STEP_PHASES for name in PHASE_COLUMNS]
-    return f"CREATE TABLE steps({', '.join(columns)}, detail BLOB)"
+    columns += [f"{phase}_{name} INTEGER" for phase in STEP_PHASES for name in phase_columns]
+    return f"CREATE TABLE steps({', '.join(columns)}, {rest} BLOB)"
 
 
 def _rollups_table() -> str:
@@ -79,29 +81,14 @@ def _rollups_table() -> str:
     return f"CREATE TABLE rollups({columns}, PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID"
 
 
-def _phase_query(phase: str, base: dict[str, str]) -> str:
-    """Return the query for one phase of every step in plain units.
-
-    ``base`` has the SQL of each measure's end before this phase, and is updated for the next.
-    """
-    spans: list[str] = []
-    for measure in ("allocated", "reserved"):
-        start = f"{base[measure]} + {phase}_{measure}_from_previous"
-        spans += [
-            f"{start} AS {measure}_start_bytes",
-            f"{start} + {phase}_{measure}_growth AS {measure}_end_bytes",
-            f"{measure}_peak - {phase}_{measure}_below_peak AS {measure}_peak_bytes",
-        ]
-        base[measure] += f" + coalesce({phase}_{measure}_from_previous + {phase}_{measure}_growth, 0)"
-    return (
-        f"SELECT seq, t, rank, step, '{phase}' AS phase, {phase}_host_us / 1e3 AS host_ms, "
-        f"{phase}_device_us / 1e3 AS device_ms, {', '.join(spans)} FROM steps WHERE {phase}_host_us IS NOT NULL"
-    )
-
-
 def _phases_view() -> str:
-    base = {"allocated": "allocated_peak", "reserved": "reserved_peak"}
-    queries = [_phase_query(phase, base) for phase in STEP_PHASES]
+    queries = [
+        f"SELECT seq, t, rank, step, '{phase}' AS phase, {phase}_host_us / 1e3 AS host_ms, "
+        f"{phase}_device_us / 1e3 AS device_ms, "
+        + ", ".join(f"{phase}_{name} AS {name}_bytes" for name in PHASE_COLUMNS[2:])
+        + f" FROM steps WHERE {phase}_host_us IS NOT NULL"
+        for phase in STEP_PHASES
+    ]
     queries.append(
         "SELECT seq, t, rank, step, phase, host_us / 1e3, device_us / 1e3, allocated_start, allocated_end, "
         "allocated_peak, reserved_start, reserved_end, reserved_peak FROM extra_phases"
@@ -109,50 +96,9 @@ def _phases_view() -> str:
     return "CREATE VIEW phases AS " + " UNION ALL ".join(queries)
 
 
-MARK_TABLES = (
-    """CREATE TABLE IF NOT EXISTS marks(
-        rank INTEGER, seq INTEGER, step INTEGER, phase TEXT, bytes INTEGER, shape TEXT,
-        PRIMARY KEY(rank, seq, phase)) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS explained(
-        seq INTEGER PRIMARY KEY, kind TEXT, rank INTEGER, step INTEGER, phase TEXT, bytes INTEGER)""",
-    """CREATE TABLE IF NOT EXISTS updates(
-        seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
-        micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
-)
-"""Tables that a recording of this schema lacks if an earlier version began it; they are added to it."""
-
-TRAINING_STEPS_TABLE = """CREATE TABLE IF NOT EXISTS training_steps(
-    seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)"""
-THROUGHPUT_VIEW = """CREATE VIEW throughput AS SELECT seq, t, rank, step, coalesce(training_us, host_us) AS training_us,
-    tokens, coalesce(label_tokens, 0) AS label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq)"""
-CURVES_TABLE = """CREATE TABLE IF NOT EXISTS curves(
-    level INTEGER, rank INTEGER, last_seq INTEGER, first_seq INTEGER, t REAL, count INTEGER, min_step INTEGER,
-    max_step INTEGER, training_us INTEGER, tokens INTEGER, label_tokens INTEGER, flops REAL, loss REAL, low_loss REAL,
-    high_loss REAL, lr REAL, grad_norm REAL, max_grad_norm REAL, data_us INTEGER, whole_us INTEGER,
-    PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID"""
-EVALUATIONS_TABLE = """CREATE TABLE IF NOT EXISTS evaluations(
-    seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
-    label_tokens INTEGER, seconds REAL, best INTEGER)"""
-TRAINING_TABLES = (
-    TRAINING_STEPS_TABLE,
-    CURVES_TABLE,
-    EVALUATIONS_TABLE,
-    """CREATE TABLE IF NOT EXISTS checkpoints(
-        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
-        best INTEGER)""",
-)
-"""Added likewise to a recording that is continued; a reader replaces missing ones by empty temporary tables."""
-
-JOBS_TABLE = """CREATE TABLE IF NOT EXISTS jobs(
-    seq INTEGER PRIMARY KEY, t REAL, number INTEGER, state TEXT, started REAL, ended REAL, text TEXT,
-    world_size INTEGER, restart INTEGER, command TEXT, shown INTEGER, steps INTEGER, last_step INTEGER, loss REAL,
-    step_us INTEGER, allocated_peak INTEGER, reserved_peak INTEGER, resident_peak INTEGER, body BLOB)"""
-"""Added likewise to a recording that is continued. A reader replaces a missing one by an empty temporary table: the
-file is never changed, and copying a large recording would take seconds."""
-
 STATEMENTS = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
-    _steps_table(),
+    _steps_table(PHASE_COLUMNS, "rest"),
     "CREATE INDEX steps_rank ON steps(rank)",
     """CREATE TABLE extra_phases(
         seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, phase TEXT, host_us INTEGER,
@@ -184,11 +130,34 @@ STATEMENTS = (
     "CREATE TABLE clock(second INTEGER PRIMARY KEY, seq INTEGER)",
     "CREATE TABLE gaps(id INTEGER PRIMARY KEY, first_t REAL, last_t REAL, messages INTEGER, reason TEXT)",
     _rollups_table(),
-    *MARK_TABLES,
-    *TRAINING_TABLES,
-    JOBS_TABLE,
+    """CREATE TABLE marks(
+        rank INTEGER, seq INTEGER, step INTEGER, phase TEXT, bytes INTEGER, shape TEXT,
+        PRIMARY KEY(rank, seq, phase)) WITHOUT ROWID""",
+    """CREATE TABLE explained(
+        seq INTEGER PRIMARY KEY, kind TEXT, rank INTEGER, step INTEGER, phase TEXT, bytes INTEGER)""",
+    """CREATE TABLE updates(
+        seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
+        micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
+    """CREATE TABLE training_steps(
+        seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)""",
+    """CREATE TABLE curves(
+        level INTEGER, rank INTEGER, last_seq INTEGER, first_seq INTEGER, t REAL, count INTEGER, min_step INTEGER,
+        max_step INTEGER, training_us INTEGER, tokens INTEGER, label_tokens INTEGER, flops REAL, loss REAL,
+        low_loss REAL, high_loss REAL, lr REAL, grad_norm REAL, max_grad_norm REAL, data_us INTEGER, whole_us INTEGER,
+        PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID""",
+    """CREATE TABLE evaluations(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
+        label_tokens INTEGER, seconds REAL, best INTEGER)""",
+    """CREATE TABLE checkpoints(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
+        best INTEGER)""",
+    """CREATE TABLE jobs(
+        seq INTEGER PRIMARY KEY, t REAL, number INTEGER, state TEXT, started REAL, ended REAL, text TEXT,
+        world_size INTEGER, restart INTEGER, command TEXT, shown INTEGER, steps INTEGER, last_step INTEGER, loss REAL,
+        step_us INTEGER, allocated_peak INTEGER, reserved_peak INTEGER, resident_peak INTEGER, body BLOB)""",
     _phases_view(),
-    THROUGHPUT_VIEW,
+    """CREATE VIEW throughput AS SELECT seq, t, rank, step, coalesce(training_us, host_us) AS training_us,
+        tokens, coalesce(label_tokens, 0) AS label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq)""",
     """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
         FROM device_samples JOIN device_names USING(device)""",
@@ -198,5 +167,9 @@ STATEMENTS = (
 STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
 """The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
 
-UPGRADES: dict[int, tuple[str, ...]] = {}
-"""For each older schema, the statements that upgrade a private copy to the next one; the file is never changed."""
+STATEMENTS_V1 = tuple(
+    _steps_table(_PHASE_COLUMNS_V1, "detail") if statement.startswith("CREATE TABLE steps(") else statement
+    for statement in STATEMENTS
+    if not statement.startswith("CREATE VIEW")
+)
+"""Those of schema 1, without its views; early recordings of that schema lack the tables after ``rollups``."""

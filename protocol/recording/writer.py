@@ -29,11 +29,11 @@ from .checkpoint import Checkpointer
 from .curves import Curves, checkpoint_row, evaluation_row, figures_of, training_row
 from .jobs import job_row
 from .marks import Marks
-from .opening import check_continuable, is_damage
+from .opening import is_cut_short, is_damage, read_header
 from .removed import CarriedOver, RemovalWatch, carry_over, remove_logs
 from .rollup import Rollups
 from .rows import NameNumbers, Row, alert_row, event_row, hello_row, log_row
-from .schema import APPLICATION_ID, JOBS_TABLE, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, TRAINING_TABLES
+from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
 from .steprow import closing_rows, step_rows, update_rows
 
 RETRY_S = 2.0
@@ -61,6 +61,16 @@ def _describe(run: RunFile | None) -> dict[str, Any]:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
         found |= {"cwd": run.cwd, "command": json.dumps(run.command)}
     return found
+
+
+def _check_continuable(path: Path) -> None:
+    """Raise ``RecordingError`` if an existing file is no recording of this schema, or is truncated."""
+    header = read_header(path)
+    if header.schema != SCHEMA_VERSION:
+        there = f"has recording schema {header.schema}, this ftmon writes {SCHEMA_VERSION}"
+        raise RecordingError(f"{path}: {there}; move it out of the way")
+    if is_cut_short(path, header):
+        raise RecordingError(f"{path}: is cut short and cannot be continued; move it out of the way")
 
 
 class Writer:
@@ -116,7 +126,7 @@ class Writer:
         self._resumed = False
         there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
-            check_continuable(self.path)
+            _check_continuable(self.path)
         try:
             self._open()
         except (sqlite3.Error, OSError, *_UNFIT) as error:
@@ -281,8 +291,6 @@ class Writer:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         if known and not self._resumed:
-            for statement in (*MARK_TABLES, *TRAINING_TABLES, JOBS_TABLE):
-                connection.execute(statement)
             self._resume(connection)
         self._resumed = True
         if self._carried is not None:

@@ -59,4 +59,3 @@ def test_json_has_both_sides(
     report = json.loads(capsys.readouterr().out)
     assert {check["name"] for check in report["terminal"]} >= {"terminal", "characters", "run directory", "NVML"}
     assert report["training"][0]["remedy"] == 'pip install "ftmon[train]"'
-    assert report["training"][0]["mend"] == report["training"][0]["remedy"], "the former key"

@@ -5,7 +5,6 @@ import pytest
 from ftmon.protocol.errors import ProtocolError, VersionError
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import RunState
-from ftmon.protocol.messages.oomevent import Oom
 from ftmon.protocol.messages.telemetry import Evaluation
 from ftmon.protocol.messages.wire import RESTART_LEAP, LossCounter
 from hypothesis import given, settings
@@ -148,26 +147,6 @@ def test_a_length_that_promises_gigabytes_is_refused_without_taking_them() -> No
     for frame in (b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):
             wire.decode_body(frame)
-
-
-@pytest.mark.parametrize(
-    ("words", "facts"),
-    [
-        ("AdamW foreach", ("AdamW", "foreach")),
-        ("SGD for-loop", ("SGD", "for-loop")),
-        ("FusedAdam", ("FusedAdam", "")),
-        ("", ("", "")),
-    ],
-)
-def test_the_optimizer_of_an_older_oom_message_is_read_from_its_words(words: str, facts: tuple[str, str]) -> None:
-    sent = {"type": "oom", **dict.fromkeys(required_fields(Oom), 0), "phase": "optimizer", "optimizer": words}
-    oom = wire.decode_body(msgspec.msgpack.encode(sent))
-    assert isinstance(oom, Oom)
-    assert (oom.optimizer, (oom.optimizer_class, oom.optimizer_implementation)) == (words, facts)
-
-
-def required_fields(message: type[msgspec.Struct]) -> list[str]:
-    return [field.encode_name for field in msgspec.structs.fields(message) if field.required]
 
 
 def test_text_from_bytes_that_are_no_utf_8_is_sent_with_question_marks() -> None:

@@ -2,13 +2,12 @@
 
 import sqlite3
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
 from ftmon.protocol.messages.telemetry import Checkpoint, Evaluation, Hello, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.curves import figures_of, point_of, pool_figures, pool_points
+from ftmon.protocol.recording.curves import point_of, pool_points
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
 from streams import STARTED, Stream, write
@@ -41,32 +40,6 @@ def test_a_pooled_loss_is_weighted_by_label_tokens() -> None:
     assert pool_points([few, many]).loss == 2.5
     unknown = point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)
     assert pool_points([few, unknown]).loss == 2.0
-
-
-def test_figures_of_steps_are_pooled_as_their_points_are() -> None:
-    nan, random = float("nan"), Random(1)
-    for _ in range(300):
-        losses, labels = random.choice([[1.5], [2.0, None], [nan, None]]), random.choice([[0], [3, 9], [0, 5]])
-        steps = [
-            Step(
-                *(0, number, STARTED, random.randrange(900)),
-                [
-                    PhaseRecord(
-                        "data", 0, random.randrange(50), NO_MEMORY, NO_MEMORY, device_us=random.choice([None, 7])
-                    )
-                ],
-                device_us=random.choice([None, 400]),
-                loss=random.choice(losses),
-                lr=random.choice([None, 1e-3]),
-                grad_norm=random.choice([None, nan, random.random()]),
-                label_tokens=random.choice(labels),
-                tokens=random.randrange(100),
-                flops=random.random(),
-            )
-            for number in range(1, random.randrange(3, 17))
-        ]
-        pooled = pool_points([point_of(step, 1.0) for step in steps])
-        assert pool_figures([figures_of(step, 1.0) for step in steps]) == pooled
 
 
 def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
@@ -122,25 +95,4 @@ def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path
     connection = sqlite3.connect(path)
     rows = connection.execute("SELECT min_step, max_step, count FROM curves WHERE level = 0 ORDER BY last_seq")
     assert rows.fetchall() == [(first, first + 15, 16) for first in range(1, 97, 16)]
-    connection.close()
-
-
-def test_a_recording_of_an_earlier_version_still_has_its_curves_and_can_be_continued(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.sqlite", Stream(ranks=1, steps=200, devices=False, logs=False).frames())
-    connection = sqlite3.connect(path)
-    connection.execute("DROP VIEW throughput")
-    for table in ("training_steps", "curves", "evaluations", "checkpoints"):
-        connection.execute(f"DROP TABLE {table}")
-    connection.commit()
-    connection.close()
-    with Reader(path) as recording:
-        info = recording.info()
-        points = recording.training(0, info.first_t, info.last_t, 10)
-        assert sum(point.count for point in points) == 200
-        assert all(point.loss is not None and point.training_us for point in points)
-    writer = Writer(path)
-    writer.append(writer.next_seq, info.last_t + 1, Step(0, 201, info.last_t, 100, []))
-    writer.close()
-    connection = sqlite3.connect(path)
-    assert connection.execute("SELECT count(*), sum(count) FROM curves WHERE level = 0").fetchone() == (12, 192)
     connection.close()

@@ -1,6 +1,5 @@
 """Marks of the phases' peaks, and where explanations of memory are, as a recording keeps and gives them."""
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import answer_query, decode_answer
 from ftmon.protocol.recording.writer import Writer
 from ftmon.tui.model.memory import highest_bytes
-from peaks import Explained, explained
+from peaks import Explained
 from streams import write
 
 RANKS, STEPS = 2, 40
@@ -99,25 +98,6 @@ def test_both_questions_can_be_asked_of_a_hub(reader: Reader) -> None:
     assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
     answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 2})
     assert decode_answer("sampled", answer) == reader.sampled("events", 0, 2)
-
-
-def test_a_recording_of_an_earlier_version_has_no_marks_and_is_continued_with_some(
-    tmp_path: Path, frames: list[Frame]
-) -> None:
-    path = explained(tmp_path / "recording.sqlite", RANKS, steps=4)
-    connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE marks; DROP TABLE explained;")
-    connection.close()
-    with Reader(path) as reader:
-        assert reader.marks() == []
-        assert reader.state_at(frames[-1].t)
-    writer = Writer(path)
-    for frame in frames[-100:]:
-        writer.append(writer.next_seq + frame.seq, frame.t, frame.message)
-    writer.close()
-    assert not writer.error
-    with Reader(path) as reader:
-        assert reader.marks()
 
 
 def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path: Path, frames: list[Frame]) -> None:

@@ -13,7 +13,7 @@ from eventually import eventually
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.telemetry import Failure, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording import guard, opening
+from ftmon.protocol.recording import guard, opening, salvage
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.cli.main import main
 from ftmon.tui.source.replay import ReplaySource
@@ -55,7 +55,7 @@ def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: obj
         assert reader.info().steps == 40
 
 
-@pytest.mark.parametrize("column", ["loss", "host_us", "detail", "started"])
+@pytest.mark.parametrize("column", ["loss", "host_us", "rest", "started"])
 @pytest.mark.parametrize("value", ["text", b"\xff\xff", 9e999, -(2**63)])
 def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value: object) -> None:
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
@@ -144,9 +144,9 @@ def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
 ) -> None:
     """Between the look at its header and the next the file is removed, for the overview's thread."""
     path = write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=20).frames()))
-    check, looks = opening._check_header, list[Path]()
+    check, looks = salvage.read_header, list[Path]()
 
-    def checked(name: Path) -> opening._Header:
+    def checked(name: Path) -> opening.Header:
         header = check(name)
         if name == path:  # another test's overview may still open its own
             looks.append(name)
@@ -154,7 +154,7 @@ def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
                 name.unlink()
         return header
 
-    monkeypatch.setattr(opening, "_check_header", checked)
+    monkeypatch.setattr(salvage, "read_header", checked)
     source = ReplaySource(path)  # looks once, the playback's thread again, the overview's a third time
     source.start()
     try:

@@ -44,16 +44,6 @@ def test_a_recording_without_a_table_of_jobs_opens_with_none_and_is_not_changed(
     assert "jobs" not in tables(earlier)
 
 
-def test_a_recording_without_a_table_of_jobs_has_one_once_it_is_continued(earlier: Path) -> None:
-    job = Job(number=1, time=5.0, state="training", started=4.0, steps=3, argv=["train.py"])
-    writer = Writer(earlier)
-    writer.append(writer.next_seq, 1_790_000_000.0, job)
-    writer.close()
-    with Reader(earlier) as reader:
-        assert [frame.message for frame in reader.jobs()] == [job]
-        assert load(reader, reader.info().last_t, describe(reader.info())).leading_step == 20
-
-
 def test_a_seek_gives_each_job_as_it_stood_then(tmp_path: Path) -> None:
     t = 1_780_000_000.0
     path = tmp_path / "recording.sqlite"

