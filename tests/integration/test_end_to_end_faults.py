@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import exits
+from ftmon.protocol.run import end
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import LONG_SECONDS, SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
 
@@ -54,7 +54,7 @@ def test_a_slow_rank_is_named_and_training_goes_on(home: Ftmon) -> None:
     killed = home.run("kill", run.id, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     status, output, errors = follow_to_end(demo)
-    assert status == exits.STOPPED, output + errors
+    assert status == end.STOPPED, output + errors
     wait_until_nothing_is_left(run)
 
 
@@ -68,7 +68,7 @@ def test_an_allocation_that_fails_is_an_oom_and_the_run_fails(home: Ftmon) -> No
 
 def test_a_rank_that_dies_is_named_with_its_end_and_the_run_fails(home: Ftmon) -> None:
     status, text = demo(home, "crash", FAULT_STEP + 4)
-    assert status not in (0, *exits.OWN), text
+    assert status not in (0, *end.OWN), text
     assert "rank 1" in alerts(home.newest())["died"], text
     wait_until_nothing_is_left(home.newest())
 
@@ -83,5 +83,5 @@ def test_a_rank_that_stands_still_is_named_and_kill_leaves_nothing(home: Ftmon, 
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "nothing is left of the run" in killed.stdout
     status, output, errors = follow_to_end(demo)
-    assert status == exits.STOPPED, output + errors
+    assert status == end.STOPPED, output + errors
     wait_until_nothing_is_left(home.newest())

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("deepspeed")
 
 import torch
-from ftmon.trainer.recipe import command
+from ftmon.trainer.recipe import start
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA
 from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).parents[1] / "support" / "recipe_ranks.py"
@@ -103,8 +103,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         path.write_text(write.dump(resolved.config))
         paths.append(str(path))
     shutil.rmtree(out)
-    words = [word for word in command.launch_command(resolved) if word != "--module"]
-    environment = {**os.environ, **command.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
+    words = [word for word in start.launch_command(resolved) if word != "--module"]
+    environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
     environment.pop("FTMON_RUN", None)
     done = subprocess.run(
         [*words[:-1], str(PROGRAM), *paths],

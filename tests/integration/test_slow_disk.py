@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run.exits import HANG
+from ftmon.protocol.run.end import HANG
 from ftmon_process import ftmon_home, wait_until_nothing_is_left
 from sleeping_loader import job
 

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftmon.protocol.messages.control import Alert, RankState, RunState
-from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.memory import (
+    Cause,
+    Composition,
+    PhaseComposition,
+    PredictedPhase,
+    PredictedPoint,
+    Prediction,
+)
 from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -24,6 +30,7 @@ from ftmon.protocol.messages.telemetry import (
     ProcessMemory,
     SnapshotTaken,
     Span,
+    StackGroup,
     Step,
 )
 from ftmon.protocol.messages.wire import Frame, Message

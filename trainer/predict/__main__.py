@@ -20,12 +20,12 @@ from typing import Self
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.cost import epoch_cost
-from ...protocol.analysis.estimates.largest import Need
+from ...protocol.analysis.estimates.ranking import Need
+from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.text import duration, escape_json, sanitize
-from ..host.low_priority import end_with_parent, lower_priority
-from . import deepspeed_file, jobs, show
+from ..host.processes import end_with_parent, lower_priority
+from . import answer, deepspeed_file, jobs
 from .result import Prediction
 
 _DEEPSPEED = "deepspeed: "
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(escape_json(msgspec.json.encode(prediction).decode()))
     else:
-        print(show.render(prediction), end="")
+        print(answer.render(prediction), end="")
     return 0
 
 
@@ -77,7 +77,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
         ConfigError: the model or the configuration cannot be used.
     """
     from . import answer, ranks, what_if
-    from .script_changes import NOT_CHANGED
+    from .script import NOT_CHANGED
 
     allocator = _allocator()
     tell(_PREPARING)
@@ -108,17 +108,17 @@ def _with_data(
 
     Other runs prepared from the arguments have rows packed as in the data set, too.
     """
-    from . import answer, data_risk, documents
+    from . import answer, recipe, what_if
 
     config = job.config
     if config is None:
         raise UsageError("--data needs CONFIG.yaml, which names the data")
     tell("reading the data set")
-    records, examples = data_risk.read(config)
+    records, examples = what_if.read(config)
     epochs = config.training.epochs
-    steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(config, examples))
+    steps = job.steps or math.ceil(epochs * what_if.steps_an_epoch(config, examples))
     if config.data.packing:
-        arguments.documents = documents.of_rows(examples.rows.document_lengths())
+        arguments.documents = recipe.of_rows(examples.rows.document_lengths())
         job = jobs.prepare(arguments, allocator)
     found = answer.predict(job._replace(steps=steps), capacity, arguments.price)
 
@@ -127,7 +127,7 @@ def _with_data(
         points = answer.predict(job._replace(lengths=lengths), capacity).points
         return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
-    risk = data_risk.find(config, records, examples, capacity, run)
+    risk = what_if.find(config, records, examples, capacity, run)
     point = max(found.points, key=lambda one: one.sequence_length)
     if point.step_seconds:
         epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, arguments.price or 0.0)
@@ -143,9 +143,9 @@ def _with_largest(
     allocator: Settings,
     tell: Callable[[str], None],
 ) -> Prediction:
-    from . import largest
+    from . import what_if
 
-    return largest.add(found, job, arguments, allocator, tell) if arguments.largest else found
+    return what_if.add(found, job, arguments, allocator, tell) if arguments.largest else found
 
 
 class Progress:

@@ -6,14 +6,11 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from ...protocol.analysis.allocator.composition.attribution import Attribution
-from ...protocol.analysis.allocator.composition.timeline import Span, Timeline
-from ...protocol.analysis.allocator.snapshot.allocations import BEFORE
+from ...protocol.analysis.allocator.composition import Attribution, Span, Timeline
+from ...protocol.analysis.allocator.snapshot_replay import BEFORE
 from ...protocol.messages.memory import PARTS
-from ..probe.memory.composition.storages import Storages
-from ..probe.memory.composition.walk import Roots, walk, walk_buckets, walk_gradients
-from .memory import Recorder
-from .trace import ALLOCATE, END, FREE, MARK, Trace
+from ..probe.memory.composition import Roots, Storages, walk, walk_buckets, walk_gradients
+from .record import ALLOCATE, END, FREE, MARK, Recorder, Trace
 
 
 class Sightings:

@@ -14,15 +14,14 @@ from typing import Any
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError
-from ...protocol.host.gpus import GPUS, Gpu
-from ..recipe.model.positions import positions
-from . import attention, fake_cuda, fake_deepspeed, fake_tensors, kernels
-from . import model as models
-from .memory import Recorder
+from ...protocol.host.machine import GPUS, Gpu
+from ..recipe.model.shape import positions
+from . import fake
+from . import result as models
+from .record import Event, Recorder, Trace
 from .result import Phase, Rank
-from .trace import Event, Trace
 
 H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
 _WARM_UP_LENGTH = 8
@@ -79,7 +78,7 @@ class DryRun:
         warnings.filterwarnings("ignore")
         self.job = job
         self._rank = rank
-        fake_deepspeed.prepare(job.ranks, rank)
+        fake.prepare(job.ranks, rank)
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -88,18 +87,18 @@ class DryRun:
                 importlib.import_module(name)
         from ..probe.values.model_flops import model_flops
         from .composition import Sightings
-        from .work import Counting
+        from .record import Counting
 
         self._torch = torch
         self.trace = Trace(job.allocator)
         self._counting = Counting(job.ranks, job.sequence_parallel_size)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._recorder = Recorder(self.trace, kernels.hidden(job.gpu.capability), self._counting, self._fake)
-        fake_cuda.Device(self._recorder, job.gpu).install()
-        attention.install(job.gpu.capability)
-        fake_deepspeed.join(job.ranks, rank)
-        fake_deepspeed.patch(self._counting.update, self._fetched)
-        fake_tensors.patch()
+        self._recorder = Recorder(self.trace, fake.hidden(job.gpu.capability), self._counting, self._fake)
+        fake.Device(self._recorder, job.gpu).install()
+        fake.install_attention(job.gpu.capability)
+        fake.join(job.ranks, rank)
+        fake.patch(self._counting.update, self._fetched)
+        fake.patch_tensors()
         self.engine: Any = None
         self._sightings = Sightings(self._recorder)
         self._phases: dict[str, Phase] = {}

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.messages.throughput import ModelFlops
-from ...protocol.run.endings import signal_name
-from ..host.low_priority import end_with_parent
-from . import trace
+from ...protocol.run.end import signal_name
+from ..host.processes import end_with_parent
+from . import record
 from .dry import DryRun, Measured
 from .result import Rank
 
@@ -250,14 +250,14 @@ def _measure(
 def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> Outcome:
     measured = dry.measure(length, in_turn)
     allocator = dry.job.allocator
-    fails = "" if capacity is None else trace.failing_phase(measured.events, allocator, capacity)
+    fails = "" if capacity is None else record.failing_phase(measured.events, allocator, capacity)
     return Outcome(length, _with_need(measured, allocator), fails, work=measured.work)
 
 
 def _with_need(measured: Measured, allocator: Settings) -> Rank:
     rank = measured.rank
     low, high = rank.allocated_peak_bytes, rank.reserved_peak_bytes
-    return msgspec.structs.replace(rank, needed_bytes=trace.needed_bytes(measured.events, allocator, low, high))
+    return msgspec.structs.replace(rank, needed_bytes=record.needed_bytes(measured.events, allocator, low, high))
 
 
 def _ended(rank: int, child: int, text: bytes) -> RankRun:

@@ -5,14 +5,16 @@ model from its configuration, without weights. Everything else before ``deepspee
 its data and writes its files.
 """
 
+import contextlib
 import copy
+import importlib
 import inspect
 import io
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,10 +22,62 @@ import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.host.gpus import Gpu
-from . import deepspeed_file, foreign_training
+from ...protocol.host.machine import Gpu
+from . import deepspeed_file
+from .commands import Launched
 from .dry import DryRun, Job
-from .launched import Launched
+
+# Refuses training without DeepSpeed in a script that is run up to ``deepspeed.initialize``.
+
+
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "--deepspeed with ZeRO stage 0"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "--deepspeed with ZeRO stage 3"),
+    ("torch.distributed.fsdp", "fully_shard", "--deepspeed with ZeRO stage 3"),
+)
+"""Modules, their wrappers of models, and the nearest supported setting."""
+
+
+@contextlib.contextmanager
+def refused(error: type[BaseException]) -> Generator[None]:
+    """Raise ``error`` in the body if a model is wrapped by DDP or FSDP, or gradients are computed.
+
+    ``torch.distributed.init_process_group`` does nothing there, as the dry run has joined its process group already.
+    """
+    import torch
+    import torch.distributed as dist
+
+    kept: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        kept.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def stop(text: str) -> Any:
+        def stopped(*_: Any, **__: Any) -> Any:
+            raise error(text)
+
+        return stopped
+
+    for module, name, nearest in _WRAPPERS:
+        wrapper = getattr(importlib.import_module(module), name, None)
+        text = f"{name} is not predicted, only deepspeed.initialize is: {nearest} is nearest to it"
+        if isinstance(wrapper, type):
+            replace(wrapper, "__init__", stop(text))
+        elif wrapper is not None:
+            replace(sys.modules[module], name, stop(text))
+    replace(
+        torch.autograd,
+        "backward",
+        stop("it trains without deepspeed.initialize; only training with it can be predicted"),
+    )
+    replace(dist, "init_process_group", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(kept):
+            setattr(owner, name, value)
+
 
 _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900
@@ -105,7 +159,7 @@ class ScriptRun(DryRun):
 
         module.initialize = initialize
         _patch_weights()
-        with foreign_training.refused(_StopError):
+        with refused(_StopError):
             self._run()
         module.initialize = original
         if not given:
@@ -336,3 +390,42 @@ def _why(error: BaseException) -> str:
         return str(error)
     text = " ".join(str(error).split())[:_MOST_CHARACTERS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# Describes a remedy as changes of a user's own script: keys of DeepSpeed, arguments of ``Trainer``, calls.
+
+
+_OFFLOAD = "zero_optimization.offload_optimizer="
+NOT_CHANGED = (
+    "a script makes its model, optimizer and loss itself, so LoRA, other optimizers and a fused loss are not among the "
+    "changes; --model with --lora-rank or --optimizer predicts them"
+)
+
+
+def words(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
+    """Return the settings of the script for changes (assignments to DeepSpeed's keys, flags of ``predict``)."""
+    return " ".join(_one(change, script_inputs) for change in changes)
+
+
+def refusal(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
+    """Return the reason why these changes do not apply to the script; empty if they do."""
+    if not script_inputs.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
+        return ""
+    if deepspeed_file.offloads(script_inputs.deepspeed) or script_inputs.optimizer in ADAMS:
+        return ""
+    return f"the script makes {script_inputs.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
+
+
+def _one(change: str, script_inputs: ScriptInputs) -> str:
+    key, _, value = change.partition("=")
+    if key == "--checkpointing":
+        return "gradient_checkpointing=True" if script_inputs.trainer else "model.gradient_checkpointing_enable()"
+    if key == "--micro-batch":
+        if script_inputs.trainer:
+            return f"per_device_train_batch_size={value}"
+        return f"train_micro_batch_size_per_gpu={value} (and batches of {value} rows)"
+    if key == "--accumulation":
+        return f"gradient_accumulation_steps={value}"
+    if change.startswith(_OFFLOAD) and script_inputs.optimizer in ADAMS and not script_inputs.trainer:
+        return f"{change} deepspeed.ops.adam.DeepSpeedCPUAdam in place of its {script_inputs.optimizer}"
+    return change

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import NoReturn
 
 from ...protocol.errors import FtmonError
-from ...protocol.run import exits
-from .output.printable import OutputError, guard_output
-from .parser import build_parser, split_command
+from ...protocol.run import end
+from .arguments import build_parser, split_command
+from .output import OutputError, guard_output
 
 _FORMER = {"take": "capture"}
 """Former names of commands, accepted until version 0.3."""
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     if command is not None:
         if arguments.command:
             of_command.error(f"unexpected {arguments.command[0]!r} before '--'")
-        if not command and arguments.handler.startswith("train.predict:"):
+        if not command and arguments.handler.startswith("train:"):
             of_command.error("nothing after '--'; write a command, such as: deepspeed train.py")
         arguments.command = command
     if hasattr(arguments, "overrides"):
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parse(words)
         except SystemExit as refusal:
             sys.stdout.flush()
-            if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
-                raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
+            if refusal.code == end.WRONG_USAGE and _starts_a_script(words):
+                raise SystemExit(end.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
             raise
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return end.INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
         return 1

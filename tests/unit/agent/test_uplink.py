@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol.analysis.stalls.tracked_rank import ProcessFact
+from ftmon.protocol.analysis.stalls.tracker import ProcessFact
 from ftmon.protocol.link import keys, sockets
 from ftmon.protocol.link.join import JoinFile
 from ftmon.protocol.messages import wire
@@ -18,8 +18,8 @@ from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, LogLine
 from ftmon.protocol.run import rundir
 from ftmon.trainer.agent import uplink as uplink_module
 from ftmon.trainer.agent.uplink import Uplink
-from ftmon.trainer.hub.ranks import agents as agents_module
-from ftmon.trainer.hub.ranks.agents import Agents
+from ftmon.trainer.hub import agents as agents_module
+from ftmon.trainer.hub.agents import Agents
 
 NAME = "agent-nodeb-7-70"
 HELLO = Hello(3, 0, 4, "nodeb", 12, 99, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0)

@@ -1,9 +1,8 @@
 """The modelled allocator's rules, one by one."""
 
 import pytest
-from ftmon.protocol.analysis.allocator.caching import CachingAllocator
+from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory
 from ftmon.protocol.analysis.allocator.settings import MIB, Settings
-from ftmon.protocol.analysis.allocator.views import DeviceOutOfMemory
 
 EXPANDABLE = Settings(expandable_segments=True)
 

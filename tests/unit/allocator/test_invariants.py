@@ -2,10 +2,8 @@
 
 from caching_allocator import CachingAllocator as Miniature
 from caching_allocator import Figures
-from ftmon.protocol.analysis.allocator.caching import CachingAllocator
-from ftmon.protocol.analysis.allocator.driver import Driver
+from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Driver
 from ftmon.protocol.analysis.allocator.settings import MIB, Settings
-from ftmon.protocol.analysis.allocator.views import DeviceOutOfMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.deaths.facts import (
+from ftmon.protocol.analysis.deaths.detector import (
     Ended,
     EndedEarly,
     Followed,
@@ -15,8 +15,7 @@ from ftmon.protocol.analysis.deaths.facts import (
     ProcessDeath,
     ScriptFailure,
 )
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Condition, added
+from ftmon.protocol.analysis.findings.finding import Condition, Finding, added
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
 from ftmon.protocol.messages.hosts import KernelKill
 

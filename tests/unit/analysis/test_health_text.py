@@ -5,19 +5,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.checkpoints import CheckpointFacts
-from ftmon.protocol.analysis.health.compiles import CompileFacts
-from ftmon.protocol.analysis.health.data_wait import DataWaitFacts
-from ftmon.protocol.analysis.health.disks import DiskFacts
-from ftmon.protocol.analysis.health.divergence import DivergenceFacts
-from ftmon.protocol.analysis.health.gpus import DeviceFacts, XidFacts
-from ftmon.protocol.analysis.health.gradients import GradientFacts
-from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
-from ftmon.protocol.analysis.health.plateau import PlateauFacts
-from ftmon.protocol.analysis.health.scaler import ScalerFacts
-from ftmon.protocol.analysis.text.words import Words
-from ftmon.protocol.messages.health import DataLoaderInfo
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.gradients import GradientFacts, ScalerFacts
+from ftmon.protocol.analysis.health.loss import DivergenceFacts, NonFiniteFacts, PlateauFacts
+from ftmon.protocol.analysis.health.machine import CheckpointFacts, DeviceFacts, DiskFacts, XidFacts
+from ftmon.protocol.analysis.health.speed import CompileFacts, DataWaitFacts
+from ftmon.protocol.analysis.words import Words
+from ftmon.protocol.messages.telemetry import DataLoaderInfo
 
 replace = msgspec.structs.replace
 GIB = 2**30

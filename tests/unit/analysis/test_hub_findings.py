@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.finding_alerts import FindingAlerts
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.alert_store import AlertStore
+from ftmon.protocol.analysis.findings.alerts import AlertStore
+from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.hub_facts import (
     ConcurrentJobFacts,
     DamagedRecordingFacts,
@@ -26,9 +25,10 @@ from ftmon.protocol.analysis.hub_facts import (
     UnhookedFacts,
     UnprovenHangFacts,
 )
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import CutOff, Verdict
-from ftmon.protocol.analysis.text.words import Words
+from ftmon.protocol.analysis.kinds import FindingAlerts
+from ftmon.protocol.analysis.stalls.collectives import RankView
+from ftmon.protocol.analysis.stalls.judge import CutOff, Verdict
+from ftmon.protocol.analysis.words import Words
 
 VERDICT = Verdict(
     "unreachable", (0,), (), False, 10.0, views={0: RankView(0, 1, "backward", 9.0, 8.0)}, facts=CutOff((1,))

@@ -11,17 +11,14 @@ import limits_table
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.deaths.facts import LastLog
-from ftmon.protocol.analysis.finding_alerts import FindingAlerts
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.alert_store import AlertStore
-from ftmon.protocol.analysis.findings.finding import Resolution, added
-from ftmon.protocol.analysis.findings.kind import Kind, Shown
-from ftmon.protocol.analysis.kinds import KINDS
+from ftmon.protocol.analysis.deaths.detector import LastLog
+from ftmon.protocol.analysis.findings.alerts import AlertStore
+from ftmon.protocol.analysis.findings.finding import Finding, Kind, Resolution, Shown, added
+from ftmon.protocol.analysis.kinds import KINDS, FindingAlerts
+from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import CutOff, Verdict
-from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.analysis.stalls.judge import CutOff, Verdict
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.messages.telemetry import DeviceSample
 from messages import EXAMPLES
 

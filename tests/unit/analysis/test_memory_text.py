@@ -3,19 +3,20 @@
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.memory.facts import (
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.memory.causes import (
     GrowthFacts,
     LeakFacts,
     NumbersCause,
     SpikeFacts,
     StackCause,
     SteadyFacts,
+    name_cause,
 )
-from ftmon.protocol.analysis.memory.stack_patterns import name_cause
 from ftmon.protocol.analysis.remedies import remedy_of
-from ftmon.protocol.analysis.text.words import Words
-from ftmon.protocol.messages.memory import Cause, StackGroup
+from ftmon.protocol.analysis.words import Words
+from ftmon.protocol.messages.memory import Cause
+from ftmon.protocol.messages.telemetry import StackGroup
 
 MIB = 2**20
 GIB = 2**30

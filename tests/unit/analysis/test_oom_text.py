@@ -5,12 +5,12 @@ from typing import NamedTuple, get_args
 import pytest
 from failed_allocations import GIB, HELLO, MIB, OOMS, PROCESSES, of
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.oom.verdict import ALONE, OomContext, judge
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.oom.detector import ALONE, OomContext, judge
 from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
-from ftmon.protocol.analysis.text.words import Words
-from ftmon.protocol.messages.oom import OomKind, OomReport, OomVerdict, Remedy
+from ftmon.protocol.analysis.words import Words
+from ftmon.protocol.messages.memory import OomKind, OomReport, OomVerdict, Remedy
 from ftmon.protocol.messages.telemetry import Oom, ProcessMemory
 from hypothesis import given
 

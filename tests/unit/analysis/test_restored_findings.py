@@ -1,12 +1,11 @@
 """From a finding to its alert and, for a hub that is restarted, back."""
 
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.deaths.facts import Ended, ScriptFailure
-from ftmon.protocol.analysis.finding_alerts import FindingAlerts
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.alert_store import AlertStore
-from ftmon.protocol.analysis.findings.finding import Condition, Resolution, added, resolved
-from ftmon.protocol.analysis.health.hub import LossFacts, RecordingFacts
+from ftmon.protocol.analysis.deaths.detector import Ended, ScriptFailure
+from ftmon.protocol.analysis.findings.alerts import AlertStore
+from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution, added, resolved
+from ftmon.protocol.analysis.health.monitor import LossFacts, RecordingFacts
+from ftmon.protocol.analysis.kinds import FindingAlerts
 
 
 def test_what_is_added_goes_by_its_name_not_by_the_words_that_are_there():

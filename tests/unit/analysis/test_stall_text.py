@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Condition, Resolution, ResolvedWhy, added, resolved
-from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait
+from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution, ResolvedWhy, added, resolved
+from ftmon.protocol.analysis.stalls.collectives import RankView, collective, where
+from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, Frame, LockWait
+from ftmon.protocol.analysis.stalls.evidence import where as place_of
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts, WaitingRanks
-from ftmon.protocol.analysis.stalls.positions import collective, where
-from ftmon.protocol.analysis.stalls.python_stacks import Frame
-from ftmon.protocol.analysis.stalls.python_stacks import where as place_of
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import (
+from ftmon.protocol.analysis.stalls.judge import (
     CircularWait,
     CutOff,
     DifferentCalls,

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.stalls.straggler_detector import SlowRankFacts
-from ftmon.protocol.analysis.stalls.stragglers import EVERYWHERE, StragglerFinding, Stragglers
-from ftmon.protocol.analysis.stalls.work import Work, work_of
-from ftmon.protocol.analysis.text.words import Words
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls.stragglers import (
+    EVERYWHERE,
+    SlowRankFacts,
+    StragglerFinding,
+    Stragglers,
+    Work,
+    work_of,
+)
+from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 
 PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}

@@ -1,7 +1,7 @@
 """Shell completion: the scripts are made from the parser and know this user's runs."""
 
 import pytest
-from ftmon.tui.cli.grammar.set_up import SHELLS
+from ftmon.tui.cli.arguments import SHELLS
 from ftmon.tui.cli.main import main
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.messages.telemetry import LogLine, Stacks
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.text import escape_json
 from ftmon.tui.cli.main import main
 from streams import RUN, Stream
@@ -73,7 +73,7 @@ def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(
 def test_a_folder_without_a_recording_hides_no_run_of_its_name(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_store.create("train", ["train"], "run")
+    run = rundir.create("train", ["train"], "run")
     path.rename(run.recording)
     (tmp_path / "train").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_an_empty_name_and_an_empty_folder_are_wrong_usage(
     name: str,
     told: str,
 ) -> None:
-    run_store.create("train", ["train"], "run")
+    rundir.create("train", ["train"], "run")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main([command, name]) == 2

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ftmon.protocol.host.process import ProcessId, this_process
 from ftmon.protocol.run.rundir import ExitFile
-from ftmon.tui.cli.foreground import follow
-from ftmon.tui.cli.foreground.standing import Standing
+from ftmon.tui.cli import follow
+from ftmon.tui.cli.follow import Standing
 
 
 class LateSource:

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.run.rundir import ExitFile, RunDir
-from ftmon.tui.cli.investigate.events import _news
 from ftmon.tui.cli.main import main
+from ftmon.tui.cli.memory import _news
 from ftmon.tui.model import RunModel
 from peaks import explained
 from streams import RUN

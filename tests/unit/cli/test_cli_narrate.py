@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 from ftmon.protocol.messages import control, telemetry, wire
-from ftmon.tui.cli.foreground.narrate import Narrator
+from ftmon.tui.cli.narrate import Narrator
 from ftmon.tui.model.run import RunModel
 
 START = 1_700_000_000.0

@@ -1,12 +1,9 @@
 """The grammar of the command line, and what importing it costs."""
 
-import argparse
 
 import pytest
-from ftmon.tui.cli.grammar import end, investigate, set_up, train, watch
-from ftmon.tui.cli.grammar.grouped import GROUPS, INTERNAL
+from ftmon.tui.cli.arguments import GROUPS, INTERNAL, build_parser
 from ftmon.tui.cli.main import main, parse
-from ftmon.tui.cli.parser import build_parser
 
 COMMANDS = (
     "demo",
@@ -39,16 +36,8 @@ def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help() -> Non
     assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
 
 
-def test_a_command_is_declared_in_the_file_of_its_group() -> None:
-    for title, module in zip(GROUPS, (train, watch, investigate, end, set_up), strict=True):
-        commands = argparse.ArgumentParser().add_subparsers()
-        module.add(commands)
-        assert module.__name__.endswith(title.replace(" ", "_"))
-        assert set(commands.choices) - set(INTERNAL) == set(GROUPS[title])
-
-
 def test_the_former_name_of_a_command_works_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["take", "abc", "--rank", "1"]).handler == "investigate.capture:capture"
+    assert parse(["take", "abc", "--rank", "1"]).handler == "memory:capture"
     assert capsys.readouterr().err == "ftmon: note: 'ftmon take' is now 'ftmon capture'\n"
     assert parse(["run", "--", "take"]).command == ["take"]
 
@@ -144,7 +133,7 @@ def test_ascii_works_before_and_after_the_command(words: list[str]) -> None:
 
 
 def test_ftmon_alone_opens_the_list_of_runs() -> None:
-    assert parse([]).handler == "watch.attach:choose"
+    assert parse([]).handler == "watch:choose"
 
 
 @pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])

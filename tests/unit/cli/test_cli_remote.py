@@ -10,7 +10,7 @@ from ftmon.protocol.messages.control import RunState
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.cli.main import main
-from ftmon.tui.cli.watch.remote import parse_address, read_server_key, watch_remote
+from ftmon.tui.cli.remote import parse_address, read_server_key, watch_remote
 from ftmon.tui.source.live import LiveSource
 from streams import RUN, Stream, write
 
@@ -60,7 +60,7 @@ def test_keys_are_let_in_and_out(
 def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftmon.tui.cli.watch.remote.CONNECT_SECONDS", 200.0)
+    monkeypatch.setattr("ftmon.tui.cli.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)
     run.write_run(RUN)
@@ -75,7 +75,7 @@ def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(
 def test_lines_of_a_run_that_ended_while_there_was_no_connection_end_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ftmon.tui.cli.watch.remote.CONNECT_SECONDS", 200.0)
+    monkeypatch.setattr("ftmon.tui.cli.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)
     run.write_run(RUN)

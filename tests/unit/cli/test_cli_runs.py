@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from ftmon.protocol.text import cells_of
-from ftmon.tui.cli.watch.runs import table
+from ftmon.tui.cli.watch import table
 from ftmon.tui.model.runs import RunEntry
 
 ENTRY = RunEntry(

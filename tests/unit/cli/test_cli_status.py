@@ -4,9 +4,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile
-from ftmon.tui.cli.watch.status import show_status
+from ftmon.tui.cli.watch import show_status
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(
     code: int, state: str, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_store.create("done", ["train.py"], "run")
+    run = rundir.create("done", ["train.py"], "run")
     run.write_exit(ExitFile(code, 1.0, state))
     show_status(Namespace(run=run.id, json=False))
     assert capsys.readouterr().out.splitlines()[0] == f"{run.id}  {ending}"

@@ -3,7 +3,7 @@
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.train.predict import words
+from ftmon.tui.cli.train import words
 
 
 def test_lengths_and_sizes_are_numbers() -> None:

@@ -3,14 +3,21 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
-from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.findings.finding import Condition, Resolution
+from ftmon.protocol.analysis.deaths.detector import (
+    HELD_S,
+    DeathDetector,
+    Ended,
+    EndedEarly,
+    Followed,
+    Follower,
+    LastLog,
+    ProcessDeath,
+)
+from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
 from ftmon.protocol.messages.control import RankState
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Step
 
 LOST = "RuntimeError: Connection closed by peer"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from ftmon.protocol.messages.control import Command, HubStats
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Oom
-from ftmon.protocol.run.endings import ending_in_words
+from ftmon.protocol.run.end import ending_in_words
 
 GIB = 2**30
 MIB = 2**20

@@ -6,8 +6,8 @@ import socket
 import sysconfig
 
 import pytest
-from ftmon.protocol.analysis.deaths.tracebacks import AbortReader, address_in_use, last_exception
-from ftmon.trainer.host.port_holders import holder_of
+from ftmon.protocol.analysis.deaths.logs import AbortReader, address_in_use, last_exception
+from ftmon.trainer.host.sockets import holder_of
 
 IN_USE = (
     "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "

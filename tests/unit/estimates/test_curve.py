@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.estimates.curve import Piece, pieces, sample_curve
-from ftmon.protocol.analysis.text.curve import describe_curve
+from ftmon.protocol.analysis.estimates.memory import Piece, pieces, sample_curve
+from ftmon.protocol.analysis.words import describe_curve
 
 MIB = 2**20
 MEASURED = [

@@ -4,19 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.estimates.beside_pytorch import beside_pytorch
-from ftmon.protocol.analysis.estimates.cost import epoch_cost
-from ftmon.protocol.analysis.estimates.host_and_disk import checkpoint_bytes, host_memory, pinned_bytes
-from ftmon.protocol.analysis.estimates.roofline import (
+from ftmon.protocol.analysis.estimates.memory import beside_pytorch, checkpoint_bytes, host_memory, pinned_bytes
+from ftmon.protocol.analysis.estimates.ranking import Option, rank
+from ftmon.protocol.analysis.estimates.time import (
     Communication,
     Efficiency,
     Operation,
     Work,
     collective_seconds,
+    epoch_cost,
     step_time,
 )
-from ftmon.protocol.analysis.estimates.what_if_ranking import Option, rank
-from ftmon.protocol.host.gpus import FIT_TABLE, GPUS, find_gpu
+from ftmon.protocol.host.machine import FIT_TABLE, GPUS, find_gpu
 
 MIB, GIB = 2**20, 2**30
 DATA = Path(__file__).parents[2] / "data"

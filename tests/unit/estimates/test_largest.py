@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from ftmon.protocol.analysis.estimates.largest import Largest, Need, largest_that_fit, round_numbers
+from ftmon.protocol.analysis.estimates.ranking import Largest, Need, largest_that_fit, round_numbers
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 """Measured peaks beside predicted ones, and by what they part."""
 
-from ftmon.protocol.analysis.estimates.live import Compared, compared, predicted
-from ftmon.protocol.analysis.text.prediction import comparison_sentences
-from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.analysis.estimates.time import Compared, compared, predicted
+from ftmon.protocol.analysis.words import comparison_sentences
+from ftmon.protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
 
 GIB = 2**30
 

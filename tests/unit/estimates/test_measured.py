@@ -1,9 +1,8 @@
 """CSV files of others' measurements."""
 
 import pytest
-from ftmon.protocol.analysis.estimates.curve import pieces
-from ftmon.protocol.analysis.estimates.measured import CsvMapping, bands, guess_mapping, points, read_csv
-from ftmon.protocol.analysis.text.curve import describe_curve
+from ftmon.protocol.analysis.estimates.memory import CsvMapping, bands, guess_mapping, pieces, points, read_csv
+from ftmon.protocol.analysis.words import describe_curve
 
 MIB = 2**20
 WIDE = """sequence_length,iteration,gpu 0 active (MiB),gpu 0 allocated (MiB),gpu 0 reserved (MiB),gpu 1 active (MiB),\

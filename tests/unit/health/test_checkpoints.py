@@ -1,7 +1,7 @@
 """Checkpoints that could not be written: one finding from the first failure to the next complete one."""
 
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.checkpoints import CheckpointFacts, Checkpoints
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import CheckpointFacts, Checkpoints
 from ftmon.protocol.messages.telemetry import Checkpoint, CheckpointFailed
 
 FULL = "No space left on device"

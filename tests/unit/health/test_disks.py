@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.disks import Disks
-from ftmon.protocol.messages.health import DiskSpace, Volume
-from ftmon.trainer.host.hardware import disks as looked
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import Disks
+from ftmon.protocol.messages.telemetry import DiskSpace, Volume
+from ftmon.trainer.host.hardware import host as looked
 
 MIB, GIB = 2**20, 2**30
 

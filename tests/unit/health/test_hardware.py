@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.gpus import Gpus, XidFacts
-from ftmon.protocol.messages.health import DeviceHealth, Xid
-from ftmon.protocol.messages.telemetry import DeviceSample
-from ftmon.trainer.host.hardware.xids import Xids, read_xid
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import Gpus, XidFacts
+from ftmon.protocol.messages.telemetry import DeviceHealth, DeviceSample, Xid
+from ftmon.trainer.host.hardware.gpus import Xids, read_xid
 
 
 def sample(t: float, *reasons: str, busy: float = 95.0, index: int = 0, **fields: Any) -> DeviceSample:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.analysis.health.compiles import CompileFacts, Recompilation
-from ftmon.protocol.messages.health import Compilation, Compiles, DataLoaderInfo
-from ftmon.trainer.probe.link import slow_facts
-from ftmon.trainer.probe.link.slow_facts import SlowFacts, loader_info
+from ftmon.protocol.analysis.health.speed import CompileFacts, Recompilation
+from ftmon.protocol.messages.telemetry import Compilation, Compiles, DataLoaderInfo
+from ftmon.trainer.probe.link import publisher
+from ftmon.trainer.probe.link.publisher import SlowFacts, loader_info
 
 
 def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "size mismatch") -> Compiles:
@@ -42,7 +42,7 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch)
 
     kept = [metric("forward", 100.0), metric("", 100.0)]
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(_compilation_metrics=kept))
-    monkeypatch.setattr(slow_facts, "wall_offset_ns", lambda: 150_000_000_000)
+    monkeypatch.setattr(publisher, "wall_offset_ns", lambda: 150_000_000_000)
     introduction: Any = SimpleNamespace(facts={})
     tracker: Any = SimpleNamespace(step=7)
     facts = SlowFacts(3, introduction, tracker, lambda: None)

@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.data_wait import LEFT_OUT, SHARE, WINDOW, may_be_bound, workers_needed
-from ftmon.protocol.analysis.health.joined import Join
-from ftmon.protocol.analysis.health.levels import BLOCK, Levels
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.loss import BLOCK, Join, Levels
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
-from ftmon.protocol.messages.health import DataLoaderInfo
-from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, Span, Step, Update
+from ftmon.protocol.analysis.health.speed import LEFT_OUT, SHARE, WINDOW, may_be_bound, workers_needed
+from ftmon.protocol.messages.telemetry import (
+    DataLoaderInfo,
+    DeviceInfo,
+    DeviceSample,
+    Hello,
+    PhaseRecord,
+    Span,
+    Step,
+    Update,
+)
 
 ZERO = Span(0, 0, 0)
 

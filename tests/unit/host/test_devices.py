@@ -7,13 +7,12 @@ import psutil
 import pynvml
 import pytest
 from eventually import eventually
-from ftmon.protocol.host.host_memory import available_memory, cpu_model, group_memory, memory_group, memory_limit
-from ftmon.protocol.messages.health import DeviceHealth
-from ftmon.protocol.messages.telemetry import DeviceSample
-from ftmon.trainer.host.hardware import devices
-from ftmon.trainer.host.hardware.devices import DeviceSampler
-from ftmon.trainer.host.hardware.load import HostLoad
-from ftmon.trainer.host.hardware.nvml import reasons_in_words
+from ftmon.protocol.host.machine import available_memory, cpu_model, group_memory, memory_group, memory_limit
+from ftmon.protocol.messages.telemetry import DeviceHealth, DeviceSample
+from ftmon.trainer.host.hardware import watch
+from ftmon.trainer.host.hardware.gpus import reasons_in_words
+from ftmon.trainer.host.hardware.host import HostLoad
+from ftmon.trainer.host.hardware.watch import DeviceSampler
 
 GIB = 2**30
 
@@ -161,8 +160,8 @@ def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypat
         def close(self) -> None:
             looks.append("closed")
 
-    monkeypatch.setattr(devices, "Nvml", Failing)
-    monkeypatch.setattr(devices, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "Nvml", Failing)
+    monkeypatch.setattr(watch, "RETRY_SECONDS", 0.1)
     sampler = DeviceSampler("here", dict, 0.02)
     sampler.start()
     try:

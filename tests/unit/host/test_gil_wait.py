@@ -1,7 +1,7 @@
 """When other threads of a process cannot run Python, judged from what is seen of them at several moments."""
 
 import pytest
-from ftmon.trainer.host.inspection.gil_wait import Sample, is_held_by_native_code
+from ftmon.trainer.host.inspection.inspect import Sample, is_held_by_native_code
 
 WAITS = (100, 110, 120)
 """Wakeups of a thread that waits for the GIL, at each sample."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.hosts import KernelKill
-from ftmon.trainer.host.hardware.kernel_log import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
+from ftmon.trainer.host.hardware.host import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
 
 PID = 7894
 RECORDS = (

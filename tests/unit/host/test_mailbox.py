@@ -3,7 +3,7 @@
 import select
 
 import pytest
-from ftmon.trainer.host.mailbox import Mailbox
+from ftmon.trainer.host.loop import Mailbox
 
 
 def test_a_call_that_fails_leaves_those_behind_it_waiting_and_the_main_loop_awake() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from ftmon.protocol.messages.telemetry import SelfDump
-from ftmon.trainer.host.inspection import stack_dump
-from ftmon.trainer.host.inspection.stack_dump import DumpTarget
+from ftmon.trainer.host.inspection import inspect
+from ftmon.trainer.host.inspection.inspect import DumpTarget
 
 
 def test_a_handler_that_pauses_between_two_lines_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,9 @@ def test_a_handler_that_pauses_between_two_lines_has_not_ended(tmp_path: Path, m
         with path.open("a") as file:
             file.write(next(writes, ""))
 
-    monkeypatch.setattr(stack_dump, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
-    monkeypatch.setattr(stack_dump, "may_signal", lambda _: True)
-    monkeypatch.setattr(stack_dump, "_tgkill", lambda *_: True)
+    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    monkeypatch.setattr(inspect, "may_signal", lambda _: True)
+    monkeypatch.setattr(inspect, "_tgkill", lambda *_: True)
     pid = os.getpid()
     target = DumpTarget(3, pid, 1, SelfDump(10, pid, 5, str(path), "0x1", pid))
-    assert stack_dump.by_signal([target]) == {3: "Thread 1\n  File a.py\n"}
+    assert inspect.by_signal([target]) == {3: "Thread 1\n  File a.py\n"}

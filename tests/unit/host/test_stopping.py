@@ -4,8 +4,8 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from ftmon.trainer.launch import stopping
-from ftmon.trainer.launch.stopping import Requests
+from ftmon.trainer.launch import launcher
+from ftmon.trainer.launch.launcher import Requests
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -26,6 +26,6 @@ def test_requests_to_end_count_once(drains, forwarded, monkeypatch: pytest.Monke
     requests = Requests()
     for notes, expected in zip(drains, forwarded, strict=True):
         for number, at in notes:
-            monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda at=at: at))
+            monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda at=at: at))
             requests.note(number)
         assert requests.drain() == expected

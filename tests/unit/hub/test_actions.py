@@ -9,14 +9,13 @@ import zmq
 from eventually import eventually
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
-from ftmon.protocol.messages.control import Accepted, Command, Result
+from ftmon.protocol.messages.control import Accepted, Command, Result, Stop
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
-from ftmon.protocol.messages.verbs import Stop
 from ftmon.protocol.run.rundir import RunFile
-from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.control.actions import Actions
-from ftmon.trainer.hub.ranks import rank_link
-from ftmon.trainer.hub.ranks.rank_link import RankLink, identity_of
+from ftmon.trainer.hub import ranks
+from ftmon.trainer.hub.analyses import Analysis
+from ftmon.trainer.hub.commands import Actions
+from ftmon.trainer.hub.ranks import RankLink, identity_of
 
 GIB = 2**30
 DEVICE = DeviceInfo("cuda", 0, "H200", 140 * GIB)
@@ -121,7 +120,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         link.receive(router)
         assert list(answers[0]) == [0]
         rank.close(linger=0)
-        monkeypatch.setattr(rank_link, "_CONNECTING_SECONDS", 0.0)
+        monkeypatch.setattr(ranks, "_CONNECTING_SECONDS", 0.0)
         eventually(
             lambda: len(answers) > 1,
             "the answer for one that is gone",

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings.detector import Detector, Handler
+from ftmon.protocol.analysis.findings.finding import Detector, Handler
 from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.run.rundir import RunFile
-from ftmon.trainer.hub.analyses.analysis import Analysis
+from ftmon.trainer.hub.analyses import Analysis
 from streams import Stream
 
 OF_THE_HUB = (Alert, RankState, RunState, HubStats)

@@ -10,7 +10,7 @@ from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Command, Result
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.hub.control.commands import Commands
+from ftmon.trainer.hub.commands import Commands
 
 
 class Rig:

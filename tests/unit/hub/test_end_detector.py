@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.hub_facts import NoStepFacts, UnhookedFacts
 from ftmon.protocol.messages.telemetry import DeviceInfo, Failure, Heartbeat, Hello
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
-from ftmon.trainer.hub.end.end_detector import EndDetector
+from ftmon.trainer.hub.end import EndDetector
 
 
 def detector(folder: Path, step: int) -> EndDetector:

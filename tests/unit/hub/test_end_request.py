@@ -1,6 +1,6 @@
 """A job that ended on request has not failed."""
 
-from ftmon.protocol.run.end_request import read_end_request, write_end_request
+from ftmon.protocol.run.end import read_end_request, write_end_request
 
 
 def test_a_request_for_the_whole_run_explains_any_end(run):

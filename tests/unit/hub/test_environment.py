@@ -3,8 +3,9 @@
 import pwd
 from pathlib import Path
 
-from ftmon.protocol.run.environment import monitor_environment
-from ftmon.trainer.launch.environment import INJECT_DIR, flight_recorder, job_environment
+from ftmon.protocol.run.rundir import monitor_environment
+from ftmon.trainer.host.processes import INJECT_DIR
+from ftmon.trainer.launch.environment import flight_recorder, job_environment
 
 MARKS = ("FTMON_RUN", "FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE")
 

@@ -4,8 +4,8 @@ import threading
 from typing import Any
 
 import pytest
-from ftmon.trainer.host import flow
-from ftmon.trainer.host.flow import Reply
+from ftmon.trainer.host import loop
+from ftmon.trainer.host.loop import Reply
 
 
 def test_a_flow_goes_on_in_the_call_that_brings_what_it_waits_for() -> None:
@@ -20,7 +20,7 @@ def test_a_flow_goes_on_in_the_call_that_brings_what_it_waits_for() -> None:
         seen.append("asked")
         seen.append(await inner())
 
-    flow.start(outer())
+    loop.start(outer())
     assert seen == ["asked"]
     second.arrive("two")  # replies may come in any order
     assert seen == ["asked"]
@@ -36,7 +36,7 @@ def test_what_has_arrived_is_not_waited_for() -> None:
     async def wait() -> None:
         seen.append(await reply)
 
-    flow.start(wait())
+    loop.start(wait())
     reply.then(seen.append)
     assert seen == [3, 3]
 
@@ -47,7 +47,7 @@ def test_a_failure_is_raised_where_the_reply_is_brought() -> None:
     async def fail() -> None:
         raise ValueError(f"not {await reply}")
 
-    flow.start(fail())
+    loop.start(fail())
     with pytest.raises(ValueError, match="not 3"):
         reply.arrive(3)
 
@@ -62,7 +62,7 @@ def test_work_in_a_thread_arrives_in_the_main_loop_also_where_it_failed() -> Non
 
     seen: list[tuple[int, int]] = []
     for work in (lambda: 1, lambda: 1 // 0):
-        flow.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
+        loop.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
         assert ready.acquire(timeout=200)
         posted.pop()()
     assert seen == [(1, threading.get_ident()), (-1, threading.get_ident())]

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import Verdict
+from ftmon.protocol.analysis.stalls.judge import Verdict
 from ftmon.protocol.messages.control import Alert, Command, RankState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Goodbye, Hello, Stacks
-from ftmon.protocol.run.end_request import read_end_request
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.end import read_end_request
+from ftmon.protocol.run.rundir import RunDir, RunOptions
 from ftmon.trainer.host.end.kill import Outcome
-from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.control.hang_policy import STOP_SECONDS, SURE_SECONDS, HangPolicy
+from ftmon.trainer.hub.analyses import Analysis
+from ftmon.trainer.hub.hang_policy import STOP_SECONDS, SURE_SECONDS, HangPolicy
 
 VIEWS = {rank: RankView(rank, 12, "backward", 9.0, 8.0) for rank in (1, 0)}
 HANG = Verdict("missing", (0,), (1,), True, 9.0, Collective("all_reduce", 5), VIEWS)

@@ -15,7 +15,7 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Answer, Query
 from ftmon.protocol.messages.telemetry import LogLine
 from ftmon.protocol.messages.wire import Frame
-from ftmon.trainer.hub.telemetry.history import MOST, HistoryServer
+from ftmon.trainer.hub.history import MOST, HistoryServer
 from streams import write
 
 Ask = Callable[..., Answer]

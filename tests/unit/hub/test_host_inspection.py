@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ftmon.trainer.host import flow
-from ftmon.trainer.host.inspection.rank_inspection import Inspection
-from ftmon.trainer.hub.ranks.host_inspection import HostInspection
+from ftmon.trainer.host import loop
+from ftmon.trainer.host.inspection.inspect import Inspection
+from ftmon.trainer.hub.inspection import HostInspection
 
 
 def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.Mo
     async def look() -> None:
         found.append(await inspection.inspect({0}))
 
-    flow.start(look())
+    loop.start(look())
     assert found == []
     (call,) = posted
     call()

@@ -6,7 +6,7 @@ import zmq
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Goodbye, Heartbeat
-from ftmon.trainer.hub.telemetry.intake import Intake
+from ftmon.trainer.hub.telemetry import Intake
 
 BEAT = Heartbeat(rank=0, step=1, phase="data", phase_started=1.0, progress=1, time=1.0)
 BEAT_1, BEAT_2 = (msgspec.structs.replace(BEAT, rank=rank) for rank in (1, 2))
@@ -145,8 +145,8 @@ def test_a_number_that_cannot_be_is_refused(line, field, value):
 
 
 def test_names_without_end_are_not_kept(line, monkeypatch):
-    monkeypatch.setattr("ftmon.trainer.hub.telemetry.intake.MAX_SENDERS", 6)
-    monkeypatch.setattr("ftmon.trainer.hub.telemetry.intake.MAX_OTHERS", 3)
+    monkeypatch.setattr("ftmon.trainer.hub.telemetry.MAX_SENDERS", 6)
+    monkeypatch.setattr("ftmon.trainer.hub.telemetry.MAX_OTHERS", 3)
     for number in range(10):
         line.send(1, src=f"stranger {number}")
     for number in range(10):

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 from ftmon.protocol.messages.control import RankState
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Closing, DeviceInfo, Failure, Goodbye, Hello, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Message
-from ftmon.trainer.hub.jobs.job_table import LATE_S, REFRESH_S, JobTable
-from ftmon.trainer.hub.ranks.rank_link import identity_of
+from ftmon.trainer.hub.jobs import LATE_S, REFRESH_S, JobTable
+from ftmon.trainer.hub.ranks import identity_of
 from msgspec import structs
 
 MIB = 2**20

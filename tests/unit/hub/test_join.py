@@ -6,21 +6,18 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import RunDirError, UsageError
-from ftmon.protocol.link.join import JOIN_ENV, read_join
-from ftmon.protocol.run import run_store
-from ftmon.protocol.run.environment import monitor_environment
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.host.listen import parse_listen
-from ftmon.trainer.launch.environment import job_environment, joined_environment
-from ftmon.trainer.launch.join import free_listen, prepare
-from ftmon.trainer.probe.link.options import read_options
+from ftmon.protocol.link.join import read_join
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import JOIN_ENV, RunDir, RunOptions, monitor_environment
+from ftmon.trainer.host.sockets import parse_listen
+from ftmon.trainer.launch.environment import free_listen, job_environment, joined_environment, prepare
+from ftmon.trainer.probe.link.output import read_options
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return run_store.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
+    return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
 def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run: RunDir) -> None:

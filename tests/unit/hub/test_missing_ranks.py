@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
 from ftmon.protocol.run.rundir import RunFile
-from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.detect.missing_ranks import PATIENCE_SECONDS, MissingRanks
-from ftmon.trainer.hub.ranks.rank_hosts import RankHosts
+from ftmon.trainer.hub.analyses import Analysis
+from ftmon.trainer.hub.detect import PATIENCE_SECONDS, MissingRanks
+from ftmon.trainer.hub.ranks import RankHosts
 
 
 def hello(rank: int, world: int) -> Hello:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run.run_options import MultiHost
-from ftmon.trainer.launch.multihost import find_hosts
+from ftmon.protocol.run.rundir import MultiHost
+from ftmon.trainer.launch.environment import find_hosts
 
 TWO = "worker-0 slots=4\nworker-1 slots=4  # the new one\n\n# worker-2 slots=4\n"
 

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from ftmon.trainer.host.failures import Failures
+from ftmon.trainer.host.loop import Failures
 from ftmon.trainer.hub.poll_loop import TICK_SECONDS, PollLoop
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.messages.memory import Prediction
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir, RunFile
-from ftmon.trainer.hub.analyses.prediction import PredictionProcess
+from ftmon.protocol.run.rundir import RunDir, RunFile, RunOptions
+from ftmon.trainer.hub.analyses import PredictionProcess
 from ftmon.trainer.predict.live import cache_file, lengths
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact
+from ftmon.protocol.analysis.stalls.tracker import ProcessFact
 from ftmon.protocol.errors import RunDirError
-from ftmon.protocol.run.end_request import LAUNCHER, write_end_request
+from ftmon.protocol.run.end import LAUNCHER, write_end_request
 from ftmon.protocol.run.rundir import LeftoversFile, RunDir
 from ftmon.trainer.host.supervisor import Supervisor
-from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.detect.process_facts import ProcessFacts
+from ftmon.trainer.hub.analyses import Analysis
+from ftmon.trainer.hub.detect import ProcessFacts
 
 
 def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(

@@ -8,10 +8,9 @@ import zmq
 from eventually import eventually
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
-from ftmon.protocol.messages.control import Command, Result
-from ftmon.protocol.messages.verbs import Kill
-from ftmon.trainer.hub.ranks import rank_link
-from ftmon.trainer.hub.ranks.rank_link import Answers, RankLink
+from ftmon.protocol.messages.control import Command, Kill, Result
+from ftmon.trainer.hub import ranks
+from ftmon.trainer.hub.ranks import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
 
@@ -58,7 +57,7 @@ def test_who_has_left_is_not_waited_for(context: "zmq.Context[Any]", tmp_path: P
 def test_an_agent_that_owes_an_answer_is_asked_again_and_another_in_its_place(
     context: "zmq.Context[Any]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_link, "_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "_AGAIN_SECONDS", 0.1)
     hub = sockets.hub_socket(context, "ranks")
     hub.bind(f"ipc://{tmp_path}/r")
     link = RankLink([hub])

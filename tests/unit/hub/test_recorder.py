@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.messages.telemetry import DeviceSample, LogLine, Step
-from ftmon.protocol.recording import batch as batches
+from ftmon.protocol.recording import writer as batches
 from ftmon.protocol.recording import writer as writers
-from ftmon.protocol.recording.batch import Batch
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.writer import Writer
-from ftmon.trainer.hub.telemetry import recorder as module
-from ftmon.trainer.hub.telemetry.recorder import Recorder
+from ftmon.protocol.recording.writer import Batch, Writer
+from ftmon.trainer.hub import telemetry as module
+from ftmon.trainer.hub.telemetry import Recorder
 from streams import RUN, Stream
 
 FRAMES = list(Stream(ranks=2, steps=60).frames())

@@ -2,8 +2,8 @@
 
 import pytest
 from ftmon.protocol.run.rundir import ExitFile
-from ftmon.trainer.hub.end.run_end import AGENTS_END_SECONDS, LINGER_SECONDS, SETTLE_SECONDS, RunEnd
-from ftmon.trainer.hub.ranks.agents import BACK_SECONDS
+from ftmon.trainer.hub.agents import BACK_SECONDS
+from ftmon.trainer.hub.end import AGENTS_END_SECONDS, LINGER_SECONDS, SETTLE_SECONDS, RunEnd
 
 
 class Run:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.deaths.slurm import cancelled
-from ftmon.trainer.launch.slurm_notice import cancelled_in
+from ftmon.protocol.analysis.deaths.logs import cancelled
+from ftmon.trainer.launch.launcher import cancelled_in
 
 ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
 CANCELLED = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00{why} ***"

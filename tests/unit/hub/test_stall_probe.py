@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.activity import Activity
-from ftmon.protocol.analysis.stalls.evidence import ASLEEP_S
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import Verdict, by_rank
+from ftmon.protocol.analysis.stalls.collectives import RankView
+from ftmon.protocol.analysis.stalls.evidence import ASLEEP_S, Activity
+from ftmon.protocol.analysis.stalls.judge import Verdict, by_rank
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.host.inspection.rank_inspection import Inspection
+from ftmon.trainer.host.inspection.inspect import Inspection
 from stall_bench import STACKS, Bench
 
 RECORDED = {"source": "recorder", "recent": [["0", 9, "all_reduce", 64, False]], "counted": {"0": 9}, "ranks": {}}
@@ -77,7 +76,7 @@ def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench: 
 def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.py_spy", lambda: "")
+    monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.py_spy", lambda: "")
     views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
     for stacks in ({}, {0: STACKS}, {0: STACKS}):
@@ -204,7 +203,7 @@ def test_a_thread_that_spins_with_an_unfinished_collective_stands(
 def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.py_spy", lambda: "")
+    monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.py_spy", lambda: "")
     later = STACKS.replace("line 7", "line 99")
     for stacks, each in (({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50))):
         bench.inspected = Inspection(stacks, {}, {0: each})

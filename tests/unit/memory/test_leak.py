@@ -5,16 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.finding_alerts import FindingAlerts
-from ftmon.protocol.analysis.findings.alert_store import AlertStore
-from ftmon.protocol.analysis.findings.requests import DiagnosticRequests
+from ftmon.protocol.analysis.findings.alerts import AlertStore, DiagnosticRequests
+from ftmon.protocol.analysis.kinds import FindingAlerts
 from ftmon.protocol.analysis.memory import leak
-from ftmon.protocol.analysis.memory.leak import LeakDetector
-from ftmon.protocol.analysis.memory.trend import LIKELY, SURE, climbs, mann_kendall, theil_sen
-from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.memory import Cause, StackGroup
-from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
-from ftmon.protocol.messages.verbs import Arm
+from ftmon.protocol.analysis.memory.leak import LIKELY, SURE, LeakDetector, climbs, mann_kendall, theil_sen
+from ftmon.protocol.messages.control import Alert, Arm
+from ftmon.protocol.messages.memory import Cause
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, StackGroup, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,10 +1,10 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.findings.requests import DiagnosticRequests, next_step
-from ftmon.protocol.messages.memory import Cause, StackGroup
-from ftmon.protocol.messages.telemetry import PhaseRecord
-from ftmon.protocol.messages.verbs import Arm
+from ftmon.protocol.analysis.findings.alerts import DiagnosticRequests, next_step
+from ftmon.protocol.messages.control import Arm
+from ftmon.protocol.messages.memory import Cause
+from ftmon.protocol.messages.telemetry import PhaseRecord, StackGroup
 
 MIB = 2**20
 GIB = 2**30

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.memory import spike
-from ftmon.protocol.analysis.memory.baseline import usual_of
+from ftmon.protocol.analysis.memory.spike import usual_of
 from ftmon.protocol.messages.memory import Composition
 from ftmon.protocol.messages.telemetry import AllocatorEvents, AllocatorPhase, PhaseRecord, Span
 from hypothesis import given, settings

@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.memory.causes import Entry, Span, blocks_at_peak, grouped
-from ftmon.protocol.analysis.memory.stack_patterns import name_cause, parse_frame, pattern_of, place_of
+from ftmon.protocol.analysis.memory.causes import (
+    Entry,
+    Span,
+    blocks_at_peak,
+    grouped,
+    name_cause,
+    parse_frame,
+    pattern_of,
+    place_of,
+)
 from ftmon.protocol.analysis.remedies import remedy_of
-from ftmon.protocol.messages.memory import Cause, StackGroup
-from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
+from ftmon.protocol.messages.memory import Cause
+from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, StackGroup
 
 MIB = 2**20
 GIB = 2**30

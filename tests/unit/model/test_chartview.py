@@ -1,8 +1,7 @@
 """The window and the cursor of a chart over a course, without a terminal."""
 
 import pytest
-from ftmon.tui.model.chartview import FIGURES, SMOOTHINGS, ChartView, column_of, value_range
-from ftmon.tui.model.training import HistoryPoint
+from ftmon.tui.model.training import FIGURES, SMOOTHINGS, ChartView, HistoryPoint, column_of, value_range
 
 BEGUN = 1000.0
 

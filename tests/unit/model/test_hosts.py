@@ -3,8 +3,7 @@
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Heartbeat, Hello
 from ftmon.protocol.messages.wire import Frame
-from ftmon.tui.model.run import RunModel
-from ftmon.tui.model.status import status
+from ftmon.tui.model.run import RunModel, status
 
 T = 1_780_000_000.0
 

@@ -3,7 +3,7 @@
 import pytest
 from ftmon.protocol.messages.telemetry import Closing, PhaseRecord, Span, Step, Update
 from ftmon.protocol.messages.wire import Frame
-from ftmon.tui.cli.foreground.narrate import loss_words
+from ftmon.tui.cli.narrate import loss_words
 from ftmon.tui.model.run import RunModel
 
 SPAN = Span(10, 10, 10)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
-from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks, bucket_of
-from ftmon.tui.model.peak_phase import PeakRanking, rank_phases, ranking_sentences
+from ftmon.protocol.recording.results import PeakMark, PhasePeaks, bucket_of
+from ftmon.tui.model.peaks import PeakRanking, rank_phases, ranking_sentences
 from peaks import MEASURED, MIB
 
 GIB = 2**30

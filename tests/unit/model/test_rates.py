@@ -6,7 +6,7 @@ import pytest
 from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.tui.cli.foreground.narrate import Narrator
+from ftmon.tui.cli.narrate import Narrator
 from ftmon.tui.model.run import RunModel
 
 STARTED = 1_780_000_000.0

@@ -7,11 +7,10 @@ from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.alerts import CAPACITY, AlertHistory
-from ftmon.tui.model.progress import early_stop_words
-from ftmon.tui.model.status import status
+from ftmon.tui.model.run import early_stop_words, status
 from ftmon.tui.model.timeline import EMPTY
 from ftmon.tui.source.base import Connection
-from ftmon.tui.widgets.state.view_models import summary_of
+from ftmon.tui.widgets.state import summary_of
 from streams import GIB, STARTED, Stream
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)

@@ -8,7 +8,7 @@ from ftmon.protocol.host.process import ProcessId, this_process
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Evaluation, Hello, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir
 from ftmon.tui.model.runs import RunList, script_words
 from streams import Stream, write
@@ -20,7 +20,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, launcher: ProcessId | None = None) -> RunDir:
-    run = run_store.create(name, ["train.py", "--lr", "1"], "run")
+    run = rundir.create(name, ["train.py", "--lr", "1"], "run")
     if launcher is not None:
         run.write_run(msgspec.structs.replace(run.read_run(), launcher=launcher))
     return run
@@ -100,7 +100,7 @@ def test_a_script_is_shown_with_its_own_arguments_and_not_its_launchers(command:
 
 def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_of_its_launcher() -> None:
     recipe = Recipe("train.yaml", ["zero.stage=3"], "Qwen/Qwen2.5-0.5B", ["/data/chats.jsonl"])
-    run = run_store.create("tuned", ["python", "-m", "deepspeed.launcher.launch"], "train", recipe=recipe)
+    run = rundir.create("tuned", ["python", "-m", "deepspeed.launcher.launch"], "train", recipe=recipe)
     frames = list(Stream(ranks=2, steps=4).frames())
     results = [Evaluation(0, step, 1.0, "chats", loss, None) for step, loss in ((2, 3.25), (4, 3.0))]
     write(
@@ -116,7 +116,7 @@ def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_o
 
 
 def test_another_script_has_the_model_that_its_ranks_reported() -> None:
-    run = run_store.create("other", ["torchrun", "train.py", "--lr", "1"], "run")
+    run = rundir.create("other", ["torchrun", "train.py", "--lr", "1"], "run")
     frames = list(Stream(ranks=1, steps=2).frames())
     model = next(frame.message.model for frame in frames if isinstance(frame.message, Hello))
     write(run.recording, frames)

@@ -1,5 +1,5 @@
 import pytest
-from ftmon.tui.model.series import CAPACITY, StepSeries
+from ftmon.tui.model.rank import CAPACITY, StepSeries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

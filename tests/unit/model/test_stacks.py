@@ -2,8 +2,8 @@
 
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.telemetry import Stacks
-from ftmon.tui.cli.investigate.stacks import as_json, as_lines
-from ftmon.tui.model.stacks import rows
+from ftmon.tui.cli.oom import as_json, as_lines
+from ftmon.tui.model.rank import rows
 from scenes import STACKS, WAITS
 
 

@@ -1,7 +1,7 @@
 import json
 
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.status import status
+from ftmon.tui.model.run import status
 from streams import Stream
 
 

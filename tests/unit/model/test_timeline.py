@@ -1,5 +1,4 @@
-from ftmon.tui.model.max_pyramid import KEEP, Level
-from ftmon.tui.model.timeline import EMPTY, Mark, Timeline
+from ftmon.tui.model.timeline import EMPTY, KEEP, Level, Mark, Timeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from ftmon.protocol.messages.telemetry import Activity, Checkpoint, Evaluation, 
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.results import TrainingPoint
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.progress import activity_words, epoch_words
+from ftmon.tui.model.run import activity_words, epoch_words
 from ftmon.tui.model.training import CAPACITY, Training, TrainingHistory, smoothed, times_left
 from streams import STARTED, Stream
 

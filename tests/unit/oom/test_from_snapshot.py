@@ -1,9 +1,9 @@
 """The report of a real snapshot from an H200 that ran out of memory at its loss."""
 
 from caching_allocator import MIB, CachingAllocator
-from ftmon.protocol.analysis.allocator.snapshot.analysis import find_oom
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.oom_report.from_snapshot import report_of
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_views import find_oom
+from ftmon.protocol.analysis.oom_report import report_of
 from ftmon.protocol.snapshot.columns import compact
 from snapshot_files import DATA, read_snapshot
 

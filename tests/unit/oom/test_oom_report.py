@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.messages.telemetry import DeviceSample, Oom, ProcessMemory
 
 GIB = 2**30

@@ -5,9 +5,9 @@ from typing import get_args
 import msgspec
 import pytest
 from failed_allocations import GIB, HELLO, MIB, OOMS, PROCESSES, of
-from ftmon.protocol.analysis.oom.verdict import ALONE, OomContext, judge, logits_bytes, steady_growth
+from ftmon.protocol.analysis.oom.detector import ALONE, OomContext, judge, logits_bytes, steady_growth
 from ftmon.protocol.analysis.remedies import remedies
-from ftmon.protocol.messages.oom import OomKind, OomVerdict, Remedy
+from ftmon.protocol.messages.memory import OomKind, OomVerdict, Remedy
 from ftmon.protocol.messages.telemetry import Oom, ProcessMemory
 from hypothesis import given
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict.configured import read
+from ftmon.trainer.predict.recipe import read
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.estimates.largest import Need
+from ftmon.protocol.analysis.estimates.ranking import Need
 
 pytest.importorskip("torch")
 
-from ftmon.trainer.predict import configured, data_risk
+from ftmon.trainer.predict import recipe, what_if
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data.collate import Collate
-from ftmon.trainer.recipe.data.order import Order
+from ftmon.trainer.recipe.data.batches import Collate, Order
 
 RANKS = 2
 
@@ -32,7 +31,7 @@ data: {{path: {tmp_path / "data.jsonl"}}}
 training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1}}
 """
     )
-    return configured.read(str(tmp_path / "train.yaml"), [], RANKS, [])
+    return recipe.read(str(tmp_path / "train.yaml"), [], RANKS, [])
 
 
 def needs(limit: int) -> Callable[[list[int]], list[Need]]:
@@ -41,19 +40,19 @@ def needs(limit: int) -> Callable[[list[int]], list[Need]]:
 
 
 def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Config) -> None:
-    records, examples = data_risk.read(config)
+    records, examples = what_if.read(config)
     collate = Collate(0, config.training.sequence_length)
     longest: dict[int, int] = {}
     for rank in range(RANKS):
         order = iter(Order(examples, config, rank, RANKS))
-        for step in range(1, data_risk.steps_an_epoch(config, examples) + 1):
+        for step in range(1, what_if.steps_an_epoch(config, examples) + 1):
             for _ in range(config.training.grad_accumulation):
                 width = collate([examples.rows[row] for row in next(order)])["input_ids"].shape[1]
                 longest[step] = max(longest.get(step, 0), width)
     assert len(set(longest.values())) > 3
     limit = sorted(set(longest.values()))[-3]
 
-    risk = data_risk.find(config, records, examples, limit, needs(limit))
+    risk = what_if.find(config, records, examples, limit, needs(limit))
     failing = [step for step, length in longest.items() if length > limit]
     assert (risk.steps, risk.largest_length, risk.failing_steps) == (len(longest), limit, len(failing))
     assert [step.step for step in risk.failing] == failing[:3]
@@ -63,5 +62,5 @@ def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Conf
     assert max(int(examples.tokens[row]) for row in first.rows) > first.length - 8
     assert all("data.jsonl:" in place for place in first.places)
 
-    fitting = data_risk.find(config, records, examples, 1 << 20, needs(1 << 20))
+    fitting = what_if.find(config, records, examples, 1 << 20, needs(1 << 20))
     assert (fitting.failing_steps, fitting.failing, fitting.largest_length) == (0, [], max(longest.values()))

@@ -1,6 +1,6 @@
 """The documents of packed rows, beside pairs that are counted one by one."""
 
-from ftmon.trainer.predict.documents import of_rows
+from ftmon.trainer.predict.recipe import of_rows
 
 ROWS = [[5, 3], [8], [2, 2, 2], [1, 6, 1]]
 

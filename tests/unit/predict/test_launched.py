@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.predict.launched import Launched
-from ftmon.trainer.predict.launchers import parse
+from ftmon.trainer.predict.commands import Launched, launchers_parse
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +33,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_command_is_taken_apart(command: str, ranks: int | None, arguments: list[str]) -> None:
-    assert parse(command.split()) == Launched("train.py", False, arguments, ranks)
+    assert launchers_parse(command.split()) == Launched("train.py", False, arguments, ranks)
 
 
 def test_a_module_is_taken_by_its_name() -> None:
-    assert parse(["torchrun", "--nproc_per_node", "2", "-m", "my.train", "--x"]) == Launched(
+    assert launchers_parse(["torchrun", "--nproc_per_node", "2", "-m", "my.train", "--x"]) == Launched(
         "my.train", True, ["--x"], 2
     )
-    assert parse(["python", "-m", "my.train", "--x"]) == Launched("my.train", True, ["--x"], 1)
+    assert launchers_parse(["python", "-m", "my.train", "--x"]) == Launched("my.train", True, ["--x"], 1)
 
 
 @pytest.mark.parametrize("start", ["accelerate launch", "accelerate-launch", "python -m accelerate.commands.launch"])
@@ -49,11 +48,13 @@ def test_accelerates_options_are_taken_as_it_takes_them(start: str, tmp_path: Pa
     ds = tmp_path / "ds.json"
     ds.write_text("{}")
     command = f"{start} --num_processes 4 --use_deepspeed --deepspeed_config_file {ds} train.py --lr 1"
-    found = parse(command.split())
+    found = launchers_parse(command.split())
     assert (found.script, found.is_module, found.arguments, found.ranks) == ("train.py", False, ["--lr", "1"], 4)
     assert found.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert found.environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(ds)
-    assert parse(f"{start} --multi_gpu --num_processes 2 -m my.train".split()) == Launched("my.train", True, [], 2)
+    assert launchers_parse(f"{start} --multi_gpu --num_processes 2 -m my.train".split()) == Launched(
+        "my.train", True, [], 2
+    )
 
 
 def test_accelerates_configuration_file_is_taken_and_nothing_is_started(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_accelerates_configuration_file_is_taken_and_nothing_is_started(tmp_path
         with contextlib.suppress(OSError):
             other.bind(("127.0.0.1", 29500))  # accelerate's own, which it refuses while somebody listens there
         other.listen()
-        found = parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
+        found = launchers_parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
     assert found.ranks == 8
     told = {"MIXED_PRECISION": "bf16", "DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
     assert found.environment.items() >= {f"ACCELERATE_{name}": value for name, value in told.items()}.items()
@@ -87,7 +88,7 @@ def test_a_configuration_file_that_accelerate_cannot_use_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "a.yaml").write_text(content)
     with pytest.raises(UsageError) as refusal:
-        parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
+        launchers_parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
     assert str(refusal.value).startswith("accelerate launch: ")
     assert text in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -110,11 +111,11 @@ def test_a_configuration_file_that_accelerate_cannot_use_is_refused_in_one_line(
 )
 def test_what_is_no_such_command_is_refused_with_the_flags_to_use(command: str, text: str) -> None:
     with pytest.raises(UsageError, match=text) as refusal:
-        parse(command.split())
+        launchers_parse(command.split())
     assert "use --model and --deepspeed instead" in str(refusal.value)
 
 
 @pytest.mark.parametrize("option", ["--nproc-per-node 0", "--nproc_per_node=0", "--nproc-per-node 2 --nnodes 0"])
 def test_a_command_that_starts_no_rank_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match="torchrun starts no rank"):
-        parse(f"torchrun {option} train.py".split())
+        launchers_parse(f"torchrun {option} train.py".split())

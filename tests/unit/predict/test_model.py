@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict import model, script
+from ftmon.trainer.predict import result, script
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -43,7 +43,7 @@ def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(
     file = tmp_path / "config.json"
     file.write_text(fields if isinstance(fields, str) else json.dumps(fields))
     with pytest.raises(ConfigError) as refusal:
-        model.read_config(str(tmp_path if is_folder else file))
+        result.read_config(str(tmp_path if is_folder else file))
     assert str(refusal.value).startswith(f"{file}: {reason}")
     assert len(str(refusal.value).splitlines()) == 1
 
@@ -52,15 +52,15 @@ def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(
 def test_a_causal_language_model_is_read(tmp_path: Path, is_folder: bool) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
-    assert model.read_config(str(tmp_path if is_folder else file)).hidden_size == 64
+    assert result.read_config(str(tmp_path if is_folder else file)).hidden_size == 64
 
 
 def test_a_model_that_cannot_be_made_is_refused_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**LLAMA, "hidden_size": 0}))
-    config = model.read_config(str(tmp_path))
+    config = result.read_config(str(tmp_path))
     with pytest.raises(ConfigError) as refusal:
-        model.make(config, torch.float32, False, None, "sdpa")
+        result.make(config, torch.float32, False, None, "sdpa")
     assert str(refusal.value) == f"{file}: 0.0 cannot be raised to a negative power"
 
 

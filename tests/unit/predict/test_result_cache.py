@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.predict.result_cache import MISSING, ResultCache
+from ftmon.trainer.predict.record import MISSING, ResultCache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,10 +2,10 @@
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.estimates.curve import Piece
-from ftmon.protocol.analysis.estimates.largest import Largest
+from ftmon.protocol.analysis.estimates.memory import Piece
+from ftmon.protocol.analysis.estimates.ranking import Largest
+from ftmon.trainer.predict.answer import render
 from ftmon.trainer.predict.result import Holds, Phase, Point, Prediction, Rank, WhatIf
-from ftmon.trainer.predict.show import render
 
 GIB = 1 << 30
 PHASES = {name: Phase(GIB, 2 * GIB) for name in ("init", "forward", "backward", "optimizer")}

@@ -1,7 +1,7 @@
 """The trace of a dry run, and what a capacity does to it."""
 
 from ftmon.protocol.analysis.allocator.settings import Settings
-from ftmon.trainer.predict.trace import Trace, failing_phase, needed_bytes
+from ftmon.trainer.predict.record import Trace, failing_phase, needed_bytes
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.predict.work import Counting
+from ftmon.trainer.predict.record import Counting
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytest.importorskip("torch.nn.attention.varlen")  # registers the operation

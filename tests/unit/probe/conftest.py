@@ -6,8 +6,7 @@ from ftmon.trainer.probe import active
 from ftmon.trainer.probe.events import TorchEvents
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases import tracker
-from ftmon.trainer.probe.phases.stop_request import StopRequest
-from ftmon.trainer.probe.phases.tracker import Counts
+from ftmon.trainer.probe.phases.tracker import Counts, StopRequest
 from ftmon.trainer.probe.probe import Probe
 from ftmon.trainer.probe.rank.context import RankContext
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.probe.hooks import accelerate
-from ftmon.trainer.probe.replace import replace
+from ftmon.trainer.probe.guard import replace
+from ftmon.trainer.probe.hooks import frameworks
 
 data_loader = pytest.importorskip("accelerate.data_loader")
 
@@ -33,9 +33,9 @@ def test_each_batch_is_returned_with_what_was_counted_of_it(monkeypatch: Any, co
     class Loader(data_loader.DataLoaderShard):
         pass
 
-    replace(Loader, "__iter__", accelerate._iterating)
+    replace(Loader, "__iter__", frameworks._iterating)
     loading = Loading()
-    monkeypatch.setattr(accelerate, "mine", lambda: loading)
+    monkeypatch.setattr(frameworks, "mine", lambda: loading)
 
     def collate(rows: list[int]) -> torch.Tensor:
         loading.fetched.append(rows[0])

@@ -5,7 +5,8 @@ import random
 from typing import Any
 
 import pytest
-from ftmon.trainer.probe.device import allocator_stats, stats_source
+from ftmon.trainer.probe.device import memory as allocator_stats
+from ftmon.trainer.probe.device import memory as stats_source
 from ftmon.trainer.probe.device.cuda import CudaMemory
 
 GROUPS = [

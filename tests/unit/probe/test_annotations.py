@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.trainer.probe.memory.annotations import PhaseMarks
-from ftmon.trainer.probe.phases.marks import Mark
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.phases.tracker import Mark
 
 
 def mark(phase: str, ns: int) -> Mark:

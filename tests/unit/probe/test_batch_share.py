@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ftmon.protocol.messages.throughput import ModelFlops
-from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.hooks.deepspeed import share_of_engine
-from ftmon.trainer.probe.link.step_message import step_message
-from ftmon.trainer.probe.phases.marks import Counts, Mark, Notes, StepRaw
-from ftmon.trainer.probe.rank.batch_share import COUNTED_ELSEWHERE, WHOLE, BatchShare, of_optimizer
+from ftmon.trainer.probe.link.publisher import step_message
+from ftmon.trainer.probe.phases.tracker import BatchCounts, Mark, Notes, StepRaw
+from ftmon.trainer.probe.rank.context import COUNTED_ELSEWHERE, WHOLE, BatchShare, of_optimizer
 from ftmon.trainer.probe.rank.model import describe_model
 from torch.distributed import device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -42,7 +42,7 @@ def test_a_later_stage_of_a_pipeline_counts_no_batches():
 
 def test_what_a_loop_counts_is_the_rank_s_own_already():
     notes = batch_of(0, 0, 0)
-    notes.counts = [Counts(tokens=10, label_tokens=8, pairs=0, longest=0, samples=2)]
+    notes.counts = [BatchCounts(tokens=10, label_tokens=8, pairs=0, longest=0, samples=2)]
     assert counted(BatchShare(1, 2), notes)[:2] == (2, 10)
 
 

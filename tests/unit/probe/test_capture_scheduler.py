@@ -5,18 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 from caching_allocator import CachingAllocator
-from ftmon.protocol.analysis.allocator.composition.step import messages_of
-from ftmon.protocol.messages.memory import Composition
-from ftmon.protocol.messages.step_trace import StepTrace
+from ftmon.protocol.analysis.allocator.composition import messages_of
+from ftmon.protocol.messages.memory import Composition, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.trainer.probe.device.reading import Reading
+from ftmon.protocol.run.rundir import RunOptions
+from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.memory import capture_scheduler
-from ftmon.trainer.probe.memory.capture_context import CaptureContext
 from ftmon.trainer.probe.memory.capture_scheduler import FIRST_STEPS, CaptureScheduler
-from ftmon.trainer.probe.phases.pace import Pace
-from ftmon.trainer.probe.phases.tracker import Counts, Tracker
-from ftmon.trainer.probe.rank.trained import Trained
+from ftmon.trainer.probe.memory.snapshots import CaptureContext
+from ftmon.trainer.probe.phases.tracker import Counts, Pace, Tracker
+from ftmon.trainer.probe.rank.model import Trained
 
 MIB = 2**20
 

@@ -6,21 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ftmon.protocol.analysis.allocator.composition.step import entries_of_step, messages_of
-from ftmon.protocol.analysis.allocator.composition.timeline import Timeline
-from ftmon.protocol.analysis.allocator.snapshot.allocations import Allocations
+from ftmon.protocol.analysis.allocator.composition import Timeline, entries_of_step, messages_of
+from ftmon.protocol.analysis.allocator.snapshot_replay import Allocations
 from ftmon.protocol.messages import wire
-from ftmon.protocol.messages.memory import PARTS, Composition
-from ftmon.protocol.messages.step_trace import Sightings, StepMark, StepTrace
+from ftmon.protocol.messages.memory import PARTS, Composition, Sightings, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.trainer.hub.analyses import trace_worker
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.memory.composition.step_capture import Sighting, StepCapture, Walked
-from ftmon.trainer.probe.memory.composition.step_trace import step_trace
-from ftmon.trainer.probe.memory.composition.storages import Held
-from ftmon.trainer.probe.phases.marks import Mark
-from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.hub import trace_worker
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.memory.composition import Held, Sighting, StepCapture, Walked, step_trace
+from ftmon.trainer.probe.phases.tracker import Counts, Mark, Tracker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_step import SimulatedStep, same

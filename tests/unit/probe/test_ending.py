@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 from ftmon.protocol.messages.telemetry import Goodbye
-from ftmon.protocol.run.run_options import RunOptions
+from ftmon.protocol.run.rundir import RunOptions
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.memory.annotations import PhaseMarks
-from ftmon.trainer.probe.oom.history import OomHistory
-from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.phases.pace import Pace
-from ftmon.trainer.probe.phases.stop_request import StopRequest
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import OomHistory
+from ftmon.trainer.probe.phases.tracker import Pace, StopRequest
 from ftmon.trainer.probe.start.ending import _Ending
 
 Told = Callable[[], tuple[str, str]]

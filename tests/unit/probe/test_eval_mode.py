@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.trainer.probe.hooks.transformers import install_modeling
+from ftmon.trainer.probe.hooks.frameworks import install_modeling
 
 
 class Batches:

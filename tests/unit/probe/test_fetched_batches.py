@@ -1,8 +1,8 @@
 """Which batch's mask a forward is given, in loops that fetch batches as needed and in those that fetch ahead."""
 
 import torch
-from ftmon.trainer.probe.phases.marks import Notes
-from ftmon.trainer.probe.values.fetched_batches import FetchedBatches
+from ftmon.trainer.probe.phases.tracker import Notes
+from ftmon.trainer.probe.values.batch import FetchedBatches
 
 
 class Iterator:

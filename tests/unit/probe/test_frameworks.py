@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.link.step_message import step_message
-from ftmon.trainer.probe.phases.marks import StepRaw
+from ftmon.trainer.probe.link.publisher import step_message
+from ftmon.trainer.probe.phases.tracker import StepRaw
 from ftmon.trainer.probe.start import activate
 
 DOCUMENT = Path(__file__).parents[3] / "docs/frameworks.md"

@@ -1,6 +1,6 @@
 """How long a step usually takes."""
 
-from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.tracker import Pace
 
 
 def test_before_the_first_step_nothing_is_known():

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from ftmon.trainer.probe.device import device_values
-from ftmon.trainer.probe.phases.marks import Notes
+from ftmon.trainer.probe.device import cuda
+from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.values import batch
 
 
@@ -12,7 +12,7 @@ def noted(*args, **kwargs):
 
 
 def tokens(notes):
-    return sum(device_values.read_count(count) for count in notes.tokens)
+    return sum(cuda.read_count(count) for count in notes.tokens)
 
 
 LONG = torch.zeros(2, 8, dtype=torch.long)
@@ -48,13 +48,13 @@ def test_the_largest_micro_batch_gives_the_shape():
 
 def test_scalars_are_read_as_they_were_when_fetched():
     loss = torch.tensor(1.5, requires_grad=True)
-    fetched = device_values.fetch(loss * 2)
+    fetched = cuda.fetch_values(loss * 2)
     norm = torch.tensor([7.0])
-    held = device_values.fetch(norm)
+    held = cuda.fetch_values(norm)
     norm.zero_()
-    assert (device_values.read(fetched), device_values.read(held)) == (3.0, 7.0)
-    assert device_values.fetch(torch.zeros(3)) is None
-    assert device_values.read(device_values.fetch(None)) is None
+    assert (cuda.read(fetched), cuda.read(held)) == (3.0, 7.0)
+    assert cuda.fetch_values(torch.zeros(3)) is None
+    assert cuda.read(cuda.fetch_values(None)) is None
 
 
 def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():

@@ -7,15 +7,12 @@ import pytest
 import torch
 from ftmon.protocol.messages.telemetry import Oom
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.probe.device import cuda_graphs
+from ftmon.trainer.probe.device import cuda
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.memory.annotations import PhaseMarks
-from ftmon.trainer.probe.oom.allocation_failure import AllocationFailures
-from ftmon.trainer.probe.oom.history import OomHistory
-from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.oom.report import OomReporter
-from ftmon.trainer.probe.phases.marks import StepRaw
-from ftmon.trainer.probe.phases.tracker import Counts
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import AllocationFailures, OomHistory, OomReporter
+from ftmon.trainer.probe.phases.tracker import Counts, StepRaw
 from ftmon.trainer.probe.rank.context import RankContext
 
 GIB = 2**30
@@ -54,7 +51,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     properties = SimpleNamespace(name="a GPU", total_memory=80 * GIB, uuid="1")
     monkeypatch.setattr(torch, "_C", found)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda_graphs, "install", lambda _: None)
+    monkeypatch.setattr(cuda, "install", lambda _: None)
     for name, value in {
         "is_initialized": lambda: False,
         "current_device": lambda: 1,

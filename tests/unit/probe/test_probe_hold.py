@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.trainer.probe.oom.allocation_failure import frames_of
-from ftmon.trainer.probe.oom.console import OUTPUT_LIMIT, Console
-from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.oom.report import frames_to
+from ftmon.protocol.run.rundir import RunOptions
+from ftmon.trainer.probe.oom.console import OUTPUT_LIMIT, Console, Hold
+from ftmon.trainer.probe.oom.report import frames_of, frames_to
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 HOLDS = {"on_oom": "hold", "allow_console": True}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.hooks import parallel
-from ftmon.trainer.probe.hooks.callback import callback_class
+from ftmon.trainer.probe.hooks import distributed
+from ftmon.trainer.probe.hooks.frameworks import callback_class
 from ftmon.trainer.probe.loop.training import Training
 
 
@@ -50,7 +50,7 @@ def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_
         def __init__(self, index: int) -> None:
             self.stage_index = index
 
-    parallel._on_pipeline(SimpleNamespace(_PipelineStageBase=Stage))
+    distributed._on_pipeline(SimpleNamespace(_PipelineStageBase=Stage))
     facts = training.introduction.facts
     facts["pipeline_stage"] = None
     for index in (4, 0, 2):

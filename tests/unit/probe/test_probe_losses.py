@@ -1,7 +1,7 @@
 """What a step's loss is, from the scalars that ``backward`` was called on and from what else is reported."""
 
 import pytest
-from ftmon.trainer.probe.phases.marks import Notes
+from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.values.losses import step_loss, updates
 
 VALUES = (4.0, 8.0, 12.0, 16.0)

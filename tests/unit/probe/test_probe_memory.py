@@ -2,9 +2,9 @@ import gc
 import resource
 
 import pytest
-from ftmon.trainer.probe.device import rusage
-from ftmon.trainer.probe.device.cpu import CpuMemory
+from ftmon.trainer.probe.device import memory as rusage
 from ftmon.trainer.probe.device.cuda import CudaMemory, ScriptPeaks
+from ftmon.trainer.probe.device.memory import CpuMemory
 
 MIB = 2**20
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.probe.rank.context import RankContext
-from ftmon.trainer.probe.rank.hello import Introduction
+from ftmon.trainer.probe.rank.context import Introduction, RankContext
 from ftmon.trainer.probe.values.model_flops import model_flops
 from transformers import (
     BertConfig,

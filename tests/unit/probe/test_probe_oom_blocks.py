@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
-from ftmon.trainer.probe.memory import snapshot_file
-from ftmon.trainer.probe.oom.blocks import holders, parts, pieces, uses
-from ftmon.trainer.probe.oom.history import STARTS, OomHistory
-from ftmon.trainer.probe.phases.marks import Mark
+from ftmon.trainer.probe.memory import snapshots
+from ftmon.trainer.probe.oom.report import STARTS, OomHistory, holders, parts_of_blocks, pieces, uses
+from ftmon.trainer.probe.phases.tracker import Mark
 
 DATA = Path(__file__).parents[2] / "data"
 GIB = 2**30
@@ -46,7 +45,7 @@ def test_parts_add_up_to_what_is_allocated_and_known_storages_go_first(found: di
     )
     begin = trace[0]["time_us"] * 1000
     marks = [Mark("forward", begin, None, None, 0, 0)]
-    sums, note = parts(segments, trace, {biggest["address"]: "parameters"}, marks, 0, "forward")
+    sums, note = parts_of_blocks(segments, trace, {biggest["address"]: "parameters"}, marks, 0, "forward")
     assert sum(sums.values()) == allocated(found)
     assert sums["parameters"] == biggest["size"]
     assert sums["activations"] > 0
@@ -56,7 +55,7 @@ def test_parts_add_up_to_what_is_allocated_and_known_storages_go_first(found: di
 def test_without_a_trace_the_failing_phase_says_what_the_rest_is_and_that_it_does(found: dict[str, Any]) -> None:
     segments = found["segments"]
     for phase, part in (("backward", "activations"), ("optimizer", "temporaries"), ("checkpoint", "other")):
-        sums, note = parts(segments, [], {}, [], 0, phase)
+        sums, note = parts_of_blocks(segments, [], {}, [], 0, phase)
         assert sums == {part: allocated(found)}
         assert "not recorded" in note
 
@@ -68,7 +67,7 @@ def test_who_held_most_is_named_by_stack(found: dict[str, Any]) -> None:
 
 
 def test_the_snapshot_is_written_for_its_owner_alone_and_opens_again(found: dict[str, Any], tmp_path: Path) -> None:
-    path, size, note = snapshot_file.write_snapshot(tmp_path / "own.pickle", dict(found))
+    path, size, note = snapshots.write_snapshot(tmp_path / "own.pickle", dict(found))
     assert path is not None
     assert path == tmp_path / "own.pickle"
     assert (size, note) == (path.stat().st_size, "")
@@ -80,8 +79,8 @@ def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
     found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = len(pickle.dumps(found, protocol=4))
-    monkeypatch.setattr(snapshot_file, "MOST_BYTES", whole * 3 // 4)
-    path, size, note = snapshot_file.write_snapshot(tmp_path / "a.pickle", dict(found))
+    monkeypatch.setattr(snapshots, "MOST_BYTES", whole * 3 // 4)
+    path, size, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
     assert path is not None
     assert size <= whole * 3 // 4
     assert note.startswith("only its last ")
@@ -92,12 +91,12 @@ def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
 def test_a_disk_without_room_is_said_and_nothing_is_raised(
     found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_file, "SPARE_BYTES", 1 << 62)
-    path, _, note = snapshot_file.write_snapshot(tmp_path / "a.pickle", dict(found))
+    monkeypatch.setattr(snapshots, "SPARE_BYTES", 1 << 62)
+    path, _, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
     assert path is None
     assert "of the disk are free" in note
     monkeypatch.undo()
-    path, _, note = snapshot_file.write_snapshot(tmp_path / "missing" / "a.pickle", dict(found))
+    path, _, note = snapshots.write_snapshot(tmp_path / "missing" / "a.pickle", dict(found))
     assert path is None
     assert note == "no snapshot: No such file or directory"
 

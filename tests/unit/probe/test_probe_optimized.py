@@ -6,11 +6,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from ftmon.trainer.probe.frame_locals import frame_locals
-from ftmon.trainer.probe.rank.model import dtype_of
-from ftmon.trainer.probe.rank.optimized import Optimized
-from ftmon.trainer.probe.rank.trained import Trained
-from ftmon.trainer.probe.values.sizes import model_sizes
+from ftmon.trainer.probe.guard import frame_locals
+from ftmon.trainer.probe.rank.model import Optimized, Trained, dtype_of
+from ftmon.trainer.probe.values.batch import model_sizes
 from torch import nn
 from torch.optim import SGD
 

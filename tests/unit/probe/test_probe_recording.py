@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.probe.memory import history
-from ftmon.trainer.probe.memory.history import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
+from ftmon.trainer.probe.memory import snapshots
+from ftmon.trainer.probe.memory.snapshots import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -31,8 +31,8 @@ def use(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> None:
     """Put another recorder in the place of PyTorch's, which nobody has used yet."""
     memory: Any = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", record)
-    monkeypatch.setattr(history, "_real", None)
-    monkeypatch.setattr(history, "_by_script", False)
+    monkeypatch.setattr(snapshots, "_real", None)
+    monkeypatch.setattr(snapshots, "_by_script", False)
 
 
 def use_older_torch(monkeypatch: pytest.MonkeyPatch, found: Calls) -> None:
@@ -116,7 +116,7 @@ def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls) -> None
 
 
 def test_a_script_that_records_before_the_first_switch_keeps_its_recorder(calls: Calls) -> None:
-    history.watch_script()
+    snapshots.watch_script()
     script_records()(max_entries=7)
     recording = Recording()
     assert not recording.numbers()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from ftmon.protocol.messages.telemetry import PHASES
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.hooks import reducer
-from ftmon.trainer.probe.link import step_message
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.hooks import torch as reducer
+from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.phases import marks as raw
+from ftmon.trainer.probe.phases import tracker as raw
 from ftmon.trainer.probe.phases.tracker import Counts
 
 WAIT_S = 0.08
@@ -75,7 +75,7 @@ def test_waits_between_events_become_the_phases_waiting() -> None:
     ]
     notes = raw.Notes()
     notes.waits = [("backward", event(20.0), event(35.0)), ("backward", event(40.0), event(45.5))]
-    step = step_message.step_message(raw.StepRaw(1, marks, 1.0, notes, 0, 7000), 0, lambda sample: sample, 0)
+    step = publisher.step_message(raw.StepRaw(1, marks, 1.0, notes, 0, 7000), 0, lambda sample: sample, 0)
     assert {record.name: record.waited_us for record in step.phases} == {"forward": None, "backward": 20_500}
     assert step.cpu_us == 7
     assert set(PHASES) >= {record.name for record in step.phases}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from eventually import eventually
-from ftmon.trainer.hub.ranks import stall_probe
-from ftmon.trainer.probe.link import flight_recorder
+from ftmon.trainer.hub import inspection
+from ftmon.trainer.probe.link import stacks
 from ftmon.trainer.probe.phases.tracker import Counts
 
 RECORDED = """
@@ -27,7 +27,7 @@ RECORDED = """
 
 
 def test_the_flight_recorders_collectives_are_read_with_group_number_size_and_whether_they_are_done():
-    assert flight_recorder.parse(RECORDED) == [
+    assert stacks.parse(RECORDED) == [
         ["0", 1, "all_gather_base", 20, True],
         ["0", 2, "all_reduce", 3, True],
         ["7", 3, "barrier", 0, False],
@@ -37,17 +37,17 @@ def test_the_flight_recorders_collectives_are_read_with_group_number_size_and_wh
 def test_the_newest_collectives_of_each_group_are_told():
     entry = '{"collective_seq_id": %d, "input_sizes": [[1]], "process_group": ["%s"], "profiling_name": "gloo:x"}'
     entries = [entry % (number, group) for number in range(1, 200) for group in ("a", "b")]
-    found = flight_recorder.parse('{"entries": [' + ",".join(entries) + "]}")
-    assert len(found) == 2 * flight_recorder.KEPT
-    assert found[0][1] == 200 - flight_recorder.KEPT
+    found = stacks.parse('{"entries": [' + ",".join(entries) + "]}")
+    assert len(found) == 2 * stacks.KEPT
+    assert found[0][1] == 200 - stacks.KEPT
     assert found[-1][:2] == ["b", 199]
 
 
 def test_without_a_recorder_the_counted_calls_serve(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flight_recorder, "_DUMPS", ())
+    monkeypatch.setattr(stacks, "_DUMPS", ())
     counts = Counts()
     counts.recent.append(("0", 5, "all_reduce", 12))
-    found = flight_recorder.calls(counts)
+    found = stacks.calls(counts)
     assert (found["source"], found["recent"]) == ("calls", [["0", 5, "all_reduce", 12, None]])
 
 
@@ -59,19 +59,19 @@ def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_th
         answers.wait(200)
         return RECORDED
 
-    if flight_recorder._reader is not None:
-        flight_recorder._reader.join()  # an earlier test's: while it runs, no other is sent
+    if stacks._reader is not None:
+        stacks._reader.join()  # an earlier test's: while it runs, no other is sent
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
     counts = Counts()
     counts.recent.append(("0", 5, "all_reduce", 12))
     began = time.monotonic()
-    assert flight_recorder.calls(counts)["source"] == "calls"
-    assert time.monotonic() - began >= flight_recorder.READ_SECONDS
-    assert flight_recorder.READ_SECONDS < stall_probe.AGAIN_SECONDS
+    assert stacks.calls(counts)["source"] == "calls"
+    assert time.monotonic() - began >= stacks.READ_SECONDS
+    assert stacks.READ_SECONDS < inspection.AGAIN_SECONDS
     eventually(lambda: asked, "the question to the recorder")
-    assert flight_recorder.calls(counts)["source"] == "calls"
+    assert stacks.calls(counts)["source"] == "calls"
     assert len(asked) == 1, "another one was sent after the one that waits"
     answers.set()
     asked[0].join(200)
-    monkeypatch.setattr(flight_recorder, "READ_SECONDS", 200.0)
-    assert flight_recorder.calls(counts)["source"] == "recorder"
+    monkeypatch.setattr(stacks, "READ_SECONDS", 200.0)
+    assert stacks.calls(counts)["source"] == "recorder"

@@ -1,9 +1,9 @@
 import pytest
 from ftmon.protocol.messages.telemetry import Span
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import closing_message, step_message
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.link.publisher import closing_message, step_message
 from ftmon.trainer.probe.phases import tracker as tracker_module
-from ftmon.trainer.probe.phases.marks import Counts as Counted
+from ftmon.trainer.probe.phases.tracker import BatchCounts as Counted
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 
 MIB = 2**20

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 import torch
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import MOST_UPDATES, step_message
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.link.publisher import MOST_UPDATES, step_message
 from ftmon.trainer.probe.phases import updaters as module
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from ftmon.trainer.probe.phases.updaters import OTHERS, Updaters

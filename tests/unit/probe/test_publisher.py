@@ -8,17 +8,14 @@ import pytest
 import zmq
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.telemetry import Checkpoint, Step
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.rundir import RunDir, RunOptions
 from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.memory.annotations import PhaseMarks
-from ftmon.trainer.probe.oom.history import OomHistory
-from ftmon.trainer.probe.oom.hold import Hold
-from ftmon.trainer.probe.phases.pace import Pace
-from ftmon.trainer.probe.phases.stop_request import StopRequest
-from ftmon.trainer.probe.phases.tracker import Counts
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import OomHistory
+from ftmon.trainer.probe.phases.tracker import Counts, Pace, StopRequest
 from ftmon.trainer.probe.rank.context import RankContext
 
 

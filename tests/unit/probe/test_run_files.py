@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run.environment import PLACE_ENV
-from ftmon.trainer.probe.link import run_files
+from ftmon.protocol.run.rundir import PLACE_ENV
+from ftmon.trainer.probe.link import output
 
 
 def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,10 +13,10 @@ def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeyp
         for name in ("logs", "agent.lock"):
             (Path(place) / name).mkdir()
         monkeypatch.setenv(PLACE_ENV, place)
-        monkeypatch.setattr(run_files, "_failed", False)
+        monkeypatch.setattr(output, "_failed", False)
         with pytest.raises(IsADirectoryError):
-            run_files.start_agent()
+            output.start_agent()
         for _ in range(3):
-            run_files.tend()
+            output.tend()
         (line,) = (Path(place) / "logs" / "probe.log").read_text().splitlines()
     assert "agent cannot be started: IsADirectoryError" in line

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.probe.memory import snapshot_file, snapshots
-from ftmon.trainer.probe.memory.annotations import PhaseMarks
-from ftmon.trainer.probe.memory.capture_context import CaptureContext
-from ftmon.trainer.probe.memory.snapshots import Snapshots
+from ftmon.trainer.probe.memory import snapshots
+from ftmon.trainer.probe.memory.snapshots import CaptureContext, PhaseMarks, Snapshots
 
 
 class Recorder:
@@ -40,11 +38,11 @@ def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken
         taker.tick()
         return answers.pop()
 
-    monkeypatch.setattr(snapshot_file, "SPARE_BYTES", 1 << 62)
+    monkeypatch.setattr(snapshots, "SPARE_BYTES", 1 << 62)
     ok, text, _ = take()
     assert (ok, list(tmp_path.iterdir()), sent) == (False, [], [])
     assert "of the disk are free" in text
-    monkeypatch.setattr(snapshot_file, "SPARE_BYTES", 0)
+    monkeypatch.setattr(snapshots, "SPARE_BYTES", 0)
     with monkeypatch.context() as broken:
         broken.delattr(torch.cuda.memory, "_snapshot")
         assert not take()[0]

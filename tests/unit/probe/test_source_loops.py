@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-from ftmon.trainer.probe.link import source_loops
+from ftmon.trainer.probe.link import stacks
 
 SCRIPT = """
 def main(inside, behind):
@@ -30,7 +30,7 @@ def script(folder: Path) -> ModuleType:
 
 def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path: Path) -> None:
     found: list[dict[str, list[tuple[int, int]]]] = []
-    look = lambda: found.append(source_loops.around(threading.get_ident()))  # noqa: E731
+    look = lambda: found.append(stacks.around(threading.get_ident()))  # noqa: E731
     script(tmp_path).main(look, look)
     inside, behind = found
     assert inside[f"{tmp_path}/train.py:5"] == [(4, 5), (3, 5)]
@@ -41,7 +41,7 @@ def run_code(path: Path) -> dict[str, list[tuple[int, int]]]:
     """Run a line of a file that does not hold it; return what is found on the stack."""
     found: list[dict[str, list[tuple[int, int]]]] = []
     code = compile("look()", str(path), "exec")
-    exec(code, {"look": lambda: found.append(source_loops.around(threading.get_ident()))})
+    exec(code, {"look": lambda: found.append(stacks.around(threading.get_ident()))})
     return found[0]
 
 

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from ftmon.protocol.messages.memory import Cause
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import step_message
-from ftmon.trainer.probe.memory.capture_context import CaptureContext
-from ftmon.trainer.probe.memory.history import Recording
-from ftmon.trainer.probe.memory.stack_capture import StackCapture
-from ftmon.trainer.probe.phases.pace import Pace
-from ftmon.trainer.probe.phases.tracker import Counts, Tracker
-from ftmon.trainer.probe.rank.trained import Trained
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.link.publisher import step_message
+from ftmon.trainer.probe.memory.snapshots import CaptureContext, Recording
+from ftmon.trainer.probe.memory.stacks import StackCapture
+from ftmon.trainer.probe.phases.tracker import Counts, Pace, Tracker
+from ftmon.trainer.probe.rank.model import Trained
 
 MIB = 2**20
 

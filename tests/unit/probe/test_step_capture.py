@@ -5,11 +5,8 @@ import weakref
 
 import pytest
 import torch
-from ftmon.trainer.probe.memory.composition import step_capture
-from ftmon.trainer.probe.memory.composition.residency import resident_bytes
-from ftmon.trainer.probe.memory.composition.step_capture import StepCapture
-from ftmon.trainer.probe.memory.composition.storages import Held, Storages, tensors
-from ftmon.trainer.probe.memory.composition.walk import Roots, walk
+from ftmon.trainer.probe.memory import composition
+from ftmon.trainer.probe.memory.composition import Held, Roots, StepCapture, Storages, resident_bytes, tensors, walk
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -196,7 +193,7 @@ def test_an_optimizer_that_the_script_drops_in_the_step_is_freed():
 
 
 def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them(monkeypatch):
-    monkeypatch.setattr(step_capture, "MOST_SIGHTINGS", 5)
+    monkeypatch.setattr(composition, "MOST_SIGHTINGS", 5)
     tracker, capture = looking("glibc", Roots(None, None, None))
     tracker.end_step()
     kept = [torch.zeros(1) for _ in range(10)]

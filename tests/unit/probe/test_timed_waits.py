@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.trainer.probe.link.timed_waits import seconds_until_awake, waits_for_a_time
+from ftmon.trainer.probe.link.stacks import seconds_until_awake, waits_for_a_time
 
 EVENT = threading.Event()
 EMPTY: "queue.Queue[int]" = queue.Queue()

@@ -8,7 +8,7 @@ import field_tables
 import msgspec
 import pytest
 from ftmon.protocol.link import keys, sockets
-from ftmon.protocol.messages import control, jobs, telemetry, verbs, wire
+from ftmon.protocol.messages import control, hosts, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from messages import EXAMPLES
 from streams import Stream, write
@@ -66,7 +66,7 @@ def test_the_header_the_span_and_the_version_are_there() -> None:
 
 def test_every_channel_verb_and_query_has_its_row() -> None:
     assert tuple(rows(section("Parties and channels"))) == sockets.CHANNELS
-    assert rows(section("Verbs")) == [verbs.name_of(verb) for verb in verbs.ALL]
+    assert rows(section("Verbs")) == [control.name_of(verb) for verb in control.ALL]
     assert rows(section("Queries")) == list(results.RESULTS)
 
 
@@ -101,7 +101,7 @@ def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> Non
 
 def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
     frames = list(Stream(ranks=2, steps=50).frames())
-    job = next(message for message in EXAMPLES if isinstance(message, jobs.Job))
+    job = next(message for message in EXAMPLES if isinstance(message, hosts.Job))
     frames.append(wire.Frame(frames[-1].seq + 1, frames[-1].t, job))
     connection = sqlite3.connect(write(tmp_path / "r.sqlite", frames))
     examples = re.findall(r"```sql\n(.*?)```", RECORDING, re.S)

@@ -1,4 +1,4 @@
-from ftmon.protocol.analysis.memory.footprint import footprint
+from ftmon.protocol.analysis.memory.leak import footprint
 from ftmon.protocol.messages.telemetry import DeviceSample, ProcessMemory
 from hypothesis import given
 from hypothesis import strategies as st

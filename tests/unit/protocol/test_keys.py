@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import RunDirError, UsageError
 from ftmon.protocol.link import keys
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_a_key_file_is_private_even_under_an_open_umask(home: Path) -> None:
 
 
 def test_a_pair_is_made_once_and_kept() -> None:
-    run = run_store.create("demo", ["ftmon"], "demo")
+    run = rundir.create("demo", ["ftmon"], "demo")
     assert keys.client_pair() == keys.client_pair()
     assert keys.server_pair(run) == keys.server_pair(run)
     assert keys.server_pair(run) != keys.client_pair()

@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.messages.control import Alert, RunState
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.notices import (
     EVENTS,
     Notice,
@@ -19,9 +19,8 @@ from ftmon.protocol.run.notices import (
     terminal_sequence,
     write_notify,
 )
-from ftmon.tui.cli.parser import build_parser
-from ftmon.tui.model.notices import TerminalNotices
-from ftmon.tui.model.run import RunModel
+from ftmon.tui.cli.arguments import build_parser
+from ftmon.tui.model.run import RunModel, TerminalNotices
 
 
 def alert(number: int, kind: Any, **more: Any) -> Alert:
@@ -85,7 +84,7 @@ def test_only_the_chosen_events_are_told():
 
 def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = run_store.create("train", ["python"], "run")
+    run = rundir.create("train", ["python"], "run")
     assert read_notify(run) is None
     write_notify(run, Notify(["https://hooks.example/secret"], ["finish"]))
     assert read_notify(run) == Notify(["https://hooks.example/secret"], ["finish"])
@@ -95,7 +94,7 @@ def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp
 
 def test_the_terminal_tells_what_is_new_since_it_shows_the_run(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = run_store.create("train", ["python"], "run")
+    run = rundir.create("train", ["python"], "run")
     write_notify(run, Notify(["terminal"], ["hang", "failure"]))
     watch, model = TerminalNotices(run), RunModel()
     model.apply(Frame(1, 1.0, alert(1, "hang", time=1.0)))

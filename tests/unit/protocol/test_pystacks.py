@@ -5,14 +5,7 @@ import tempfile
 import threading
 from typing import Any
 
-from ftmon.protocol.analysis.stalls.python_stacks import (
-    Frame,
-    group,
-    parse,
-    training_thread,
-    waits_for_loader_worker,
-    where,
-)
+from ftmon.protocol.analysis.stalls.evidence import Frame, group, parse, training_thread, waits_for_loader_worker, where
 
 SITE = "/env/lib/python3.11/site-packages"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 from ftmon.protocol.errors import HubError, RunDirError, RunNotFoundError
-from ftmon.protocol.host import private_files
+from ftmon.protocol.host import process
 from ftmon.protocol.host.process import ProcessId, is_alive, this_process
 from ftmon.protocol.link import keys, sockets
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 
 
@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(name: str, created: float | None = None, *, alive: bool = False) -> RunDir:
-    run = run_store.create(name, ["python", "train.py"], "run")
+    run = rundir.create(name, ["python", "train.py"], "run")
     if created is not None:
         os.utime(run.path / "run.json", (created, created))
     if alive:
@@ -85,7 +85,7 @@ def test_no_run_is_made_where_others_could_exchange_it(home: Path) -> None:
         make("demo")
 
 
-@pytest.mark.parametrize("use", [run_store.all_runs, lambda: run_store.find(None), lambda: make("demo"), keys.keys_dir])
+@pytest.mark.parametrize("use", [rundir.all_runs, lambda: rundir.find(None), lambda: make("demo"), keys.keys_dir])
 def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
 ) -> None:
@@ -132,40 +132,40 @@ def test_a_name_becomes_a_safe_identifier_that_is_never_used_twice() -> None:
 
 def test_no_name_means_the_living_run_else_the_newest() -> None:
     old, new = make("a", 100.0), make("b", 200.0)
-    assert run_store.find(None).id == new.id
+    assert rundir.find(None).id == new.id
     old.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
-    assert run_store.find(None).id == old.id
+    assert rundir.find(None).id == old.id
 
 
 def test_a_run_is_found_by_identifier_name_or_beginning() -> None:
     run = make("llama-sft")
     for name in (run.id, "llama-sft", "llama", run.id[:-2]):
-        assert run_store.find(name).id == run.id
+        assert rundir.find(name).id == run.id
 
 
 def test_a_whole_name_goes_before_a_beginning() -> None:
     make("demo-large")
     run = make("demo")
-    assert run_store.find("demo").id == run.id
+    assert rundir.find("demo").id == run.id
     with pytest.raises(RunNotFoundError, match="matches 2 runs"):
-        run_store.find("dem")
+        rundir.find("dem")
 
 
 def test_a_name_that_several_share_means_the_one_alive_else_is_refused() -> None:
     first, second = make("demo", 1.0), make("demo", 2.0)
     with pytest.raises(RunNotFoundError) as error:
-        run_store.find("demo")
+        rundir.find("demo")
     assert str(error.value) == f"'demo' matches 2 runs: {second.id}, {first.id}; name one of them"
     first.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
-    assert run_store.find("demo").id == first.id
+    assert rundir.find("demo").id == first.id
 
 
 def test_a_name_nothing_has_is_refused_with_the_newest_named() -> None:
     with pytest.raises(RunNotFoundError, match="start one with 'ftmon demo'"):
-        run_store.find("demo")
+        rundir.find("demo")
     run = make("demo")
     with pytest.raises(RunNotFoundError, match=f"the newest is {run.id}"):
-        run_store.find("nothing")
+        rundir.find("nothing")
 
 
 def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> None:
@@ -173,9 +173,9 @@ def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> N
     (home / "runs" / "stray").mkdir()
     (home / "runs" / "file").write_text("")
     (damaged.path / "hub.json").write_text("{")
-    assert {found.id for found in run_store.all_runs()} == {run.id, damaged.id}
-    assert run_store.find("demo").id == run.id
-    assert run_store.find(None).id == damaged.id
+    assert {found.id for found in rundir.all_runs()} == {run.id, damaged.id}
+    assert rundir.find("demo").id == run.id
+    assert rundir.find(None).id == damaged.id
     with pytest.raises(RunDirError, match=r"hub\.json: cannot be read"):
         damaged.living_hub()
 
@@ -230,8 +230,8 @@ def test_a_planted_socket_directory_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "file"
-    private_files.write_private(target, b"old")
+    process.write_private(target, b"old")
     with pytest.raises(TypeError):
-        private_files.write_private(target, "no bytes")  # type: ignore[arg-type]
+        process.write_private(target, "no bytes")  # type: ignore[arg-type]
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]

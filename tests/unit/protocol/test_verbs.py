@@ -5,31 +5,31 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.messages import verbs, wire
+from ftmon.protocol.messages import control, wire
 from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.telemetry import PHASES, SelfDump
 
 DUMP = SelfDump(10, 71, 4, "/run/stacks", "0x1", 71)
-FULL: list[tuple[verbs.Verb, dict[str, Any]]] = [
-    (verbs.Kill([1], "TERM", True, "hung"), {"ranks": [1], "signal": "TERM", "on_gpu": True, "reason": "hung"}),
-    (verbs.Stop(7, "SIGTERM"), {"step": 7, "reason": "SIGTERM"}),
+FULL: list[tuple[control.Verb, dict[str, Any]]] = [
+    (control.Kill([1], "TERM", True, "hung"), {"ranks": [1], "signal": "TERM", "on_gpu": True, "reason": "hung"}),
+    (control.Stop(7, "SIGTERM"), {"step": 7, "reason": "SIGTERM"}),
     (
-        verbs.Stacks([0], "hang", True, True, True, True),
+        control.Stacks([0], "hang", True, True, True, True),
         {"ranks": [0], "reason": "hang", "native": True, "calls": True, "activity": True, "quiet": True},
     ),
-    (verbs.Snapshot([2], "spike"), {"ranks": [2], "reason": "spike"}),
-    (verbs.Identify(), {}),
-    (verbs.Ping(), {}),
-    (verbs.Shutdown(), {}),
+    (control.Snapshot([2], "spike"), {"ranks": [2], "reason": "spike"}),
+    (control.Identify(), {}),
+    (control.Ping(), {}),
+    (control.Shutdown(), {}),
     (
-        verbs.Arm([0], "backward", 3, 12, "leak"),
+        control.Arm([0], "backward", 3, 12, "leak"),
         {"ranks": [0], "phase": "backward", "steps": 3, "from_step": 12, "reason": "leak"},
     ),
-    (verbs.Release([3]), {"ranks": [3]}),
-    (verbs.Console("x", 3), {"code": "x", "rank": 3}),
-    (verbs.Compose([0], "leak"), {"ranks": [0], "reason": "leak"}),
+    (control.Release([3]), {"ranks": [3]}),
+    (control.Console("x", 3), {"code": "x", "rank": 3}),
+    (control.Compose([0], "leak"), {"ranks": [0], "reason": "leak"}),
     (
-        verbs.Look([(3, 71, 9, DUMP), (4, 72, 9, None)], [3]),
+        control.Look([(3, 71, 9, DUMP), (4, 72, 9, None)], [3]),
         {
             "targets": [
                 [
@@ -56,25 +56,25 @@ NAMES = [verb.name for verb in VERBS]
 
 
 def test_every_verb_is_tested_here() -> None:
-    assert tuple(map(type, VERBS)) == verbs.ALL
-    assert {*verbs.HUB, *verbs.RANK, *verbs.AGENT} == {*verbs.ALL}
+    assert tuple(map(type, VERBS)) == control.ALL
+    assert {*control.HUB, *control.RANK, *control.AGENT} == {*control.ALL}
 
 
 @pytest.mark.parametrize(("verb", "args"), FULL, ids=NAMES)
-def test_all_arguments_cross_the_wire(verb: verbs.Verb, args: dict[str, Any]) -> None:
+def test_all_arguments_cross_the_wire(verb: control.Verb, args: dict[str, Any]) -> None:
     command = wire.decode_body(wire.encode_body(verb.command("1")))
     assert command == Command("1", verb.name, args)
-    assert verbs.decode(command, verbs.ALL) == verb
+    assert control.decode(command, control.ALL) == verb
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=NAMES)
-def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignored(verb: verbs.Verb) -> None:
-    required = {"code": "x"} if isinstance(verb, verbs.Console) else {}
+def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignored(verb: control.Verb) -> None:
+    required = {"code": "x"} if isinstance(verb, control.Console) else {}
     default = type(verb)(**required)
     assert default.command("1").args == required
     nil = dict.fromkeys(set(verb.__struct_fields__) - set(required))
     for args in ({}, nil, {"since": 3}):
-        assert verbs.decode(Command("1", verb.name, {**required, **args}), verbs.ALL) == default
+        assert control.decode(Command("1", verb.name, {**required, **args}), control.ALL) == default
 
 
 @pytest.mark.parametrize(
@@ -106,25 +106,27 @@ def test_a_wrong_argument_is_refused_with_its_name_and_what_it_must_be(
     verb: str, args: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        verbs.decode(Command("1", verb, args), verbs.ALL)
+        control.decode(Command("1", verb, args), control.ALL)
     assert str(refused.value) == words
 
 
 def test_an_unknown_verb_is_refused_with_those_that_the_receiver_accepts() -> None:
     for verb in ("identify", "dance"):
         with pytest.raises(UsageError) as refused:
-            verbs.decode(Command("1", verb), verbs.AGENT)
+            control.decode(Command("1", verb), control.AGENT)
         assert str(refused.value) == f"unknown command '{verb}'; known here: kill, stop, ping, look"
 
 
 def test_numbers_and_truths_in_other_spellings_are_read() -> None:
-    assert verbs.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), verbs.ALL) == verbs.Arm([], "", 2, 8)
-    assert verbs.decode(Command("1", "stacks", {"native": 1}), verbs.ALL) == verbs.Stacks(native=True)
+    assert control.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), control.ALL) == control.Arm(
+        [], "", 2, 8
+    )
+    assert control.decode(Command("1", "stacks", {"native": 1}), control.ALL) == control.Stacks(native=True)
 
 
 @pytest.mark.parametrize(
     ("name", "number"), [("", None), ("INT", signal.SIGINT), ("SIGTERM", signal.SIGTERM), ("KILL", signal.SIGKILL)]
 )
 def test_a_kill_names_its_signal_with_or_without_sig(name: str, number: signal.Signals | None) -> None:
-    assert verbs.decode(Command("1", "kill", {"signal": name}), verbs.HUB) == verbs.Kill(signal=name)
-    assert verbs.Kill(signal=name).number == number
+    assert control.decode(Command("1", "kill", {"signal": name}), control.HUB) == control.Kill(signal=name)
+    assert control.Kill(signal=name).number == number

@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.recipe.data.ahead import Ahead
-from ftmon.trainer.recipe.data.collate import Batch
+from ftmon.trainer.recipe.data.batches import Ahead, Batch
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ pytest.importorskip("deepspeed")
 
 import torch
 from chat_families import FAMILIES
-from ftmon.trainer.recipe.chat.prompt import Prompts
+from ftmon.trainer.recipe.chat.session import Prompts
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.data.shipped import shipped
-from ftmon.trainer.recipe.evaluation import samples
-from ftmon.trainer.recipe.export import save
+from ftmon.trainer.recipe.evaluation import evaluate
+from ftmon.trainer.recipe.export import export
 from ftmon.trainer.recipe.model.tokenizer import end_tokens
 from small_tokenizer import family_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,7 +67,7 @@ def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_i
 def test_the_exported_model_stops_at_the_templates_end_too() -> None:
     tokenizer = family_tokenizer(FAMILIES["chatml"][0])
     model = small_model(tokenizer)
-    save._settle_config(model, tokenizer, Config())
+    export._settle_config(model, tokenizer, Config())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
 
@@ -84,7 +84,7 @@ def test_a_sample_ends_where_the_template_ends_an_answer() -> None:
     row = {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, learned, strict=True)]}
     engine = SimpleNamespace(module=model, eval=model.eval, train=model.train)
     world: Any = SimpleNamespace(is_first=True, device=torch.device("cpu"))
-    ((_, answer),) = samples.generate(engine, tokenizer, [row], 8, 64, world, together=False)
+    ((_, answer),) = evaluate.generate(engine, tokenizer, [row], 8, 64, world, together=False)
     assert answer == "<|im_end|>"
 
 

@@ -6,10 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ftmon.trainer.recipe.data.collate import Collate, Then
-from ftmon.trainer.recipe.data.positions import WithCounts
-from ftmon.trainer.recipe.data.slices import cut
-from ftmon.trainer.recipe.engine.sequence_group import SequenceGroup
+from ftmon.trainer.recipe.data.batches import Collate, Then, WithCounts, cut
+from ftmon.trainer.recipe.engine.distributed import SequenceGroup
 
 
 def row(length: int, **more: object) -> "dict[str, object]":

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from ftmon.trainer.recipe.config.schema import Config, Data, File
-from ftmon.trainer.recipe.export import card
+from ftmon.trainer.recipe.export import export
 from ftmon.trainer.recipe.state import TrainState
 
 
 def text(data: Data) -> str:
-    return card.text(Config(data=data), card.Results(TrainState(), "llama", 10, 10))
+    return export.text(Config(data=data), export.Results(TrainState(), "llama", 10, 10))
 
 
 def test_every_file_is_named_with_its_weight() -> None:

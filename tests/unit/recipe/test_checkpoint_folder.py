@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.checkpoint import compatible, folder, manifest
+from ftmon.trainer.recipe.checkpoint import manifest, restore
 from ftmon.trainer.recipe.checkpoint.manifest import File, Manifest
 from ftmon.trainer.recipe.state import TrainState
 from hypothesis import given
@@ -44,7 +44,7 @@ def test_the_newest_complete_one_comes_first_whatever_its_step(tmp_path: Path) -
     write(parent, 30, 1.0)
     write(parent, 10, 3.0)
     write(parent, 20, 2.0)
-    found, notes = folder.candidates("auto", tmp_path)
+    found, notes = manifest.candidates("auto", tmp_path)
     assert [one.path.name for one in found] == ["step-10", "step-20", "step-30"]
     assert notes == []
 
@@ -56,8 +56,8 @@ def test_torn_ones_are_skipped_with_a_note(tmp_path: Path) -> None:
     (write(parent, 30, 3.0) / manifest.NAME).unlink()
     (write(parent, 40, 4.0) / "model.pt").unlink()
     write(parent, 50, 5.0).rename(parent / "step-50.part")
-    (parent / folder.LATEST).write_text("step-40")
-    found, notes = folder.candidates("auto", tmp_path)
+    (parent / manifest.LATEST).write_text("step-40")
+    found, notes = manifest.candidates("auto", tmp_path)
     assert [one.path.name for one in found] == ["step-10"]
     assert sorted(notes) == [
         "step-20 is incomplete: model.pt has 4 bytes, not 7",
@@ -70,7 +70,7 @@ def test_torn_ones_are_skipped_with_a_note(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_found_by_the_checksum(tmp_path: Path) -> None:
     path = write(tmp_path, 10, 1.0)
     (path / "model.pt").write_bytes(b"weighty")
-    one, _ = folder.examine(path)
+    one, _ = manifest.examine(path)
     assert one is not None
     assert "model.pt is damaged" in manifest.damaged(path, one.manifest)
 
@@ -79,26 +79,26 @@ def test_a_torn_one_that_was_asked_for_is_refused_with_those_that_are_whole(tmp_
     write(tmp_path, 10, 1.0)
     (write(tmp_path, 20, 2.0) / "model.pt").unlink()
     with pytest.raises(ConfigError, match=r"step-20 is not a complete checkpoint: .* is missing; complete: step-10"):
-        folder.candidates(str(tmp_path / "step-20"), tmp_path)
+        manifest.candidates(str(tmp_path / "step-20"), tmp_path)
 
 
 def test_a_path_without_any_is_refused_and_auto_begins_anew(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no complete checkpoint is there"):
-        folder.candidates(str(tmp_path), tmp_path)
-    assert folder.candidates("auto", tmp_path) == ([], [])
+        manifest.candidates(str(tmp_path), tmp_path)
+    assert manifest.candidates("auto", tmp_path) == ([], [])
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
         write(tmp_path, step, float(step), loss)
-    folder.prune(tmp_path, 2, keep_best=True)
+    manifest.prune(tmp_path, 2, keep_best=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4", "step-5"]
-    folder.prune(tmp_path, 2, keep_best=False)
+    manifest.prune(tmp_path, 2, keep_best=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
 
 
 def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
-    resumed, notes = compatible.position(STATE, changed(), [], Path("c"))
+    resumed, notes = restore.position(STATE, changed(), [], Path("c"))
     assert resumed == STATE
     assert notes == []
 
@@ -117,8 +117,8 @@ def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
 )
 def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint\.allow=\[{name}\]"):
-        compatible.position(STATE, changed(**values), [], Path("c"))
-    resumed, notes = compatible.position(STATE, changed(**values), [name], Path("c"))
+        restore.position(STATE, changed(**values), [], Path("c"))
+    resumed, notes = restore.position(STATE, changed(**values), [name], Path("c"))
     assert resumed.step == STATE.step
     assert len(notes) == 1
     for key, value in values.items():
@@ -127,32 +127,32 @@ def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, o
 
 def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:
     with pytest.raises(ConfigError) as raised:
-        compatible.position(STATE, changed(micro_batch=4), [], Path("c"))
+        restore.position(STATE, changed(micro_batch=4), [], Path("c"))
     assert "training.micro_batch was 2 and is 4, with 16 examples a step then and 32 now" in str(raised.value)
     assert "(training.grad_accumulation=1 keeps it): global batches have another size" in str(raised.value)
     with pytest.raises(ConfigError, match="differ from the uninterrupted run's in their last digits") as raised:
-        compatible.position(STATE, changed(micro_batch=4, grad_accumulation=1), [], Path("c"))
+        restore.position(STATE, changed(micro_batch=4, grad_accumulation=1), [], Path("c"))
     assert "another size" not in str(raised.value)
 
 
 def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches() -> None:
-    resumed, notes = compatible.position(STATE, changed(ranks=2, grad_accumulation=4), [], Path("c"))
+    resumed, notes = restore.position(STATE, changed(ranks=2, grad_accumulation=4), [], Path("c"))
     assert resumed.batches == STATE.batches
     assert "the global batches are the same" in notes[0]
     with pytest.raises(ConfigError, match=r"training\.grad_accumulation=4 keeps it"):
-        compatible.position(STATE, changed(ranks=2), [], Path("c"))
+        restore.position(STATE, changed(ranks=2), [], Path("c"))
 
 
 def test_ranks_that_share_sequences_count_once_in_the_batches() -> None:
     shared = changed(sequence_parallel_size=2, grad_accumulation=4)
     assert shared.global_batch == STATE.global_batch
-    resumed, (note,) = compatible.position(STATE, shared, [], Path("c"))
+    resumed, (note,) = restore.position(STATE, shared, [], Path("c"))
     assert (resumed.batches, resumed.sequence_parallel_size) == (STATE.batches, 2)
     assert note.startswith("training.sequence_parallel_size was 1 and is 2: the global batches are the same")
     with pytest.raises(
         ConfigError, match=r"size was 1 and is 4, with 16 examples a step then and 4 now \(training\.grad"
     ) as raised:
-        compatible.position(STATE, changed(sequence_parallel_size=4), [], Path("c"))
+        restore.position(STATE, changed(sequence_parallel_size=4), [], Path("c"))
     assert "training.grad_accumulation=8 keeps it" in str(raised.value)
     assert str(raised.value).endswith("checkpoint.allow=[ranks]")
 
@@ -161,7 +161,7 @@ def test_ranks_that_share_sequences_count_once_in_the_batches() -> None:
 def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(batches: int, ranks: int) -> None:
     saved = changed(batches=batches)
     now = changed(ranks=ranks, examples=100)
-    resumed, _ = compatible.position(saved, now, ["ranks"], Path("c"))
+    resumed, _ = restore.position(saved, now, ["ranks"], Path("c"))
     before, after = 100 // saved.global_batch, 100 // now.global_batch
     assert resumed.batches // after == batches // before
     assert resumed.batches % after * now.global_batch <= batches % before * saved.global_batch
@@ -169,10 +169,10 @@ def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(ba
 
 def test_another_model_is_named_by_its_first_difference() -> None:
     content = Manifest(0.0, STATE, 2, "fp32", {"a": [2], "b": [3, 4]}, ["a"], {})
-    compatible.model(content, {"a": [2], "b": [3, 4]}, Path("c"))
+    restore.model(content, {"a": [2], "b": [3, 4]}, Path("c"))
     with pytest.raises(ConfigError, match="b is 3x4 there and 3x5 here"):
-        compatible.model(content, {"a": [2], "b": [3, 5]}, Path("c"))
+        restore.model(content, {"a": [2], "b": [3, 5]}, Path("c"))
     with pytest.raises(ConfigError, match="b is not here"):
-        compatible.model(content, {"a": [2]}, Path("c"))
+        restore.model(content, {"a": [2]}, Path("c"))
     with pytest.raises(ConfigError, match="z is not there"):
-        compatible.model(content, {"a": [2], "b": [3, 4], "z": [1]}, Path("c"))
+        restore.model(content, {"a": [2], "b": [3, 4], "z": [1]}, Path("c"))

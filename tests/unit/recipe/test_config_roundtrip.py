@@ -4,9 +4,8 @@ from typing import Any
 
 import msgspec
 from ftmon.trainer.recipe.config import write
-from ftmon.trainer.recipe.config.load import decode
+from ftmon.trainer.recipe.config.load import decode, parse
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.config.yaml_nodes import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect

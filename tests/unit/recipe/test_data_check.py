@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from ftmon.trainer.recipe.data_check import show
 from ftmon.trainer.recipe.data_check.__main__ import main
-from ftmon.trainer.recipe.data_check.findings import Finding
+from ftmon.trainer.recipe.data_check.check import Finding
 from planted_faults import CLEAN, FAULTS, Case, tokenizers, words
 
 

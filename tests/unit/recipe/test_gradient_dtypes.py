@@ -2,9 +2,9 @@
 
 import pytest
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
-from ftmon.trainer.recipe.engine.ds_config import deepspeed_config
+from ftmon.trainer.recipe.engine.engine import deepspeed_config
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.recipe.engine.gradient_norm import compute_together
+from ftmon.trainer.recipe.engine.engine import compute_together
 
 
 def of_each(gradients: Any, params: Any, norm_type: float = 2) -> "torch.Tensor":

@@ -10,8 +10,8 @@ pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data
-from ftmon.trainer.recipe.data import sources
-from ftmon.trainer.recipe.data.sources import Records
+from ftmon.trainer.recipe.data import records
+from ftmon.trainer.recipe.data.records import Records
 
 
 def rows(split: str, count: int) -> list[dict[str, str]]:
@@ -43,7 +43,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(name: Path, **data: Any) -> Records:
-    return sources.read(Config(data=Data(name=str(name), **data)))
+    return records.read(Config(data=Data(name=str(name), **data)))
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

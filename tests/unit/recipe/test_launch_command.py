@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.trainer.recipe import command, demo, hardware
+from ftmon.trainer.recipe import hardware, start
 from ftmon.trainer.recipe.preflight import resolve
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
-    monkeypatch.setattr(demo, "usable_gpus", lambda: gpus)
-    return resolve.resolve(demo.demo_config(list(overrides)))
+    monkeypatch.setattr(start, "usable_gpus", lambda: gpus)
+    return resolve.resolve(start.demo_config(list(overrides)))
 
 
 def option(words: list[str], name: str) -> str:
@@ -28,8 +28,8 @@ def slots(words: list[str]) -> Any:
 def test_cpu_ranks_are_numbered_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)
     settled = resolved(monkeypatch, [], "run.ranks=2")
-    assert slots(command.launch_command(settled)) == {"localhost": [0, 1]}
-    environment = command.launch_environment(settled, {})
+    assert slots(start.launch_command(settled)) == {"localhost": [0, 1]}
+    environment = start.launch_environment(settled, {})
     assert environment["OMP_NUM_THREADS"] == "4"
     assert environment["DS_ACCELERATOR"] == "cpu"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -38,23 +38,23 @@ def test_cpu_ranks_are_numbered_and_share_the_cores(monkeypatch: pytest.MonkeyPa
 
 def test_gpu_ranks_keep_the_devices_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     settled = resolved(monkeypatch, ["3", "GPU-aa", "1"], "run.ranks=2")
-    assert slots(command.launch_command(settled)) == {"localhost": ["3", "GPU-aa"]}
-    environment = command.launch_environment(settled, {"OMP_NUM_THREADS": "5"})
+    assert slots(start.launch_command(settled)) == {"localhost": ["3", "GPU-aa"]}
+    environment = start.launch_environment(settled, {"OMP_NUM_THREADS": "5"})
     assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cuda", "5")
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
 def test_a_port_that_was_chosen_is_kept_and_another_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     port = hardware.free_port()
-    assert option(command.launch_command(resolved(monkeypatch, [], f"run.master_port={port}")), "master_port") == str(
+    assert option(start.launch_command(resolved(monkeypatch, [], f"run.master_port={port}")), "master_port") == str(
         port
     )
-    chosen = int(option(command.launch_command(resolved(monkeypatch, [])), "master_port"))
+    chosen = int(option(start.launch_command(resolved(monkeypatch, [])), "master_port"))
     assert hardware.port_is_free(chosen)
 
 
 def test_the_launcher_starts_our_module_and_passes_no_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = command.launch_command(resolved(monkeypatch, []))
+    words = start.launch_command(resolved(monkeypatch, []))
     assert Path(words[0]).name.startswith("python")
     assert words[-1] == "ftmon.trainer.recipe"
     assert {"--module", "--no_local_rank", "deepspeed.launcher.launch"} <= set(words)

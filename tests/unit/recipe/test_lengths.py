@@ -5,11 +5,10 @@ from typing import Any
 import numpy
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.data.collate import Collate
+from ftmon.trainer.recipe.data.batches import Collate
 from ftmon.trainer.recipe.data.pipeline import Examples
-from ftmon.trainer.recipe.lengths import cut, label_tokens, long_rows
 from ftmon.trainer.recipe.model.loss import IGNORED
-from ftmon.trainer.recipe.rehearse import Sampled
+from ftmon.trainer.recipe.rehearse import Sampled, cut, label_tokens, long_rows
 from hypothesis import given
 from hypothesis import strategies as st
 

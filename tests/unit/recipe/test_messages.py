@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.trainer.recipe.config.schema import Data
-from ftmon.trainer.recipe.data import formats
+from ftmon.trainer.recipe.data import messages
 from ftmon.trainer.recipe.data.messages import Conversation, RefusedError, Text
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -15,8 +15,8 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 
 def convert(record: Any, **data: Any) -> "tuple[str, list[tuple[str, str | None]]]":
     settings = Data(**data)
-    form = formats.detect(record, settings)
-    made = formats.convert(record, form, settings)
+    form = messages.detect(record, settings)
+    made = messages.convert(record, form, settings)
     if isinstance(made, Text):
         return form, [("text", made.text)]
     return form, [(message.role, message.content) for message in made.messages]
@@ -33,7 +33,7 @@ def test_each_format_is_recognised_and_converted(case: Any) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "refused" in case])
 def test_a_record_that_does_not_match_is_refused_with_the_reason(case: Any) -> None:
     with pytest.raises(RefusedError) as raised:
-        formats.convert(case["record"], case["form"], Data())
+        messages.convert(case["record"], case["form"], Data())
     assert str(raised.value).startswith(case["refused"])
 
 
@@ -48,7 +48,7 @@ def test_tool_calls_tools_and_reasoning_are_kept() -> None:
         ],
         "tools": '[{"type": "function", "function": {"name": "f"}}]',
     }
-    made = formats.convert(record, "chat", Data())
+    made = messages.convert(record, "chat", Data())
     assert isinstance(made, Conversation)
     asked = made.messages[1]
     assert asked.content is None
@@ -66,7 +66,7 @@ def test_a_sharegpt_function_call_is_a_tool_call() -> None:
         {"from": "observation", "value": "4"},
         {"from": "gpt", "value": "Four."},
     ]
-    made = formats.convert({"conversations": turns}, "sharegpt", Data())
+    made = messages.convert({"conversations": turns}, "sharegpt", Data())
     assert isinstance(made, Conversation)
     assert [message.role for message in made.messages] == ["user", "assistant", "tool", "assistant"]
     assert made.messages[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"a": 1}}
@@ -75,7 +75,7 @@ def test_a_sharegpt_function_call_is_a_tool_call() -> None:
 def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
     for before in (CHAT[:1], [{"role": "system", "content": "S"}, *CHAT[:1]]):
         record = {"prompt": before, "completion": CHAT[1:] * 2, "system": "S"}
-        made = formats.convert(record, "instruction", Data())
+        made = messages.convert(record, "instruction", Data())
         assert isinstance(made, Conversation)
         assert [message.role for message in made.messages] == ["system", "user", "assistant", "assistant"]
         assert (made.messages[0].content, made.prompt) == ("S", 2)
@@ -83,7 +83,7 @@ def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
 
 def test_columns_that_fit_no_format_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"cannot be determined from the columns \(question, answer\): name them"):
-        formats.detect({"question": "", "answer": ""}, Data())
+        messages.detect({"question": "", "answer": ""}, Data())
     assert convert({"question": "Hi", "answer": "Hello."}, prompt_column="question", response_column="answer")[1] == [
         ("user", "Hi"),
         ("assistant", "Hello."),

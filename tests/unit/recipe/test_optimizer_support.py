@@ -2,10 +2,10 @@
 
 import pytest
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
-from ftmon.trainer.recipe.engine.ds_config import deepspeed_config
+from ftmon.trainer.recipe.engine.engine import deepspeed_config
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
+from ftmon.trainer.recipe.start import DATA
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 BF16 = "training.precision=bf16"

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
-from ftmon.trainer.recipe.data.order import Order
+from ftmon.trainer.recipe.data.batches import Order
 from ftmon.trainer.recipe.data.pipeline import Examples
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from ftmon.trainer.recipe.data.collate import Collate
-from ftmon.trainer.recipe.data.packing import best_fit
+from ftmon.trainer.recipe.data.batches import Collate
+from ftmon.trainer.recipe.data.pipeline import best_fit
 from ftmon.trainer.recipe.model.loss import IGNORED
 from hypothesis import given
 from hypothesis import strategies as st

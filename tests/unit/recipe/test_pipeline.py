@@ -13,10 +13,11 @@ pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
-from ftmon.trainer.recipe.data import encode, pipeline, sources
+from ftmon.trainer.recipe.data import encode, pipeline
+from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
-from ftmon.trainer.recipe.evaluation import examples as evaluation_examples
+from ftmon.trainer.recipe.evaluation import evaluate as evaluation_examples
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
 

@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed")
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.evaluation import samples
+from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.model import shape
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,5 +63,5 @@ def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
     engine = SimpleNamespace(module=model, eval=model.eval, train=model.train)
     world: Any = SimpleNamespace(is_first=True, device=torch.device("cpu"))
     tokens = SimpleNamespace(pad_token_id=0, eos_token_id=None, decode=lambda ids: f"{len(ids)} tokens")
-    row = {"input_ids": list(range(32)), "labels": [samples.IGNORED] * 24 + list(range(24, 32))}
-    assert samples.generate(engine, tokens, [row], 64, 32, world, together=False) == [("24 tokens", "8 tokens")]
+    row = {"input_ids": list(range(32)), "labels": [evaluate.IGNORED] * 24 + list(range(24, 32))}
+    assert evaluate.generate(engine, tokens, [row], 64, 32, world, together=False) == [("24 tokens", "8 tokens")]

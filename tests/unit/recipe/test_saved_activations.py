@@ -12,9 +12,8 @@ pytest.importorskip("deepspeed")
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.model import layers
-from ftmon.trainer.recipe.model.compiling import mark_varying
-from ftmon.trainer.recipe.model.offload import HostOffload
+from ftmon.trainer.recipe.model import activations
+from ftmon.trainer.recipe.model.activations import HostOffload, mark_varying
 from ftmon.trainer.recipe.preflight import resolve
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,7 +61,7 @@ def made(mode: str, kind: str = "llama", depth: int = 4, **settings: Any) -> Any
     torch.manual_seed(0)
     values = {**SIZES, "num_hidden_layers": depth, **settings}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).train()
-    layers.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode]]).config)
+    activations.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode]]).config)
     return model
 
 
@@ -188,7 +187,7 @@ def test_a_model_whose_layers_transformers_does_not_mark_is_refused() -> None:
     model.config = AutoConfig.for_model("llama")
     config = load(None, ["model.config={model_type: llama}", "model.gradient_checkpointing=true"]).config
     with pytest.raises(ConfigError, match=r"^model\.gradient_checkpointing: llama has no decoder layers"):
-        layers.set_up(model, config)
+        activations.set_up(model, config)
 
 
 @pytest.mark.parametrize(

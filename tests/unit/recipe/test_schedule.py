@@ -2,7 +2,7 @@
 
 import pytest
 from ftmon.trainer.recipe.config.schema import Schedule
-from ftmon.trainer.recipe.optim.schedule import factor
+from ftmon.trainer.recipe.optim.optimizer import factor
 from hypothesis import given
 from hypothesis import strategies as st
 

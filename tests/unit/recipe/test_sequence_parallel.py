@@ -12,12 +12,10 @@ import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data.collate import Collate
-from ftmon.trainer.recipe.data.positions import with_positions
-from ftmon.trainer.recipe.data.slices import cut
+from ftmon.trainer.recipe.data.batches import Collate, cut, with_positions
 from ftmon.trainer.recipe.engine.division import heads_refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
-from ftmon.trainer.recipe.preflight import sequence_parallel
+from ftmon.trainer.recipe.preflight import consistency
 from ftmon.trainer.recipe.preflight.resolve import resolve
 
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
@@ -90,8 +88,8 @@ def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_
 )
 def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str], precision: str, path: str) -> None:
     alone = load(None, [LLAMA, *words]).config
-    assert sequence_parallel.refusal(alone, 4, precision) is None
-    found = sequence_parallel.refusal(load(None, [LLAMA, f"{KEY}=2", *words]).config, 4, precision)
+    assert consistency.refusal(alone, 4, precision) is None
+    found = consistency.refusal(load(None, [LLAMA, f"{KEY}=2", *words]).config, 4, precision)
     assert found is not None
     assert found[0] == path
     assert f"cannot be used with {KEY}=2" in found[1]
@@ -160,7 +158,7 @@ def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(
     values: dict[str, Any], text: str
 ) -> None:
     pytest.importorskip("deepspeed")
-    from ftmon.trainer.recipe.model.sequence_parallel import refusal
+    from ftmon.trainer.recipe.model.attention import refusal
     from transformers import AutoConfig
 
     problem = refusal(AutoConfig.for_model("llama", **{"hidden_size": 48, "num_attention_heads": 4, **values}), 64, 2)
@@ -170,4 +168,4 @@ def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(
 
 def test_one_rank_a_sequence_changes_nothing() -> None:
     assert Config().training.sequence_parallel_size == 1
-    assert sequence_parallel.refusal(load(None, [LLAMA, "model.attention=eager"]).config, 3, "fp16") is None
+    assert consistency.refusal(load(None, [LLAMA, "model.attention=eager"]).config, 3, "fp16") is None

@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 from ftmon.trainer.recipe.config.schema import Config, Training
-from ftmon.trainer.recipe.optim import adamw, blocks, support
-from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
-from ftmon.trainer.recipe.optim.rounding import random_bits, salt, to_bfloat16
+from ftmon.trainer.recipe.optim import adamw, support
+from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW, random_bits, salt, to_bfloat16
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +69,7 @@ def test_numbers_that_bf16_has_stay_and_what_is_no_number_stays_so() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_block_is_quantized_between_neighbours_and_its_mean_is_the_value(signed: bool) -> None:
-    table = blocks.code(signed, torch.device("cpu"))
+    table = adamw.code(signed, torch.device("cpu"))
     assert table.shape == (256,)
     assert (table.diff() > 0).all()
     values = torch.randn(700, generator=torch.Generator().manual_seed(2)) * 1e-5
@@ -82,10 +81,10 @@ def test_a_block_is_quantized_between_neighbours_and_its_mean_is_the_value(signe
     low, gap = table[below].double(), table.diff()[below].double()
     total, times = torch.zeros(512, dtype=torch.float64), 300
     for time in range(times):
-        codes, scales = blocks.encode(values, bits(700, time), table)
+        codes, scales = adamw.encode(values, bits(700, time), table)
         assert codes.dtype == torch.uint8
         assert scales.shape == (3,)
-        decoded = blocks.decode(codes, scales, table)
+        decoded = adamw.decode(codes, scales, table)
         above = codes[:512].long() - below
         assert ((above == 0) | (above == 1)).all()
         assert not decoded[512:].any()

@@ -10,9 +10,9 @@ pytest.importorskip("datasets")
 
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, File
-from ftmon.trainer.recipe.data import sources
+from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.messages import RefusedError
-from ftmon.trainer.recipe.data.sources import Records
+from ftmon.trainer.recipe.data.records import Records
 
 ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c, with comma", "response": 'two\nlines "quoted"'}]
 

@@ -283,7 +283,7 @@ def test_a_chat_begins_with_exactly_one_bos(name: str) -> None:
 
 
 def test_the_end_is_learned_when_it_is_also_the_padding() -> None:
-    from ftmon.trainer.recipe.data.collate import Collate
+    from ftmon.trainer.recipe.data.batches import Collate
 
     tokenizer = family_tokenizer(FAMILIES["mistral"][0])
     tokenizer.pad_token = tokenizer.eos_token

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.recipe.checkpoint.universal import move_step_counts
+from ftmon.trainer.recipe.checkpoint.restore import move_step_counts
 
 
 @pytest.mark.parametrize("stage", [2, 3])

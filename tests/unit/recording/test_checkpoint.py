@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.recording import checkpoint
-from ftmon.protocol.recording.checkpoint import Checkpointer
+from ftmon.protocol.recording import writer as checkpoint
+from ftmon.protocol.recording.writer import Checkpointer
 
 
 class Watched(sqlite3.Connection):

@@ -7,11 +7,10 @@ import pytest
 from ftmon.protocol.messages.memory import Cause, Composition
 from ftmon.protocol.messages.telemetry import AllocatorEvents, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.results import answer_query, decode_answer
+from ftmon.protocol.recording.results import PeakMark, PhasePeaks, answer_query, decode_answer
 from ftmon.protocol.recording.writer import Writer
-from ftmon.tui.model.memory import highest_bytes
+from ftmon.tui.model.rank import highest_bytes
 from peaks import Explained
 from streams import write
 

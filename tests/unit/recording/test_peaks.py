@@ -3,7 +3,7 @@ from pathlib import Path
 
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.peaks import peak_seq
+from ftmon.protocol.recording.curves import peak_seq
 from ftmon.protocol.recording.reader import Reader
 from streams import Stream, write
 

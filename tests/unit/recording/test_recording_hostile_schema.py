@@ -9,8 +9,7 @@ import pytest
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.recording.guard import Guard
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.schema import SCHEMA_VERSION, STATEMENTS
-from ftmon.protocol.recording.shape import expected_tables
+from ftmon.protocol.recording.schema import SCHEMA_VERSION, STATEMENTS, expected_tables
 from streams import Stream, write
 
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT"

@@ -4,11 +4,11 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.tui.model.jobs import job_rows
+from ftmon.tui.model.runs import job_rows
 from ftmon.tui.source.load import describe, load
 from streams import Stream, write
 

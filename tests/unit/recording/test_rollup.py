@@ -1,9 +1,9 @@
 """Pooled rows keep the highest peak and its moment, and continue where an earlier writer stopped."""
 
 from ftmon.protocol.messages.telemetry import Step
-from ftmon.protocol.recording.rollup import Rollups, pool_rollups, pool_steps
+from ftmon.protocol.recording.curves import Rollups, pool_rollups, pool_steps
+from ftmon.protocol.recording.rows import step_rows
 from ftmon.protocol.recording.schema import ROLLUP_COLUMNS, ROLLUP_SIZES
-from ftmon.protocol.recording.steprow import step_rows
 from streams import Stream
 
 

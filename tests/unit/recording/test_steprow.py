@@ -4,7 +4,7 @@ import math
 
 import pytest
 from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Span, Step, Update
-from ftmon.protocol.recording.steprow import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
+from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Stream

@@ -14,12 +14,12 @@ from ftmon.protocol.messages.telemetry import Evaluation, Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.sweep.rows import Ended, Entry
-from ftmon.tui.cli.investigate import compare
+from ftmon.tui.cli import report
 from ftmon.tui.cli.main import main
-from ftmon.tui.cli.output.printable import print_json
-from ftmon.tui.report.model import Chart, Curve
-from ftmon.tui.report.svg import svg
-from ftmon.tui.report.terminal import chart_lines
+from ftmon.tui.cli.output import print_json
+from ftmon.tui.report.build import chart_lines
+from ftmon.tui.report.data import Chart, Curve
+from ftmon.tui.report.pictures import svg
 from scenes import recorded
 from streams import RUN, Stream, write
 from sweep_results import done, out_of_memory, planned, write_results
@@ -422,7 +422,7 @@ def test_of_many_configurations_only_those_that_differ_are_shown(
 ) -> None:
     before, after = str(sweep(tmp_path, "before")), str(sweep(tmp_path, "after", 1.03))
     _, every, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
-    monkeypatch.setattr(compare, "_MOST", 5)
+    monkeypatch.setattr(report, "_MOST", 5)
     _, some, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
     assert every.count(" -> ") == 6
     assert some.count(" -> ") == some.count("regression: ") == 5

@@ -1,6 +1,6 @@
 """The snapshot explorer as an app."""
 
-from ftmon.tui.screens.snapshot.app import SnapshotApp
+from ftmon.tui.screens.snapshot import SnapshotApp
 from phasesnapshot import step_with_phases
 
 

@@ -3,10 +3,9 @@
 from typing import Any
 
 from caching_allocator import CachingAllocator
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.tui.model.snapshot_bands import Band, bands_of
-from ftmon.tui.model.snapshot_explorer import Explorer
+from ftmon.tui.model.snapshot import Band, Explorer, bands_of
 
 START = 1_000_000
 """The first entry's time, microseconds; each entry comes one after the other."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.snapshot.errors import SnapshotError
-from ftmon.protocol.snapshot.unpickle import available_memory, check_cost, estimate, granted_memory, read_pickle
+from ftmon.protocol.host.machine import available_memory
+from ftmon.protocol.snapshot.columns import SnapshotError
+from ftmon.protocol.snapshot.reader import check_cost, estimate, granted_memory, read_pickle
 from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_files import DATA, ELEMENTS, bomb
@@ -44,7 +45,7 @@ def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pyt
     with path.open("wb") as file:
         file.truncate(2**36)
     assert available_memory() > 0
-    monkeypatch.setattr("ftmon.protocol.snapshot.unpickle.available_memory", lambda: 2**20)
+    monkeypatch.setattr("ftmon.protocol.snapshot.reader.available_memory", lambda: 2**20)
     assert granted_memory(path) == 2**19
 
 

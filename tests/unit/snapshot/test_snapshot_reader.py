@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator
-from ftmon.protocol.analysis.allocator.snapshot.analysis import live_stacks
-from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.snapshot.errors import SnapshotError
-from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.snapshot.unpickle import read_pickle
+from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_views import live_stacks
+from ftmon.protocol.snapshot.columns import SnapshotError, compact
+from ftmon.protocol.snapshot.reader import open_snapshot, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshot_files import read_snapshot

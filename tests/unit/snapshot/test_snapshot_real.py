@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.allocator.snapshot.analysis import difference, find_oom, live_stacks
-from ftmon.protocol.analysis.allocator.snapshot.large_blocks import size_large
-from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.allocator.snapshot.report import difference_report, report
-from ftmon.protocol.analysis.allocator.snapshot.rounding import SMALL_MOST, round_size
-from ftmon.protocol.analysis.allocator.snapshot.stack_tree import stack_tree
+from ftmon.protocol.analysis.allocator.settings import SMALL_MOST, round_size
+from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at, stack_tree
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, size_large
+from ftmon.protocol.analysis.allocator.snapshot_views import (
+    difference,
+    difference_report,
+    find_oom,
+    live_stacks,
+    report,
+)
 from snapshot_files import DATA, read_snapshot
 
 NAMES = ["oom_backward", "step_zero3"]

@@ -4,10 +4,10 @@ import random
 
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
-from ftmon.protocol.analysis.allocator.snapshot import live
-from ftmon.protocol.analysis.allocator.snapshot.analysis import between, find_oom, live_stacks, total
-from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator import snapshot_replay
+from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_views import between, find_oom, live_stacks, total
 from ftmon.protocol.snapshot.columns import compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,12 +182,12 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
 def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tuple[str, int, int]]) -> None:
     replay = Replay(compact(history(steps).snapshot(), "made"), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "_LEAST_STRIDE", 5)
-        patch.setattr(live, "_MOST_KEPT", 40)
-        kept = live.LiveSets(replay.allocations)
+        patch.setattr(snapshot_replay, "_LEAST_STRIDE", 5)
+        patch.setattr(snapshot_replay, "_MOST_KEPT", 40)
+        kept = snapshot_replay.LiveSets(replay.allocations)
     for index in range(-1, replay.entries):
         assert kept.active_blocks_at(index) == replay.active_blocks_at(index)
-        assert kept.totals_at(index) == live.sums(replay.allocations, replay.live_at(index))
+        assert kept.totals_at(index) == snapshot_replay.sums(replay.allocations, replay.live_at(index))
 
 
 ENTRIES = st.lists(

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator
-from ftmon.protocol.analysis.allocator.snapshot.analysis import find_oom
-from ftmon.protocol.analysis.allocator.snapshot.pending_states import pending_bytes, pending_states
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.oom_report.from_snapshot import report_of
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, pending_bytes, pending_states
+from ftmon.protocol.analysis.allocator.snapshot_views import find_oom
+from ftmon.protocol.analysis.oom_report import report_of
 from ftmon.protocol.snapshot.columns import compact
 
 SIZES = [(8 + number % 5) * MIB for number in range(201)]

@@ -11,9 +11,8 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.status import status
-from ftmon.tui.source.load import Superseded, describe, load
-from ftmon.tui.source.overview import Overview, read_overview
+from ftmon.tui.model.run import status
+from ftmon.tui.source.load import Overview, Superseded, describe, load, read_overview
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Later, Stream, write

@@ -7,8 +7,7 @@ from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.training import HistoryPoint
-from ftmon.tui.source.load import TAIL_FRAMES, adopt, describe, load
-from ftmon.tui.source.overview import read_overview
+from ftmon.tui.source.load import TAIL_FRAMES, adopt, describe, load, read_overview
 from streams import Later, write
 from trainscenes import frames
 

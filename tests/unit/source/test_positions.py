@@ -2,7 +2,7 @@ from datetime import datetime
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.tui.source.positions import Position, parse
+from ftmon.tui.source.replay import Position, parse
 
 FIRST = datetime(2026, 3, 1, 22, 0, 0).timestamp()
 LAST = datetime(2026, 3, 2, 4, 0, 0).timestamp()

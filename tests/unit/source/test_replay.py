@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.errors import RecordingError
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Alert, RunState
 from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.source import playback
+from ftmon.tui.source import replay as playback
 from ftmon.tui.source.base import Source
-from ftmon.tui.source.overview import Overview, read_overview
+from ftmon.tui.source.load import Overview, read_overview
 from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write
 
@@ -306,7 +306,7 @@ def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySour
 
 
 def test_a_recording_takes_no_commands(source: ReplaySource) -> None:
-    record = source.commands[source.send(verbs.Kill())]
+    record = source.commands[source.send(control.Kill())]
     assert record.done
     assert record.accepted is not None
     assert not record.accepted.ok

@@ -1,9 +1,8 @@
 """When the finding of a stall is renewed."""
 
-from ftmon.protocol.analysis.stalls.evidence import Evidence
+from ftmon.protocol.analysis.stalls.evidence import Evidence, Frame
 from ftmon.protocol.analysis.stalls.hang_detector import HangDetector
-from ftmon.protocol.analysis.stalls.python_stacks import Frame
-from ftmon.protocol.analysis.stalls.verdicts import Verdict
+from ftmon.protocol.analysis.stalls.judge import Verdict
 
 HUNG = Verdict(kind="missing", waiting=(0,), hung=(1,), sure=True, age=8.0)
 

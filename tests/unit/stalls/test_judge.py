@@ -1,10 +1,9 @@
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.evidence import Collective
-from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, Verdict, judge
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import Finished, Unclear
+from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, Finished, Unclear, Verdict, judge
 from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.text import ranks_in_words
 from hypothesis import given

@@ -1,8 +1,7 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.patience import ROWS
-from ftmon.protocol.analysis.stalls.progress import RankProgress
+from ftmon.protocol.analysis.stalls.evidence import ROWS, RankProgress
 from hypothesis import given
 from hypothesis import strategies as st
 

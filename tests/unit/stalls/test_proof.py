@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.stalls import patience
-from ftmon.protocol.analysis.stalls.proof import RankFacts, unproven
+from ftmon.protocol.analysis.stalls import evidence
+from ftmon.protocol.analysis.stalls.judge import RankFacts, unproven
 
 ROOT = Path(__file__).resolve().parents[3]
 RESTED = RankFacts(8.0, quiet=1000.0)
@@ -50,21 +50,21 @@ def test_a_deadlock_that_nccls_own_counters_contradict_is_no_proof():
 
 def test_the_guide_promises_what_the_table_holds():
     guide = (ROOT / "docs" / "guide.md").read_text()
-    assert "\n".join(patience.as_markdown()) in guide
+    assert "\n".join(evidence.as_markdown()) in guide
 
 
 def test_the_limits_of_early_steps_are_lower_bounds_of_every_phase():
-    for row in patience.ROWS:
-        early = patience.row_of(row.phase, within_step=False, steps_seen=1, has_stepped=True)
-        first = patience.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
+    for row in evidence.ROWS:
+        early = evidence.row_of(row.phase, within_step=False, steps_seen=1, has_stepped=True)
+        first = evidence.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
         assert early.computing_s >= 60.0
         assert first.computing_s >= 300.0
         assert row.asleep_s < row.computing_s <= row.working_s
 
 
 def test_a_rank_asleep_in_its_first_step_is_given_8_s_and_one_in_start_up_20():
-    for row in patience.ROWS:
-        first = patience.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
+    for row in evidence.ROWS:
+        first = evidence.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
         assert first.asleep_s == (20.0 if row.phase in ("init", "idle") else 8.0)
-    within = patience.row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
+    within = evidence.row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
     assert (within.computing_s, within.asleep_s) == (300.0, 8.0)

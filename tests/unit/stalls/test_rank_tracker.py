@@ -2,7 +2,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.stalls.rank_tracker import STOPPED_S, ProcessFact, RankTracker
+from ftmon.protocol.analysis.stalls.tracker import STOPPED_S, ProcessFact, RankTracker
 from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.telemetry import Failure, Goodbye
 

@@ -3,11 +3,9 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.stalls.slow_devices import SlowDevices
-from ftmon.protocol.analysis.stalls.straggler_detector import SlowRankFacts
-from ftmon.protocol.analysis.stalls.stragglers import StragglerFacts
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls.stragglers import SlowDevices, SlowRankFacts, StragglerFacts
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, ProcessMemory
 from ftmon.protocol.messages.wire import Frame
@@ -127,7 +125,7 @@ def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named(make_sim: 
     sampled = 0
     for _ in range(40):
         for action in sim.detectors.drain_actions():
-            assert (action.verb, action.ranks) == (verbs.Stacks(quiet=True), (1,))
+            assert (action.verb, action.ranks) == (control.Stacks(quiet=True), (1,))
             sampled += 1
             place = (44, "tokenize") if sampled % 4 else (51, "log")
             text = STACK.format(line=place[0], function=place[1])

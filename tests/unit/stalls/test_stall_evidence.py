@@ -4,21 +4,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.causes import Cause, cause_of
-from ftmon.protocol.analysis.stalls.collective_calls import difference, waits
-from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, LockWait, read_calls
+from ftmon.protocol.analysis.stalls.collectives import RankView, difference, waits
+from ftmon.protocol.analysis.stalls.collectives import where as where_of
+from ftmon.protocol.analysis.stalls.evidence import (
+    Call,
+    Calls,
+    Collective,
+    Evidence,
+    Frame,
+    LockWait,
+    read_calls,
+    where,
+)
+from ftmon.protocol.analysis.stalls.hang_detector import Cause, cause_of
 from ftmon.protocol.analysis.stalls.judge import (
     ENTERED_S,
     EXIT_LIMIT_S,
     EXIT_SURE_S,
     EXIT_WORKING_S,
+    CircularWait,
+    DifferentCalls,
+    InPointToPoint,
+    RanAhead,
+    StaleLocks,
     Verdict,
     judge,
 )
-from ftmon.protocol.analysis.stalls.positions import where as where_of
-from ftmon.protocol.analysis.stalls.python_stacks import Frame, where
-from ftmon.protocol.analysis.stalls.rank_view import RankView
-from ftmon.protocol.analysis.stalls.verdicts import CircularWait, DifferentCalls, InPointToPoint, RanAhead, StaleLocks
 from ftmon.protocol.analysis.stalls.words import _together, of_verdict
 
 WORLD = {"0": (0, 1, 2, 3)}

@@ -4,10 +4,8 @@ import math
 import random
 
 import pytest
-from ftmon.protocol.analysis.report.compare import Measure, Side, compare
-from ftmon.protocol.analysis.report.sides import side_of_ranks, side_of_rows
-from ftmon.protocol.analysis.report.text import comparison_lines
-from ftmon.protocol.analysis.sweep.figures import figures
+from ftmon.protocol.analysis.report import Measure, Side, compare, comparison_lines, side_of_ranks, side_of_rows
+from ftmon.protocol.analysis.sweep.summary import figures
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.sweep.rows import PhaseFigures, RankRow, Row
 

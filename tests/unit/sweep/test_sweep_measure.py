@@ -8,8 +8,7 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.sweep.measure import progress, why
-from ftmon.trainer.sweep.process import Ending
+from ftmon.trainer.sweep.run import Ending, progress, why
 from streams import Stream, write
 
 RESUMED_AT = 1000

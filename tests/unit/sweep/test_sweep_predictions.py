@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.estimates.beside_pytorch import beside_pytorch
-from ftmon.protocol.host.gpus import find_gpu
+from ftmon.protocol.analysis.estimates.memory import beside_pytorch
+from ftmon.protocol.host.machine import find_gpu
 from ftmon.trainer.predict.__main__ import arguments_of
-from ftmon.trainer.sweep import predictions, spec
-from ftmon.trainer.sweep.predictions import Predictor
+from ftmon.trainer.sweep import plan, search
+from ftmon.trainer.sweep.search import Predictor
 
 A100 = "NVIDIA A100-SXM4-80GB"
 CONFIG = """
@@ -22,10 +22,10 @@ def asked(name: str, offload: bool, folder: Path, monkeypatch: pytest.MonkeyPatc
     """Return the kind of GPU and the capacity that are asked for on a host with GPUs of a name."""
     gpu = find_gpu(name)
     memory = gpu.memory_bytes if gpu else 8 << 30
-    monkeypatch.setattr(predictions, "smallest_gpu", lambda: predictions.HostGpu(name, memory))
+    monkeypatch.setattr(search, "smallest_gpu", lambda: search.HostGpu(name, memory))
     (folder / "train.yaml").write_text(CONFIG)
     (folder / "s.yaml").write_text("config: train.yaml\naxes: {training.sequence_length: [64, 128]}\n")
-    predictor = Predictor(spec.read(str(folder / "s.yaml")), lambda _: None)
+    predictor = Predictor(plan.read(str(folder / "s.yaml")), lambda _: None)
     arguments = arguments_of(predictor.words({"zero.offload_optimizer": offload}, [128, 64]))
     assert (arguments.ranks, arguments.sequence_length) == (2, [64, 128])
     return arguments.gpu, memory - arguments.capacity

@@ -1,11 +1,9 @@
 """Which configuration a sweep runs next: order, budget, searches by real runs."""
 
 import pytest
-from ftmon.protocol.analysis.estimates.curve import Piece
-from ftmon.protocol.analysis.sweep import columns
-from ftmon.protocol.analysis.sweep.budget import left, why_not_next
-from ftmon.protocol.analysis.sweep.order import order
-from ftmon.protocol.analysis.sweep.search import Tried, UndecidedError, largest, phase_curve
+from ftmon.protocol.analysis.estimates.memory import Piece
+from ftmon.protocol.analysis.sweep import summary
+from ftmon.protocol.analysis.sweep.search import Tried, UndecidedError, largest, left, order, phase_curve, why_not_next
 from ftmon.protocol.analysis.sweep.summary import curves, fastest, pool
 from ftmon.protocol.analysis.sweep.text import result_lines, row_text, table
 from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Planned, Predicted, RankRow, Row
@@ -186,7 +184,7 @@ def test_a_table_shows_the_figures_that_were_asked_for() -> None:
         ["seq", *wanted, "result"],
         ["64", "10.00 GiB", "70.0", "5.00 GiB", "6.00 GiB", "2.0000", "250.0", "670", "", "done"],
     ]
-    assert columns.value(both, "forward.peak") is None
+    assert summary.value(both, "forward.peak") is None
     repeated = [Row({"seq": 1}, "done", 0.0, repeat=number, ranks=row(1, number, ms).ranks)
                 for number, ms in enumerate((100.0, 104.0, 110.0))]  # fmt: skip
     assert table(pool(repeated), ["step_ms"])[1] == ["1", "104.0 ±5.0", "done"]
@@ -197,4 +195,4 @@ def test_a_table_shows_the_figures_that_were_asked_for() -> None:
 )
 def test_a_figure_that_no_run_has_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"are peak, reserved, nvml, step_ms, .*PHASE\.ms"):
-        columns.check(name)
+        summary.check(name)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.sweep.rows import PhaseFigures, Predicted, RankRow, Row, Search, Settings
-from ftmon.trainer.sweep import searching, spec
-from ftmon.trainer.sweep.predictions import Predictor
+from ftmon.trainer.sweep import plan
+from ftmon.trainer.sweep import search as searching
+from ftmon.trainer.sweep.search import Predictor
 
 GIB, MIB = 1 << 30, 1 << 20
 LIMIT = {2: 3_000, 3: 5_000}
@@ -38,7 +39,7 @@ def predictor(tmp_path: Path) -> Predictor:
     path.write_text(
         "command: python {seq} {zero}\naxes: {zero: [2, 3]}\nsearch: {goal: largest, axis: seq, high: 8192}\n"
     )
-    return Predictor(spec.read(str(path)), lambda _: None)
+    return Predictor(plan.read(str(path)), lambda _: None)
 
 
 def search(machine: Any, predictor: Predictor, wanted: Search, *stages: int) -> list[str]:

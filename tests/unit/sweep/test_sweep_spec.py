@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.sweep.rows import Planned
-from ftmon.trainer.sweep import jobs, show, spec
+from ftmon.trainer.sweep import plan as jobs
+from ftmon.trainer.sweep import plan as show
+from ftmon.trainer.sweep import plan as spec
 from ftmon.trainer.sweep.__main__ import _plan
 
 CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"

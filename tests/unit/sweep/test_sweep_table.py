@@ -5,9 +5,9 @@ from ftmon.protocol.analysis.sweep.text import aligned, budget_text
 from ftmon.protocol.sweep.rows import Budget
 from ftmon.protocol.text import cells_of
 from ftmon.tui.model.sweep import TableRow
-from ftmon.tui.widgets.drawing.line import width_of
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.sweep_view import rows_below_current, table_lines
+from ftmon.tui.widgets.drawing import width_of
+from ftmon.tui.widgets.tables import rows_below_current, table_lines
+from ftmon.tui.widgets.theme import Theme
 
 
 @pytest.mark.parametrize(("current", "first", "last"), [(0, 0, 8), (20, 15, 23), (39, 31, 39)])

@@ -1,9 +1,9 @@
 """The jobs of a run on screen."""
 
-from ftmon.protocol.messages.jobs import Job, JobPhase, JobRank
-from ftmon.tui.model.jobs import job_rows
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.jobs_view import detail_lines
+from ftmon.protocol.messages.hosts import Job, JobPhase, JobRank
+from ftmon.tui.model.runs import job_rows
+from ftmon.tui.widgets.tables import detail_lines
+from ftmon.tui.widgets.theme import Theme
 
 
 def details(*ranks: JobRank) -> list[str]:

@@ -2,12 +2,12 @@
 
 import pytest
 from ftmon.protocol.messages.control import Alert, RankState, RankStateName
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.screens.kill_targets import Targets, launcher_that_ends_all, suggested, target_line
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.state.view_models import stalled_seconds
+from ftmon.tui.screens.kill import Targets, launcher_that_ends_all, suggested, target_line
+from ftmon.tui.widgets.state import stalled_seconds
+from ftmon.tui.widgets.theme import Theme
 from streams import Stream
 
 NOW = 1_780_000_200.0

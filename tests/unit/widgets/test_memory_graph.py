@@ -1,10 +1,9 @@
 """The memory graph: scaled to what it is told, boundaries to an eighth of a row, spikes never lost."""
 
 import pytest
-from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE
-from ftmon.tui.widgets.drawing.palette import DARK
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.plots.memory_graph import Column, Scale, eighths, memory_graph
+from ftmon.tui.widgets.drawing import ASCII, UNICODE
+from ftmon.tui.widgets.plots import Column, Scale, eighths, memory_graph
+from ftmon.tui.widgets.theme import DARK, Theme
 
 GIB = 2**30
 THEME = Theme()

@@ -4,26 +4,31 @@ from collections.abc import Iterator
 
 import pytest
 from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.messages.telemetry import AllocatorEvents, AllocatorPhase
+from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition
+from ftmon.protocol.messages.telemetry import AllocatorEvents, AllocatorPhase, StackGroup
 from ftmon.protocol.messages.wire import Frame
-from ftmon.tui.cli.investigate.events import event_lines
-from ftmon.tui.cli.investigate.memory import rank_lines as text_lines
+from ftmon.tui.cli.memory import event_lines
+from ftmon.tui.cli.memory import rank_lines as text_lines
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.cause import SpikeVerdict
+from ftmon.tui.model.oom import SpikeVerdict
 from ftmon.tui.model.waterfall import rank_bars
 from ftmon.tui.source.base import Connection
-from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE
-from ftmon.tui.widgets.drawing.line import Line
-from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.lines.alert_lines import alert_detail
-from ftmon.tui.widgets.lines.summary import second_line
-from ftmon.tui.widgets.memory import events_view
-from ftmon.tui.widgets.memory.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
-from ftmon.tui.widgets.memory.peak_bars import grouped, peak_bars
-from ftmon.tui.widgets.plots.waterfall import bar
-from ftmon.tui.widgets.state.view_models import summary_of
+from ftmon.tui.widgets import memory
+from ftmon.tui.widgets.alerts import alert_detail
+from ftmon.tui.widgets.drawing import ASCII, UNICODE, Line
+from ftmon.tui.widgets.header import second_line
+from ftmon.tui.widgets.memory import (
+    MemoryChoice,
+    body_lines,
+    fall_of,
+    grouped,
+    head_lines,
+    memory_title_line,
+    peak_bars,
+)
+from ftmon.tui.widgets.plots import bar
+from ftmon.tui.widgets.state import summary_of
+from ftmon.tui.widgets.theme import DARK, LIGHT, Theme
 from peaks import Explained
 
 MIB = 2**20
@@ -58,14 +63,14 @@ def every_line(model: RunModel, width: int, theme: Theme) -> Iterator[Line]:
             choice = MemoryChoice(phase, unfolded=True)
             fall = fall_of(rank, choice, model.device_of(rank))
             assert fall is not None
-            yield title_line(rank, "GPU 0", width, theme)
+            yield memory_title_line(rank, "GPU 0", width, theme)
             yield from head_lines(rank, fall, choice, width, theme)
             yield from body_lines(rank, fall, choice, SpikeVerdict(EVIL[8:], "", "try", 5), "why", width, theme)
-        yield events_view.title_line(rank, "GPU 0", width, theme)
-        yield from events_view.phase_lines(rank, width, theme)
-        yield from events_view.course_lines(rank, width, 2, theme)
-        yield from events_view.unused_lines(rank, width, 1, theme)
-        yield events_view.retry_line(rank, width, theme)
+        yield memory.title_line(rank, "GPU 0", width, theme)
+        yield from memory.phase_lines(rank, width, theme)
+        yield from memory.course_lines(rank, width, 2, theme)
+        yield from memory.unused_lines(rank, width, 1, theme)
+        yield memory.retry_line(rank, width, theme)
     bars = rank_bars(model.ranks.values(), "")
     yield from peak_bars(bars, EVIL, 0, 2**37, width, 20, theme)
 

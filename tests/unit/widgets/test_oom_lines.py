@@ -1,11 +1,11 @@
 """The lines of an out-of-memory report, in one column and in two."""
 
 import msgspec
-from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.oom.oom_lines import report_lines
+from ftmon.tui.widgets.oom import report_lines
+from ftmon.tui.widgets.theme import Theme
 from oomscenes import messages
 
 START = 1_700_000_000.0

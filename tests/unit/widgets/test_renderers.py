@@ -6,28 +6,34 @@ from typing import Any
 import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
-from ftmon.tui.model.logs import LogEntry
-from ftmon.tui.source.transport import AlertMark, Transport
-from ftmon.tui.widgets.drawing.figures import count, gib, gib_signed, loss, milliseconds, step_time
-from ftmon.tui.widgets.drawing.glyphs import ASCII, UNICODE, choose, names_c_locale
-from ftmon.tui.widgets.drawing.line import Line, cut, spread, tail, width_of
-from ftmon.tui.widgets.drawing.palette import DARK, LIGHT
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.drawing.wrapping import wrap
-from ftmon.tui.widgets.lines.alert_lines import alert_detail, alert_line, evidence_lines
-from ftmon.tui.widgets.lines.log_lines import log_line
-from ftmon.tui.widgets.lines.scrubber import scrubber, time_of_day
-from ftmon.tui.widgets.lines.summary import Summary, summary_lines
-from ftmon.tui.widgets.plots.memory_graph import Scale
-from ftmon.tui.widgets.plots.phase_bar import cells_of, phase_bar
-from ftmon.tui.widgets.plots.spark import spark
-from ftmon.tui.widgets.ranks import heat
-from ftmon.tui.widgets.ranks.card import card, health_words, title
-from ftmon.tui.widgets.ranks.rank_grid import plan
-from ftmon.tui.widgets.ranks.rows import label
-from ftmon.tui.widgets.state.rank_view import RankView
-from ftmon.tui.widgets.state.view_models import nice_top, throttle_of
-from ftmon.tui.widgets.training.training_strip import Course, course_lines, grouped
+from ftmon.tui.model.alerts import LogEntry
+from ftmon.tui.source.base import AlertMark, Transport
+from ftmon.tui.widgets import ranks as heat
+from ftmon.tui.widgets.alerts import alert_detail, alert_line, evidence_lines, log_line
+from ftmon.tui.widgets.drawing import (
+    ASCII,
+    UNICODE,
+    Line,
+    choose,
+    count,
+    cut,
+    gib,
+    gib_signed,
+    loss,
+    milliseconds,
+    names_c_locale,
+    spread,
+    step_time,
+    tail,
+    width_of,
+    wrap,
+)
+from ftmon.tui.widgets.header import Summary, scrubber, summary_lines, time_of_day
+from ftmon.tui.widgets.plots import Scale, cells_of, phase_bar, spark
+from ftmon.tui.widgets.ranks import card, grid_plan, health_words, label, title
+from ftmon.tui.widgets.state import RankView, nice_top, throttle_of
+from ftmon.tui.widgets.theme import DARK, LIGHT, Theme
+from ftmon.tui.widgets.training import Course, course_lines, grouped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -248,7 +254,7 @@ def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
     (64, (200, 52), "rows"), (512, (200, 52), "heat"),
 ])  # fmt: skip
 def test_ranks_go_from_cards_to_rows_to_a_heat_map(ranks: int, size: tuple[int, int], mode: str) -> None:
-    assert plan(ranks, *size).mode == mode
+    assert grid_plan(ranks, *size).mode == mode
 
 
 @pytest.mark.parametrize("ranks", [64, 100, 512])

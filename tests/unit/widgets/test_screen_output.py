@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from ftmon.tui.widgets.drawing.screen_output import ScreenOutput
+from ftmon.tui.widgets.screen_output import ScreenOutput
 from terminal import Screen
 
 STYLES = ["", "1", "38;2;1;2;3", "38;2;1;2;3;48;2;9;9;9", "1;38;2;4;5;6;48;2;9;9;9", "48;2;0;0;7", "7", "2;31;42"]

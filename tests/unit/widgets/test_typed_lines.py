@@ -1,10 +1,10 @@
 """Lines that are typed into: the cursor stays on the screen, also after letters that take two cells."""
 
 import pytest
-from ftmon.tui.widgets.base.prompt import Prompt
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.oom.console_input import ConsoleInput
-from ftmon.tui.widgets.state.app_state import AppState
+from ftmon.tui.widgets.base import Prompt
+from ftmon.tui.widgets.oom import ConsoleInput
+from ftmon.tui.widgets.state import AppState
+from ftmon.tui.widgets.theme import Theme
 
 WIDTH = 40
 TEXTS = ("x" * 100, "日本語" * 30, "ab日" * 30)

@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
-from ftmon.tui.model.what_if import Answer, Change, CurrentPoint, WhatIf, capacity_of, length_of
-from ftmon.tui.widgets.drawing.theme import Theme
-from ftmon.tui.widgets.oom.what_if_lines import what_if_lines
+from ftmon.tui.model.peaks import Answer, Change, CurrentPoint, WhatIf, capacity_of, length_of
+from ftmon.tui.widgets.oom import what_if_lines
+from ftmon.tui.widgets.theme import Theme
 from oomscenes import oom_of
 
 GIB = 2**30
