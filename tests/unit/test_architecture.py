@@ -2,11 +2,10 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 ROOMS = ("protocol", "trainer", "tui", "tests", "bench", "docs")
 _DOTTED = re.compile(rf"(?:{'|'.join(ROOMS)})(?:\.\w+)+")
 _PATH = re.compile(rf"(?:{'|'.join(ROOMS)})/[\w./-]*")

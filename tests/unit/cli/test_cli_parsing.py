@@ -1,6 +1,5 @@
 """The grammar of the command line, and what importing it costs."""
 
-
 import pytest
 from ftmon.tui.cli.arguments import GROUPS, INTERNAL, build_parser
 from ftmon.tui.cli.main import main, parse

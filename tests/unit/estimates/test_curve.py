@@ -2,17 +2,15 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.estimates.memory import Piece, pieces, sample_curve
 from ftmon.protocol.analysis.words import describe_curve
+from places import DATA
 
 MIB = 2**20
-MEASURED = [
-    json.loads(line) for line in (Path(__file__).parents[2] / "data" / "h200_peaks.jsonl").read_text().splitlines()
-]
+MEASURED = [json.loads(line) for line in (DATA / "h200_peaks.jsonl").read_text().splitlines()]
 
 
 def points(one: dict[str, Any], without: int = 0) -> dict[int, dict[str, float]]:

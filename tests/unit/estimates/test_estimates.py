@@ -1,7 +1,6 @@
 """Memory beside PyTorch's, time, host, disk, money, and the what-if table."""
 
 import json
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.analysis.estimates.memory import beside_pytorch, checkpoint_bytes, host_memory, pinned_bytes
@@ -16,9 +15,9 @@ from ftmon.protocol.analysis.estimates.time import (
     step_time,
 )
 from ftmon.protocol.host.machine import FIT_TABLE, GPUS, find_gpu
+from places import DATA
 
 MIB, GIB = 2**20, 2**30
-DATA = Path(__file__).parents[2] / "data"
 H200 = find_gpu("NVIDIA H200")
 assert H200 is not None
 

@@ -3,12 +3,11 @@
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ftmon.trainer.host.inspection import nccl_ras
+from places import DATA
 
-DATA = Path(__file__).resolve().parents[2] / "data"
 ONE_BEHIND = (DATA / "nccl_ras_one_behind.txt").read_text()
 MISSING = (DATA / "nccl_ras_missing_process.txt").read_text()
 PIDS = {0: 1937, 1: 1938}

@@ -2,7 +2,6 @@
 
 import gzip
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from ftmon.protocol.analysis.memory.causes import (
 from ftmon.protocol.analysis.remedies import remedy_of
 from ftmon.protocol.messages.memory import Cause
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, StackGroup
+from places import DATA
 
 MIB = 2**20
 GIB = 2**30
@@ -28,7 +28,7 @@ SITE = "/opt/venv/lib/python3.12/site-packages"
 
 @pytest.fixture(scope="module")
 def trace() -> list[Entry]:
-    with gzip.open(Path(__file__).parents[2] / "data" / "step_zero3.pickle.gz") as file:
+    with gzip.open(DATA / "step_zero3.pickle.gz") as file:
         return pickle.load(file)["device_traces"][0]
 
 

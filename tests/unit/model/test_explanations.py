@@ -7,9 +7,9 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition
 from ftmon.protocol.messages.telemetry import StackGroup
 from ftmon.protocol.recording.reader import Reader
-from ftmon.tui.model import RunModel
 from ftmon.tui.model.oom import cause_of_alert, evidence_groups, group_parts, other_evidence, shown_bytes, verdict_of
 from ftmon.tui.model.rank import RankMemory, phase_rates
+from ftmon.tui.model.run import RunModel
 from ftmon.tui.model.waterfall import next_phase, rank_bars, unanalysed, waterfall
 from ftmon.tui.source.load import adopt, describe, load, read_overview
 from peaks import MIB, Explained, explained

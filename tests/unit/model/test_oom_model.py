@@ -8,9 +8,8 @@ from eventually import eventually
 from ftmon.protocol.messages.control import Accepted, Console, RankState, Result
 from ftmon.protocol.messages.telemetry import Heartbeat
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.tui.model import RunModel
 from ftmon.tui.model.oom import MOST_LINES, ConsoleSession, is_complete
-from ftmon.tui.model.run import HeldWatch, first_to_show, held_cases, held_since, hold_words
+from ftmon.tui.model.run import HeldWatch, RunModel, first_to_show, held_cases, held_since, hold_words
 from ftmon.tui.source.base import CommandRecord
 from ftmon.tui.source.replay import ReplaySource
 from hypothesis import given

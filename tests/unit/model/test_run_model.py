@@ -5,9 +5,8 @@ from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.tui.model import RunModel
 from ftmon.tui.model.alerts import CAPACITY, AlertHistory
-from ftmon.tui.model.run import early_stop_words, status
+from ftmon.tui.model.run import RunModel, early_stop_words, status
 from ftmon.tui.model.timeline import EMPTY
 from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets.state import summary_of

@@ -1,7 +1,6 @@
 import json
 
-from ftmon.tui.model import RunModel
-from ftmon.tui.model.run import status
+from ftmon.tui.model.run import RunModel, status
 from streams import Stream
 
 

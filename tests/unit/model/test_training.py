@@ -7,8 +7,7 @@ from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.messages.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.results import TrainingPoint
-from ftmon.tui.model import RunModel
-from ftmon.tui.model.run import activity_words, epoch_words
+from ftmon.tui.model.run import RunModel, activity_words, epoch_words
 from ftmon.tui.model.training import CAPACITY, Training, TrainingHistory, smoothed, times_left
 from streams import STARTED, Stream
 

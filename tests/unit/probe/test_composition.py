@@ -2,7 +2,6 @@
 
 import gzip
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,11 @@ from ftmon.trainer.probe.memory.composition import Held, Sighting, StepCapture, 
 from ftmon.trainer.probe.phases.tracker import Counts, Mark, Tracker
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import DATA
 from simulated_step import SimulatedStep, same
 
 MIB = 2**20
 ROOM = 10**6
-DATA = Path(__file__).parents[2] / "data"
 
 
 class NoMemory:

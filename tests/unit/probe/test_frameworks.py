@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,8 +10,9 @@ from ftmon.trainer.probe import active
 from ftmon.trainer.probe.link.publisher import step_message
 from ftmon.trainer.probe.phases.tracker import StepRaw
 from ftmon.trainer.probe.start import activate
+from places import DOCS
 
-DOCUMENT = Path(__file__).parents[3] / "docs/frameworks.md"
+DOCUMENT = DOCS / "frameworks.md"
 STEPS = 3
 
 

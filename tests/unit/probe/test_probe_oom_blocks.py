@@ -12,8 +12,8 @@ from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.trainer.probe.memory import snapshots
 from ftmon.trainer.probe.oom.report import STARTS, OomHistory, holders, parts_of_blocks, pieces, uses
 from ftmon.trainer.probe.phases.tracker import Mark
+from places import DATA
 
-DATA = Path(__file__).parents[2] / "data"
 GIB = 2**30
 
 

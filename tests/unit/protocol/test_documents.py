@@ -11,9 +11,9 @@ from ftmon.protocol.link import keys, sockets
 from ftmon.protocol.messages import control, hosts, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from messages import EXAMPLES
+from places import DOCS
 from streams import Stream, write
 
-DOCS = Path(__file__).parents[3] / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text()
 RECORDING = (DOCS / "recording.md").read_text()
 

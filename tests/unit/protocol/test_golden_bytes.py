@@ -6,7 +6,6 @@ new field is added by hand, beside a note in ``docs/protocol.md``. ``golden_old.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,9 +13,10 @@ import pytest
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.wire import Header, Message
 from messages import EXAMPLES
+from places import DATA
 
-GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden.json").read_text())
-OLD: dict[str, str] = json.loads((Path(__file__).parent / "golden_old.json").read_text())
+GOLDEN: dict[str, str] = json.loads((DATA / "golden.json").read_text())
+OLD: dict[str, str] = json.loads((DATA / "golden_old.json").read_text())
 
 
 def tag(message: Message) -> str:

@@ -1,9 +1,8 @@
 """What ships is what is meant to, and importing ftmon stays light."""
 
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from places import ROOT
 
 
 def test_the_list_of_packages_is_the_packages_on_disk() -> None:

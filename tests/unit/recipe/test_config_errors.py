@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import ConfigError, UsageError
 from ftmon.trainer.recipe.config.load import load
+from places import DATA
 
 REFUSALS = [
-    *map(json.loads, Path(__file__).with_name("config_errors.jsonl").read_text().splitlines()),
+    *map(json.loads, (DATA / "config_errors.jsonl").read_text().splitlines()),
     ("training:\n  seed: " + "9" * 5000, "training.seed must be a whole number from 0 to 4,294,967,295, not 999"),
     ("model:\n  name: " + "x" * 100000, "model.name must be text of at most 4,096 characters"),
     ("zero:\n  " + "k" * 1000 + ": 1", "unknown key zero.kkk"),

@@ -1,7 +1,6 @@
 """From records of every format to messages, and what is refused."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from ftmon.protocol.errors import UsageError
 from ftmon.trainer.recipe.config.schema import Data
 from ftmon.trainer.recipe.data import messages
 from ftmon.trainer.recipe.data.messages import Conversation, RefusedError, Text
+from places import DATA
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -22,7 +22,7 @@ def convert(record: Any, **data: Any) -> "tuple[str, list[tuple[str, str | None]
     return form, [(message.role, message.content) for message in made.messages]
 
 
-CASES = [json.loads(line) for line in Path(__file__).with_name("records.jsonl").read_text().splitlines()]
+CASES = [json.loads(line) for line in (DATA / "records.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "messages" in case])

@@ -10,6 +10,7 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import hardware
 from ftmon.trainer.recipe.config.load import Loaded, load
 from ftmon.trainer.recipe.preflight import resolve
+from places import DATA
 
 MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
 
@@ -87,7 +88,7 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
     assert refusal(data, "run.ranks=2") == "command line: run.ranks is 2, but 1 GPU is visible"
 
 
-@pytest.mark.parametrize("line", Path(__file__).with_name("refusals.txt").read_text().splitlines()[1:])
+@pytest.mark.parametrize("line", (DATA / "refusals.txt").read_text().splitlines()[1:])
 def test_what_does_not_hold_is_refused_in_one_line(data: Path, line: str) -> None:
     overrides, _, words = line.partition(" -> ")
     text = refusal(data, *overrides.split(" & "))

@@ -15,8 +15,7 @@ from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate, cut, with_positions
 from ftmon.trainer.recipe.engine.division import heads_refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
-from ftmon.trainer.recipe.preflight import consistency
-from ftmon.trainer.recipe.preflight.resolve import resolve
+from ftmon.trainer.recipe.preflight import consistency, resolve
 
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
 KEY = "training.sequence_parallel_size"
@@ -30,7 +29,7 @@ def settings(tmp_path: Path) -> list[str]:
 
 def refused(words: list[str]) -> str:
     with pytest.raises(ConfigError) as raised:
-        resolve(load(None, words))
+        resolve.resolve(load(None, words))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -73,7 +72,7 @@ def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_
             [*eight, f"model.name={tmp_path}"]
         )
     (tmp_path / "config.json").write_text('{"num_attention_heads": 16, "num_key_value_heads": 2}')
-    assert resolve(load(None, [*eight, f"model.name={tmp_path}"])).config.training.sequence_parallel_size == 8
+    assert resolve.resolve(load(None, [*eight, f"model.name={tmp_path}"])).config.training.sequence_parallel_size == 8
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str],
 
 def test_the_batch_of_a_step_counts_groups_of_ranks(settings: list[str]) -> None:
     words = [*settings, LLAMA, f"{KEY}=2", "training.micro_batch=3"]
-    resolve(load(None, [*words, "training.total_batch=6"]))
+    resolve.resolve(load(None, [*words, "training.total_batch=6"]))
     assert refused([*words, "training.total_batch=12"]) == (
         "command line: training.total_batch is 12, but micro_batch 3 x grad_accumulation 1 x 4 ranks / "
         "sequence_parallel_size 2 is 6"

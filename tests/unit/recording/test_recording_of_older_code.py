@@ -15,8 +15,9 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import RecordingInfo
 from ftmon.protocol.recording.writer import Writer
 from ftmon.tui.cli.main import main
+from places import DATA
 
-PACKED = Path(__file__).parents[2] / "data" / "recording_before_0_2.sqlite.gz"
+PACKED = DATA / "recording_before_0_2.sqlite.gz"
 STEPS = "95ca67382197fe18dde48bce3ce6d9648c7de1a6e00d57d678bc80fa6d1b5a56"
 """SHA-256 of its steps in msgpack, as read by the code of schema 1."""
 

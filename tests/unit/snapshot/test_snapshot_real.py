@@ -17,6 +17,7 @@ from ftmon.protocol.analysis.allocator.snapshot_views import (
     live_stacks,
     report,
 )
+from places import DOCS
 from snapshot_files import DATA, read_snapshot
 
 NAMES = ["oom_backward", "step_zero3"]
@@ -100,7 +101,7 @@ def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays: dict[st
 def test_json_has_the_documented_fields(replays: dict[str, Replay]) -> None:
     replay = replays["oom_backward"]
     told = report(replay.snapshot, [replay], 5)
-    text = (Path(__file__).parents[3] / "docs" / "snapshot.md").read_text()
+    text = (DOCS / "snapshot.md").read_text()
     documented = set(re.findall(r"`(\w+)`", text))
     fields = {*told, *told["devices"][0], *told["top_stacks"][0], *told["largest_blocks"][0], *told["oom"]}
     fields |= {*told["oom"]["stack"][0], *difference_report([replay], [replay])}

@@ -1,12 +1,10 @@
 """What is proof enough to end a run, and the one table of patience."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.judge import RankFacts, unproven
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 RESTED = RankFacts(8.0, quiet=1000.0)
 WORKED = RankFacts(8.0, quiet=3.0)
 
