@@ -367,7 +367,7 @@ class Explained:
                     "cause_step": step,
                     "cause_pattern": "gradient_upcast",
                     "cause_where": "stage3.py:2040 _prepare_sub_group",
-                    "mend": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
+                    "remedy": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
                     "saves_bytes": 1416 * MIB,
                     "armed_us": 71_000,
                     "usual_us": 55_800,

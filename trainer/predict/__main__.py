@@ -67,11 +67,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Prediction:
-    """Return the prediction for the command's arguments.
-
-    Args:
-        arguments: those of the command.
-        tell: called with each activity before it begins.
+    """Return the prediction for the command's arguments; ``tell`` is called with each activity before it begins.
 
     Raises:
         ConfigError: the model or the configuration cannot be used.
@@ -85,18 +81,18 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     tell(_IMPORTING)
     ranks.warm()
     tell("the run as it is")
-    if not (arguments.what_if or arguments.data):
-        found = answer.predict(job, arguments.capacity, arguments.price)
-        return _with_largest(found, job, arguments, allocator, tell)
-    capacity = arguments.capacity or answer.capacity_of(job)
+    capacity = arguments.capacity
+    if arguments.what_if or arguments.data:
+        capacity = capacity or answer.capacity_of(job)
     if arguments.data:
-        job, found = _with_data(job, capacity, arguments, allocator, tell)
+        job, found = _with_data(job, capacity or 0, arguments, allocator, tell)
     else:
         found = answer.predict(job, capacity, arguments.price)
-    found = _with_largest(found, job, arguments, allocator, tell)
+    if arguments.largest:
+        found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:
         return found
-    rows = what_if.table(arguments, allocator, found, capacity, tell)
+    rows = what_if.table(arguments, allocator, found, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
@@ -136,26 +132,12 @@ def _with_data(
     return job, msgspec.structs.replace(found, data=risk)
 
 
-def _with_largest(
-    found: Prediction,
-    job: jobs.Prepared,
-    arguments: argparse.Namespace,
-    allocator: Settings,
-    tell: Callable[[str], None],
-) -> Prediction:
-    from . import what_if
-
-    return what_if.add(found, job, arguments, allocator, tell) if arguments.largest else found
-
-
 class Progress:
     """Prints on standard error what a prediction does, once it has taken 2 s; used as a context.
 
-    A call names what is done next. Something that takes long is printed again with its duration so far. Lines are
-    written by a thread, without Python's streams and their locks, which a forked process would inherit.
-
-    Args:
-        as_json: print each dry run at once as a JSON object, for the process that waits for a background prediction.
+    A call names the next activity; a long one is printed again with its duration so far. Lines are written by a
+    thread, without Python's streams, whose locks a forked process would inherit. ``as_json``: print each dry run at
+    once as a JSON object, for the process that waits for a background prediction.
     """
 
     def __init__(self, *, as_json: bool = False) -> None:

@@ -1,13 +1,13 @@
 """Makes the answer of a prediction from the results of the ranks' dry runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import msgspec
 
 from ...protocol.analysis.estimates.memory import Figure, Piece, beside_pytorch, checkpoint_bytes, pieces
 from ...protocol.analysis.estimates.ranking import Largest
-from ...protocol.analysis.estimates.time import Operation, StepTime, Work, epoch_cost, step_time
+from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
 from ...protocol.analysis.words import describe_curve
 from ...protocol.host.machine import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
@@ -34,13 +34,9 @@ def predict(
     price_per_gpu_hour: float | None = None,
     only: Sequence[int] | None = None,
 ) -> Prediction:
-    """Run the ranks that can differ, and return the prediction.
+    """Run the ranks that can differ, or ``only`` some, and return the prediction.
 
-    Args:
-        job: the job.
-        capacity_bytes: limit of PyTorch's reserved memory on one GPU; None: no limit.
-        price_per_gpu_hour: price, in any currency.
-        only: the ranks to run; None: all that can differ.
+    ``capacity_bytes`` limits PyTorch's reserved memory on one GPU; prices are in any currency.
 
     Raises:
         ConfigError: a dry run was refused.
@@ -64,7 +60,7 @@ def predict(
         beside_pytorch=beside(job, job.gpu),
         notes=notes,
         capacity_bytes=capacity_bytes,
-        gpu=name_of(job.gpu),
+        gpu=job.gpu.name,
         trainable=first.trainable,
         positions=first.positions,
         checkpoint_bytes=_checkpoint_bytes(job, first),
@@ -94,15 +90,10 @@ def capacity_of(job: Prepared) -> int:
     return job.gpu.memory_bytes - round(beside(job, job.gpu).value)
 
 
-def name_of(gpu: Gpu) -> str:
-    """Return the display name of a kind of GPU."""
-    return gpu.name
-
-
 def beside(job: Prepared, gpu: Gpu) -> Figure:
     """Return the bytes used on a kind of GPU outside PyTorch's reserved memory: the CUDA context and NCCL's buffers."""
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
-    return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, name_of(gpu))
+    return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, gpu.name)
 
 
 def _point(
@@ -152,16 +143,15 @@ def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
     slowest = max(times, key=lambda time: time.total.value)
     if job.config is None or not job.config.data.packing or job.documents is not None:
         return slowest
-    without = (msgspec.structs.replace(one.work, operations=_no_attention(one.work)) for one in outcomes)
+    without = (
+        msgspec.structs.replace(one.work, operations=[each for each in one.work.operations if not each.attention])
+        for one in outcomes
+    )
     least = max(step_time(one, job.gpu, hosts=hosts).total.value for one in without)
     total = slowest.total
     basis = f"{total.basis}; each packed row is one document, and attention takes {1 - least / total.value:.0%} of it"
     total = Figure(total.value, max(total.error, 1 - least / total.value), basis)
     return msgspec.structs.replace(slowest, total=total)
-
-
-def _no_attention(work: Work) -> list[Operation]:
-    return [one for one in work.operations if not one.attention]
 
 
 def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
@@ -234,7 +224,8 @@ def render(prediction: Prediction) -> str:
             if point.fits is not None:
                 row.append("yes" if point.fits else f"no: {point.fails_in}")
             rows.append(row)
-    curve = f"{describe_curve(prediction.pieces)}{_between(prediction.points)}\n" if prediction.pieces else ""
+    between = " (on average; between two lengths another phase may lead)" if len(prediction.points) == 2 else ""
+    curve = f"{describe_curve(prediction.pieces)}{between}\n" if prediction.pieces else ""
     text = "".join(
         (
             head,
@@ -256,11 +247,6 @@ def render(prediction: Prediction) -> str:
     return "\n".join(sanitize(line, 4 * len(line)) for line in text.split("\n"))
 
 
-def _between(points: list[Point]) -> str:
-    """Return a note on the curve between two lengths."""
-    return " (on average; between two lengths another phase may lead)" if len(points) == 2 else ""
-
-
 def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
     """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
@@ -277,7 +263,8 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 def _composition(point: Point) -> str:
     """Return the composition of the highest peak."""
     rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
-    phase = max((name for name in rank.phases if rank.phases[name].parts), key=_peak_of(rank), default="")
+    peaks = {name: one.allocated_peak_bytes for name, one in rank.phases.items() if one.parts}
+    phase = max(peaks, key=lambda name: peaks[name], default="")
     if not phase:
         return ""
     parts = rank.phases[phase].parts
@@ -288,10 +275,6 @@ def _composition(point: Point) -> str:
         f"{point.sequence_length:,} tokens, {phase} of rank {rank.rank}: {' + '.join(words)}"
         f"{f' + rest {_gib(rest)}' if rest >= _GIB / 200 else ''}\n"
     )
-
-
-def _peak_of(rank: Rank) -> Callable[[str], int]:
-    return lambda name: rank.phases[name].allocated_peak_bytes
 
 
 def _show_time(point: Point, prediction: Prediction) -> str:

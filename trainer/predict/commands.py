@@ -1,22 +1,31 @@
 """Parses a command that starts a training script: the script, its arguments, and its number of ranks."""
 
-import argparse
-import contextlib
-import logging
-import os
 import re
-import warnings
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import yaml
 
 from ...protocol.errors import UsageError
 from ..probe.rank.roles import parse_program
 
-# The job of a launcher's command: script, arguments, ranks, environment.
+_FLAGS = "use --model and --deepspeed instead"
+_PYTHON = re.compile(r"python[\d.]*")
+_LAUNCHERS = ("deepspeed", "torchrun")
+_LAUNCHING_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+}
+_A_HOST = ("num_gpus", "nproc_per_node")
+_HOSTS = ("num_nodes", "nnodes")
+_SWITCHES = (
+    *("standalone", "no_python", "run_path", "no_local_rank", "virtual_local_rank", "force_multi", "use_env"),
+    *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training", "q", "quiet"),
+)
+"""Options of the launchers without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,140 +38,9 @@ class Launched:
     arguments: list[str]
     ranks: int | None
     """Number of ranks; None: the launcher would count this machine's GPUs."""
-    environment: dict[str, str] = field(default_factory=dict[str, str])
-    """Environment variables from the launcher, without the ranks' numbers."""
 
 
-# Parses ``accelerate launch`` with accelerate's own code: options, configuration file, environment of the ranks.
-
-
-_LAUNCHERS = ("deepspeed_launcher", "multi_gpu_launcher", "simple_launcher")
-_OTHERS = ("tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher")
-
-
-class _ChosenError(Exception):
-    """Raised at the point where accelerate would start a job.
-
-    Args:
-        launcher: the name of accelerate's function that starts it.
-        arguments: its arguments, completed from the configuration file.
-    """
-
-    def __init__(self, launcher: str, arguments: argparse.Namespace) -> None:
-        super().__init__(launcher)
-        self.launcher, self.arguments = launcher, arguments
-
-
-def parse(words: Sequence[str]) -> Launched:
-    """Parse the arguments of ``accelerate launch``.
-
-    Raises:
-        UsageError: accelerate would not start it, or not on GPUs.
-    """
-    from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env
-
-    parser = launch.launch_command_parser()
-    parser.error = _refuse
-    if not words:
-        _refuse("names no script")
-    arguments = parser.parse_args(list(words))
-    if arguments.config_file:
-        _check_file(arguments.config_file)
-    launcher, environment = "", dict[str, str]()
-    with _not_started(launch):
-        try:
-            try:
-                launch.launch_command(arguments)
-            except _ChosenError as chosen:
-                launcher, arguments = chosen.launcher, chosen.arguments
-            if arguments.use_deepspeed:
-                arguments.main_process_port = 0  # any free port: nothing is started, and accelerate refuses a used one
-                _, environment = prepare_deepspeed_cmd_env(arguments)
-        except Exception as error:  # accelerate raises many types for wrong values
-            _refuse(" ".join(str(error).split()))
-    if launcher in _OTHERS or getattr(arguments, "use_cpu", False):
-        _refuse("it would train on no GPU")
-    if not isinstance(arguments.num_processes, int):
-        _refuse(f"num_processes must be a whole number, not {arguments.num_processes!r}")
-    told = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
-    return Launched(
-        arguments.training_script,
-        bool(arguments.module),
-        list(arguments.training_script_args),
-        arguments.num_processes or None,
-        {name: value for name, value in told.items() if os.environ.get(name) != value},
-    )
-
-
-def _check_file(path: str) -> None:
-    """Refuse a configuration file for which accelerate has no clear error."""
-    try:
-        content = yaml.safe_load(Path(path).read_bytes())
-    except OSError as error:
-        _refuse(f"{path}: {error.strerror}")
-    except yaml.YAMLError as error:
-        _refuse(f"{path}: {' '.join(str(error).split())}")
-    if not isinstance(content, dict):
-        _refuse(f"{path}: must be keys with values, as 'accelerate config' writes them")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UsageError(f"accelerate launch: {message}; use --model and --deepspeed instead")
-
-
-@contextlib.contextmanager
-def _not_started(launch: Any) -> Generator[None]:
-    """Make accelerate raise ``_ChosenError`` instead of starting a job, without its messages about defaults."""
-
-    def instead(name: str) -> Any:
-        def chosen(*arguments: Any) -> NoReturn:
-            raise _ChosenError(name, arguments[-1])
-
-        return chosen
-
-    kept = {name: getattr(launch, name) for name in (*_LAUNCHERS, *_OTHERS)}
-    logger = logging.getLogger(launch.__name__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    for name in kept:
-        setattr(launch, name, instead(name))
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logger.setLevel(level)
-        for name, function in kept.items():
-            setattr(launch, name, function)
-
-
-_FLAGS = "use --model and --deepspeed instead"
-_PYTHON = re.compile(r"python[\d.]*")
-_LAUNCHERS_LAUNCHERS = {
-    "deepspeed": "deepspeed",
-    "torchrun": "torchrun",
-    "accelerate-launch": "accelerate",
-    "accelerate": "accelerate launch",
-}
-"""Kind of a program, by its name or its name with the following word."""
-_LAUNCHING_MODULES = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-    "deepspeed": "deepspeed",
-    "deepspeed.launcher.runner": "deepspeed",
-    "accelerate.commands.launch": "accelerate",
-    "accelerate.commands.accelerate_cli": "accelerate launch",
-}
-_A_HOST = ("num_gpus", "nproc_per_node")
-_HOSTS = ("num_nodes", "nnodes")
-_SWITCHES = (
-    *("standalone", "no_python", "run_path", "no_local_rank", "virtual_local_rank", "force_multi", "use_env"),
-    *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training", "q", "quiet"),
-)
-"""Options of the launchers without a value."""
-
-
-def launchers_parse(command: Sequence[str]) -> Launched:
+def parse(command: Sequence[str]) -> Launched:
     """Parse a command: a launcher or ``python``, its options, a script and its arguments.
 
     Raises:
@@ -172,31 +50,27 @@ def launchers_parse(command: Sequence[str]) -> Launched:
     if not words:
         raise UsageError("predict -- needs a command, such as: deepspeed --num_gpus 4 train.py")
     program = Path(words.pop(0)).name
-    launcher = _LAUNCHERS_LAUNCHERS.get(program, "")
+    launcher = program
     if _PYTHON.fullmatch(program):
         launcher, words = _after_python(words)
-    elif not launcher:
-        raise UsageError(f"predict -- takes deepspeed, torchrun, accelerate launch or python, not {program}; {_FLAGS}")
-    launcher, _, verb = launcher.partition(" ")
-    if verb and words[:1] != [verb]:
-        raise UsageError(f"predict -- takes {launcher} {verb}, not '{' '.join(command)}'; {_FLAGS}")
-    if launcher == "accelerate":
-        found = parse(words[1:] if verb else words)
-        _check_script(found.script, found.is_module)
-        return found
-    options, is_module, words = _options(words) if launcher else ({}, *_script(words))
+    if launcher in ("accelerate", "accelerate-launch"):
+        raise UsageError(
+            "predict -- does not read accelerate's options and configuration file: "
+            "give the script and its ranks as torchrun takes them, torchrun --nproc-per-node N train.py"
+        )
+    if launcher and launcher not in _LAUNCHERS:
+        raise UsageError(f"predict -- takes deepspeed, torchrun or python, not {program}; {_FLAGS}")
+    options, is_module, words = _options(words) if launcher else ({}, words[:1] == ["-m"], words)
+    if is_module and not launcher:
+        words = words[1:]
     if not words:
         raise UsageError(f"'{' '.join(command)}' names no script; {_FLAGS}")
     script, *arguments = words
-    _check_script(script, is_module)
+    if not is_module and not Path(script).is_file():
+        raise UsageError(f"{script}: no such file; {_FLAGS}")
     if launcher == "deepspeed" and "no_local_rank" not in options:
         arguments = ["--local_rank=0", *arguments]
     return Launched(script, is_module, arguments, _ranks(options) if launcher else 1)
-
-
-def _check_script(script: str, is_module: bool) -> None:
-    if not is_module and not Path(script).is_file():
-        raise UsageError(f"{script}: no such file; {_FLAGS}")
 
 
 def _after_python(words: list[str]) -> tuple[str, list[str]]:
@@ -209,13 +83,6 @@ def _after_python(words: list[str]) -> tuple[str, list[str]]:
     if not program.script and "-c" in words:
         raise UsageError(f"predict -- takes a script, not python -c; {_FLAGS}")
     return "", [program.script, *program.arguments] if program.script else []
-
-
-def _script(words: list[str]) -> tuple[bool, list[str]]:
-    """Return whether Python runs a module, and the name of module or script with its arguments."""
-    if words and words[0] == "-m":
-        return True, words[1:]
-    return False, words
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], bool, list[str]]:

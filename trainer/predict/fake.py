@@ -21,7 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _python_dispatch
 from transformers import masking_utils, modeling_utils
 
@@ -71,9 +77,8 @@ def join(ranks: int, rank: int) -> None:
 def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None:
     """Replace DeepSpeed's compiled functions and those that need real values, permanently in this process.
 
-    Args:
-        update: called with the arguments of a compiled function, such as an optimizer's update.
-        fetched: called with a module whose parameters ZeRO-3 has gathered.
+    ``update`` is called with the arguments of a compiled function, such as an optimizer's update; ``fetched`` with a
+    module whose parameters ZeRO-3 has gathered.
     """
     import deepspeed.accelerator.cuda_accelerator as cuda_accelerator
     import deepspeed.runtime.config as ds_config
@@ -209,6 +214,15 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
     return module
 
 
+def refusal(error: BaseException) -> str:
+    """Return why fake tensors refuse an operation, in one line; empty for other errors."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"{error.func} depends on values, which a dry run does not have"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{error.func} has no fake kernel, so a dry run cannot follow it"
+    return ""
+
+
 @contextlib.contextmanager
 def left() -> Generator[None]:
     """Disable fake tensors and their recording in the body."""
@@ -291,6 +305,13 @@ def install() -> None:
 # ``torch.cuda`` for a dry run: one device with the properties of a kind of GPU, streams and counters.
 
 
+_WITHOUT_EFFECT = (
+    *("_lazy_init", "init", "synchronize", "set_device", "reset_peak_memory_stats"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached", "manual_seed", "manual_seed_all", "seed"),
+    *("set_rng_state", "set_rng_state_all", "ipc_collect", "_lazy_call"),
+)
+
+
 class Stream:
     """A CUDA stream: a number by which the caching allocator separates blocks."""
 
@@ -310,14 +331,10 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self.stream_id)
 
-    def wait_stream(self, stream: Any) -> None:
+    def synchronize(self, *_: Any) -> None:
         """Do nothing."""
 
-    def wait_event(self, event: Any) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
+    wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
         """Return True, as nothing runs."""
@@ -333,14 +350,10 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None:
+    def synchronize(self, *_: Any) -> None:
         """Do nothing."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
+    record = wait = synchronize
 
     def query(self) -> bool:
         """Return True."""
@@ -374,13 +387,13 @@ class Device:
         install()
         trace = self.recorder.trace
 
-        def allocated(*_: Any) -> int:
-            return trace.current.get("cuda", 0)
-
-        def peak(*_: Any) -> int:
-            return trace.peaks().allocated_bytes
-
         # A separate function for each name: Dynamo's tables refuse one object under two names.
+        def allocated() -> Any:
+            return lambda *_: trace.current.get("cuda", 0)
+
+        def peak() -> Any:
+            return lambda *_: trace.peaks().allocated_bytes
+
         def nothing() -> Any:
             return lambda *_, **__: None
 
@@ -399,22 +412,14 @@ class Device:
             "mem_get_info": (self.properties.total_memory, self.properties.total_memory),
         }
         replaced: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in constants.items()}
+        for name in ("allocated", "reserved", "cached"):
+            replaced[f"memory_{name}"], replaced[f"max_memory_{name}"] = allocated(), peak()
+        replaced |= {name: nothing() for name in _WITHOUT_EFFECT}
         replaced |= {
-            name: (lambda *_: allocated()) for name in ("memory_allocated", "memory_reserved", "memory_cached")
-        }
-        replaced |= {
-            name: (lambda *_: peak()) for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
-        }
-        replaced |= {
-            name: nothing()
-            for name in (
-                *("_lazy_init", "init", "synchronize", "set_device", "reset_peak_memory_stats"),
-                *("reset_max_memory_allocated", "reset_max_memory_cached", "manual_seed", "manual_seed_all", "seed"),
-                *("set_rng_state", "set_rng_state_all", "ipc_collect", "_lazy_call"),
-            )
-        }
-        replaced |= {
-            "memory_stats": lambda *_: {"allocated_bytes.all.peak": peak(), "allocated_bytes.all.current": allocated()},
+            "memory_stats": lambda *_: {
+                "allocated_bytes.all.peak": trace.peaks().allocated_bytes,
+                "allocated_bytes.all.current": trace.current.get("cuda", 0),
+            },
             "empty_cache": lambda: trace.empty_cache(),
             "get_rng_state": lambda *_: state.clone(),
             "get_rng_state_all": lambda *_: [state.clone()],
@@ -433,8 +438,23 @@ class Device:
             setattr(cuda, name, value)
         cuda.nccl.version = lambda: (2, 27, 3)
         tensor: Any = torch.Tensor
-        tensor.record_stream = self._record_stream
-        tensor.pin_memory = self._pin
+        recorder = self.recorder
+
+        def record_stream(this: Any, stream: Any) -> None:
+            handle = recorder.handle_of(this)
+            if handle is not None:
+                trace.use(handle, stream.stream_id)
+
+        def pin_memory(this: Any, *_: Any) -> Any:
+            if getattr(this, "dry_pinned", False):
+                return this
+            copy: Any = torch.empty_like(this, requires_grad=False)
+            recorder.rename(copy, "pinned")
+            copy.dry_pinned = True
+            return copy
+
+        tensor.record_stream = record_stream
+        tensor.pin_memory = pin_memory
         tensor.is_pinned = lambda this, *_: bool(getattr(this, "dry_pinned", False))
 
     def current_stream(self, *_: Any) -> Stream:
@@ -451,31 +471,6 @@ class Device:
         with self.recorder.on_stream(stream.stream_id):
             yield
 
-    @property
-    def _record_stream(self) -> Any:
-        recorder = self.recorder
-
-        def record_stream(tensor: Any, stream: Any) -> None:
-            handle = recorder.handle_of(tensor)
-            if handle is not None:
-                recorder.trace.use(handle, stream.stream_id)
-
-        return record_stream
-
-    @property
-    def _pin(self) -> Any:
-        recorder = self.recorder
-
-        def pin_memory(tensor: Any, *_: Any) -> Any:
-            if getattr(tensor, "dry_pinned", False):
-                return tensor
-            copy: Any = torch.empty_like(tensor, requires_grad=False)
-            recorder.rename(copy, "pinned")
-            copy.dry_pinned = True
-            return copy
-
-        return pin_memory
-
 
 # Scaled dot product attention of a GPU on fake tensors, by the kernel that PyTorch selects there.
 
@@ -485,11 +480,7 @@ _FLASH_MOST_WIDTH = 256
 
 
 def install_attention(capability: tuple[int, int]) -> None:
-    """Replace ``scaled_dot_product_attention`` permanently in this process: a CPU build would use the math path.
-
-    Args:
-        capability: the GPU's compute capability; FlashAttention needs 8.0.
-    """
+    """Replace ``scaled_dot_product_attention`` permanently in this process: a CPU build would use the math path."""
     functional: Any = torch.nn.functional
     plain = functional.scaled_dot_product_attention
 
@@ -503,14 +494,13 @@ def install_attention(capability: tuple[int, int]) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if query.device.type != "cuda" or query.dim() != 4:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        on_gpu = query.device.type == "cuda" and query.dim() == 4
         width = query.shape[-1]
         half = query.dtype in (torch.float16, torch.bfloat16)
-        same_width = width == value.shape[-1]
-        if capability >= (8, 0) and half and attn_mask is None and same_width and width <= _FLASH_MOST_WIDTH:
+        flash = half and attn_mask is None and width == value.shape[-1] and width <= _FLASH_MOST_WIDTH
+        if on_gpu and flash and capability >= (8, 0):
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if not enable_gqa:
+        if on_gpu and not enable_gqa:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -556,12 +546,7 @@ _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage"
 
 
 def hold_in_4_bits(model: Any, settings: Any) -> None:
-    """Replace a model's linear layers as ``from_pretrained`` does, and move the model to the GPU.
-
-    Args:
-        model: the model, of fake tensors on the meta device.
-        settings: transformers' ``BitsAndBytesConfig``.
-    """
+    """Replace the linear layers of a model on the meta device as ``from_pretrained`` does, and move it to the GPU."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     bitsandbytes: Any = import_module("bitsandbytes")

@@ -115,10 +115,7 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 
     settings, notes = deepspeed(arguments)
     ranks = arguments.ranks or 1
-    try:
-        batch = deepspeed_file.batch(settings, ranks, arguments.micro_batch, arguments.accumulation)
-    except ValueError as error:
-        raise ConfigError(f"{arguments.deepspeed}: {error}") from None
+    batch = _batch(settings, ranks, arguments, f"{arguments.deepspeed}")
     shape = result.read_config(arguments.model)
     lengths = arguments.sequence_length or [1024]
     if note := beyond(shape, max(lengths)):
@@ -153,7 +150,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
     from .dry import Job
     from .script import ScriptInputs, ScriptRun
 
-    started = commands.launchers_parse(arguments.command)
+    started = commands.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
     script_inputs: ScriptInputs | None = getattr(arguments, "script_inputs", None)
@@ -162,10 +159,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         script_inputs = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).inputs, ScriptInputs)
         arguments.script_inputs = script_inputs
     settings = deepspeed_file.with_changes(script_inputs.deepspeed, getattr(arguments, "changes", {}))
-    try:
-        batch = deepspeed_file.batch(settings, count, arguments.micro_batch, arguments.accumulation)
-    except ValueError as error:
-        raise ConfigError(f"{started.script}: its DeepSpeed configuration: {error}") from None
+    batch = _batch(settings, count, arguments, f"{started.script}: its DeepSpeed configuration")
     job = Job(
         shape=None,
         deepspeed=settings,
@@ -193,6 +187,13 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         gpu,
         notes,
     )
+
+
+def _batch(settings: dict[str, Any], ranks: int, arguments: argparse.Namespace, where: str) -> deepspeed_file.Batch:
+    try:
+        return deepspeed_file.batch(settings, ranks, arguments.micro_batch, arguments.accumulation)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def deepspeed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

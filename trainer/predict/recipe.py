@@ -63,20 +63,17 @@ class DryWorld(World):
     def barrier(self) -> None:
         """Do nothing."""
 
+    leave = barrier
+
     def share_text(self, text: str) -> str:
         """Return the text."""
         return text
 
-    def first_text(self, text: str) -> str:
-        """Return the text."""
-        return text
+    first_text = share_text
 
     def all_agree(self, mine: bool) -> bool:
         """Return ``mine``."""
         return mine
-
-    def leave(self) -> None:
-        """Do nothing."""
 
 
 class Tokens:
@@ -136,10 +133,8 @@ class DryStep:
     def batch(self, documents: list[int]) -> Batch:
         """Return a micro-batch of equal rows in which all tokens carry loss; call it outside fake tensors.
 
-        It corresponds to a run whose ``training.sequence_length`` is the length of a row.
-
-        Args:
-            documents: tokens of each document in a row; without packing there is one.
+        It corresponds to a run whose ``training.sequence_length`` is the length of a row, the tokens of ``documents``
+        together; without packing there is one document.
         """
         self._padding.limit = length = sum(documents)
         ids = torch.zeros(length, dtype=torch.long).numpy()
@@ -218,11 +213,7 @@ class Documents(NamedTuple):
 
 
 def of_rows(rows: Iterable[list[int]]) -> Documents:
-    """Return the documents of packed rows.
-
-    Args:
-        rows: tokens of each document, row by row; at least one row.
-    """
+    """Return the documents of at least one packed row, each given by the tokens of its documents."""
     pairs = tokens = longest = 0
     densest: list[int] = []
     for row in rows:
@@ -252,12 +243,8 @@ def read(
 ) -> Config:
     """Return the resolved configuration of a run on GPUs, as ``ftmon train`` resolves it.
 
-    Args:
-        source: the file, or without one the first ``key=value``.
-        overrides: assignments that override the file's.
-        ranks: number of GPUs; None: ``run.ranks``, or 1.
-        lengths: the requested sequence lengths; empty: ``training.sequence_length``.
-        data: whether the data set will be read.
+    ``source`` is the file, or without one the first ``key=value``; ``ranks`` and ``lengths`` replace ``run.ranks`` and
+    ``training.sequence_length`` (by the longest); ``data``: the data set will be read.
 
     Raises:
         UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
@@ -287,14 +274,7 @@ class RecipeRun(DryRun):
     def __init__(
         self, config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, rank: int = 0
     ) -> None:
-        """Make the model and the engine.
-
-        Args:
-            config: configuration of the run.
-            allocator: settings of PyTorch's allocator.
-            gpu: the kind of GPU.
-            documents: documents of the data set's packed rows; None: each row is one document.
-            rank: this process's rank.
+        """Make the model and the engine; without ``documents``, each packed row is one document.
 
         Raises:
             ConfigError: the recipe or a library refuses the configuration.

@@ -216,11 +216,7 @@ def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: i
 def needed_bytes(events: Sequence[Event], settings: Settings, low: int, high: int) -> int:
     """Return the minimum of reservable memory for every allocation to succeed, within 0.5 %.
 
-    Args:
-        events: events of the steps.
-        settings: settings of the allocator.
-        low: lower bound: the highest allocated bytes.
-        high: upper bound: the highest reserved bytes.
+    It is between the highest allocated bytes, ``low``, and the highest reserved bytes, ``high``.
     """
     while high - low > max(_NEAR * high, 1 << 21):
         middle = (low + high) // 2
@@ -446,12 +442,7 @@ class Counting:
     """Counts the work of one step."""
 
     def __init__(self, ranks: int, sequence_parallel_size: int = 1) -> None:
-        """Start with empty counts.
-
-        Args:
-            ranks: number of ranks of the run, all in DeepSpeed's collectives.
-            sequence_parallel_size: number of ranks in an all_to_all; 1: all.
-        """
+        """Start with empty counts; all ranks are in DeepSpeed's collectives but an all_to_all of shared sequences."""
         self._ranks = ranks
         self._sharing = sequence_parallel_size
         self.pairs_a_token: float | None = None
@@ -489,15 +480,7 @@ class Counting:
         return self._sharing if kind == "all_to_all" and self._sharing > 1 else self._ranks
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
-        """Count one operation.
-
-        Args:
-            func: the dispatcher's operator.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            result: its result.
-            stream: number of its CUDA stream; collectives on streams other than 0 overlap with computation.
-        """
+        """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
         self._calls += 1
         packet = func._overloadpacket
         name = packet.__name__

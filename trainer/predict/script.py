@@ -6,8 +6,6 @@ its data and writes its files.
 """
 
 import contextlib
-import copy
-import importlib
 import inspect
 import io
 import os
@@ -17,25 +15,27 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import Gpu
-from . import deepspeed_file
+from . import deepspeed_file, fake
 from .commands import Launched
 from .dry import DryRun, Job
 
 # Refuses training without DeepSpeed in a script that is run up to ``deepspeed.initialize``.
 
 
-_WRAPPERS = (
-    ("torch.nn.parallel", "DistributedDataParallel", "--deepspeed with ZeRO stage 0"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "--deepspeed with ZeRO stage 3"),
-    ("torch.distributed.fsdp", "fully_shard", "--deepspeed with ZeRO stage 3"),
-)
-"""Modules, their wrappers of models, and the nearest supported setting."""
+_NOT_PREDICTED = "{} is not predicted, only deepspeed.initialize is: --deepspeed with ZeRO stage {} is nearest to it"
+_REFUSED = {
+    "torch.nn.parallel.DistributedDataParallel.__init__": _NOT_PREDICTED.format("DistributedDataParallel", 0),
+    "torch.distributed.fsdp.FullyShardedDataParallel.__init__": _NOT_PREDICTED.format("FullyShardedDataParallel", 3),
+    "torch.distributed.fsdp.fully_shard": _NOT_PREDICTED.format("fully_shard", 3),
+    "torch.autograd.backward": "it trains without deepspeed.initialize; only training with it can be predicted",
+}
 
 
 @contextlib.contextmanager
@@ -44,14 +44,6 @@ def refused(error: type[BaseException]) -> Generator[None]:
 
     ``torch.distributed.init_process_group`` does nothing there, as the dry run has joined its process group already.
     """
-    import torch
-    import torch.distributed as dist
-
-    kept: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        kept.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, value)
 
     def stop(text: str) -> Any:
         def stopped(*_: Any, **__: Any) -> Any:
@@ -59,33 +51,17 @@ def refused(error: type[BaseException]) -> Generator[None]:
 
         return stopped
 
-    for module, name, nearest in _WRAPPERS:
-        wrapper = getattr(importlib.import_module(module), name, None)
-        text = f"{name} is not predicted, only deepspeed.initialize is: {nearest} is nearest to it"
-        if isinstance(wrapper, type):
-            replace(wrapper, "__init__", stop(text))
-        elif wrapper is not None:
-            replace(sys.modules[module], name, stop(text))
-    replace(
-        torch.autograd,
-        "backward",
-        stop("it trains without deepspeed.initialize; only training with it can be predicted"),
-    )
-    replace(dist, "init_process_group", lambda *_, **__: None)
-    try:
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch("torch.distributed.init_process_group", lambda *_, **__: None))
+        for target, text in _REFUSED.items():
+            patches.enter_context(patch(target, stop(text)))
         yield
-    finally:
-        for owner, name, value in reversed(kept):
-            setattr(owner, name, value)
 
 
 _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900
 """Time limit within which a script must call ``deepspeed.initialize``."""
 _MOST_CHARACTERS = 240
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 ADAMS = ("Adam", "AdamW", "FusedAdam")
 """Optimizers of a script that DeepSpeed's CPUAdam can replace with the same result."""
 
@@ -110,33 +86,20 @@ class _StopError(BaseException):
     """Raised at an operation that a dry run does not support; the text names it. Passes ``except Exception``."""
 
 
-class _QuantizedError(ConfigError):
-    """The script loads a quantized model, which the flags refuse too."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "quantized models of a script cannot be predicted: their kernels do not run on fake tensors; for QLoRA use "
-            "CONFIG.yaml with model.quantization=nf4"
-        )
+_QUANTIZED = (
+    "quantized models of a script cannot be predicted: their kernels do not run on fake tensors; for QLoRA use "
+    "CONFIG.yaml with model.quantization=nf4"
+)
 
 
 class ScriptRun(DryRun):
-    """A dry run of a script's model under its DeepSpeed configuration; only one per process.
-
-    Args:
-        launched: the script.
-        job: the job with DeepSpeed's settings; None: only read the script's arguments.
-        ranks: number of ranks of the run.
-        allocator: settings of PyTorch's allocator.
-        gpu: the kind of GPU.
-        rank: this process's rank.
-    """
+    """A dry run of a script's model under its DeepSpeed configuration; without a ``job`` it only reads the inputs."""
 
     def __init__(
         self, launched: Launched, job: Job | None, ranks: int, allocator: Settings, gpu: Gpu, rank: int = 0
     ) -> None:
         self._launched = launched
-        self._settings = job.deepspeed if job is not None else None
+        self._only_inputs = job is None
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so its objects, alive."""
         self.inputs: ScriptInputs | None = None
@@ -175,7 +138,7 @@ class ScriptRun(DryRun):
         launched = self._launched
         sys.argv = [launched.script, *launched.arguments]
         sys.path.insert(0, os.getcwd() if launched.is_module else str(Path(launched.script).resolve().parent))
-        os.environ.update(launched.environment, WANDB_MODE="disabled")
+        os.environ["WANDB_MODE"] = "disabled"
         sys.stdin = io.StringIO()
         signal.signal(signal.SIGALRM, _late)
         signal.alarm(_MOST_SECONDS)
@@ -192,12 +155,12 @@ class ScriptRun(DryRun):
                 raise ConfigError(
                     f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
                 ) from None
-        except _QuantizedError as error:
-            raise ConfigError(f"{_place(error, launched)}: {error}") from None
         except (Exception, _StopError) as error:
             if os.environ.get("FTMON_DEBUG"):
                 raise
-            raise ConfigError(f"{_place(error, launched)}: {_why(error)}; {_FLAGS}") from None
+            why = _why(error)
+            flags = "" if why == _QUANTIZED else f"; {_FLAGS}"  # which refuse such a model too
+            raise ConfigError(f"{_place(error, launched)}: {why}{flags}") from None
         finally:
             signal.alarm(0)
             _guard_values(None)
@@ -225,22 +188,17 @@ class ScriptRun(DryRun):
             made,
             _calls_trainer(self._kept),
         )
-        if self._settings is None:
+        if self._only_inputs:
             return
         job = self.job
-        settings = copy.deepcopy(self._settings)
-        settings |= dict(zip(_BATCH, (job.micro_batch * job.accumulation * job.ranks, job.micro_batch), strict=False))
-        settings["gradient_accumulation_steps"] = job.accumulation
-        settings["steps_per_print"] = 1 << 30
+        settings = self._batched_settings()
         if job.checkpointing and not self.inputs.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         model.config.use_cache = False
-        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        trained = self._count_parameters(model)
         kept = {key: given[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if given.get(key)}
         if "optimizer" not in kept and "model_parameters" not in kept:
             kept["model_parameters"] = trained
@@ -304,7 +262,7 @@ def _patch_weights() -> None:
             config = cls.config_class.from_pretrained(name)
         quantized = named.get("quantization_config") or getattr(config, "quantization_config", None)
         if quantized is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
-            raise _QuantizedError
+            raise ConfigError(_QUANTIZED)
         changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
         for key, value in changes.items():
             setattr(config, key, value)
@@ -376,16 +334,8 @@ def _place(error: BaseException, launched: Launched) -> str:
 
 def _why(error: BaseException) -> str:
     """Return in one line the meaning of a script's error for a dry run."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    )
-
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"{error.func} depends on values, which a dry run does not have"
-    if isinstance(error, UnsupportedOperatorException):
-        return f"{error.func} has no fake kernel, so a dry run cannot follow it"
+    if text := fake.refusal(error):
+        return text
     if isinstance(error, (ConfigError, _StopError)):
         return str(error)
     text = " ".join(str(error).split())[:_MOST_CHARACTERS]

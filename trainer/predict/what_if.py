@@ -47,14 +47,8 @@ def table(
 ) -> list[WhatIf]:
     """Return the table of all remedies, predicted at the longest length of ``base``.
 
-    Remedies that do not change the training are combined if none of them fits alone.
-
-    Args:
-        arguments: arguments of the command.
-        allocator: settings of the unchanged run.
-        base: prediction of the unchanged run.
-        capacity_bytes: limit of PyTorch's reserved memory on one GPU.
-        tell: called with the name of each remedy before its dry run.
+    Remedies that do not change the training are combined if none of them fits alone. ``tell`` is called with the name
+    of each remedy before its dry run.
     """
     point = max(base.points, key=lambda one: one.sequence_length)
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
@@ -124,8 +118,7 @@ def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChan
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         yield RunChange("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
     kinds = _assignments(given) if given.config else _flags(given)
-    for name, changes, combines in kinds:
-        yield _remedy(given, allocator, name, changes, combines)
+    yield from (_remedy(given, allocator, *kind) for kind in kinds)
 
 
 def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange]) -> RunChange | None:
@@ -140,31 +133,24 @@ def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange
 def _remedy(
     given: argparse.Namespace, allocator: Settings, name: str, changes: tuple[str, ...], combines: bool
 ) -> RunChange:
-    make = changed(given, allocator, changes)
+    arguments = changed(given, changes)
     if not getattr(given, "command", None):
         shown = (change.removesuffix("=true") if change.startswith("--") else change for change in changes)
-        return RunChange(name, " ".join(shown), make, combines, changes)
+        return RunChange(name, " ".join(shown), lambda: jobs.prepare(arguments, allocator), combines, changes)
     from . import script
 
-    refused = script.refusal(changes, given.script_inputs)
-    change = script.words(changes, given.script_inputs)
-    return RunChange(name, change, _refuser(refused) if refused else make, combines, changes)
+    def prepare() -> Prepared:
+        if refused := script.refusal(changes, given.script_inputs):
+            raise ConfigError(refused)
+        return jobs.prepare(arguments, allocator)
+
+    return RunChange(name, script.words(changes, given.script_inputs), prepare, combines, changes)
 
 
-def _refuser(text: str) -> Callable[[], Prepared]:
-    def refuse() -> Prepared:
-        raise ConfigError(text)
+def changed(given: argparse.Namespace, changes: tuple[str, ...]) -> argparse.Namespace:
+    """Return the arguments with changes.
 
-    return refuse
-
-
-def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
-    """Return a function that prepares the job with changes.
-
-    Args:
-        given: the arguments.
-        allocator: settings of the run.
-        changes: assignments to a configuration's keys; without a configuration, flags and keys of DeepSpeed's file.
+    Changes are assignments to a configuration's keys; without a configuration, flags and keys of DeepSpeed's file.
     """
     arguments = argparse.Namespace(**vars(given))
     if given.config:
@@ -175,7 +161,7 @@ def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, 
         for key, value in pairs:
             if key.startswith("--"):
                 setattr(arguments, key.removeprefix("--").replace("-", "_"), json.loads(value))
-    return lambda: jobs.prepare(arguments, allocator)
+    return arguments
 
 
 _GATHERED = "nothing kept gathered"
@@ -280,14 +266,8 @@ def add(
 ) -> Prediction:
     """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
 
-    If ranks differ, only those are run that need most at one of the points.
-
-    Args:
-        found: prediction of the unchanged run.
-        job: the unchanged run.
-        arguments: arguments of the command; a capacity replaces the kinds of GPU.
-        allocator: settings of the run.
-        tell: called with the planned runs before each round.
+    If ranks differ, only those are run that need most at one of the points. ``found`` and ``job`` are of the unchanged
+    run; a capacity in ``arguments`` replaces the kinds of GPU; ``tell`` is called before each round.
 
     Raises:
         ConfigError: a dry run was refused.
@@ -310,7 +290,7 @@ def add(
             changes = (f"--micro-batch={rows}", f"--accumulation={job.accumulation}")
             if arguments.config:
                 changes = (f"training.micro_batch={rows}", "training.total_batch=0")
-            other = changed(given, allocator, changes)()
+            other = jobs.prepare(changed(given, changes), allocator)
             (points[rows],) = answer.predict(other, arguments.capacity, only=only).points
         return points
 
@@ -420,14 +400,7 @@ def find(
     capacity_bytes: int,
     run: Callable[[list[int]], Sequence[Need]],
 ) -> DataRisk:
-    """Return the steps of the first epoch that do not fit.
-
-    Args:
-        config: configuration of the run.
-        records: records of the data set.
-        examples: training examples.
-        capacity_bytes: limit of PyTorch's reserved memory on one GPU.
-        run: predicts whether lengths, in rising order, fit.
+    """Return the steps of the first epoch that do not fit; ``run`` predicts whether lengths, in rising order, fit.
 
     Raises:
         ConfigError: from ``run``, or there are fewer examples than one step needs.

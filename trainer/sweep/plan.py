@@ -115,7 +115,7 @@ def read(path: str) -> Spec:
         if key.value not in KEYS:
             close = difflib.get_close_matches(key.value, KEYS, 1)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{load.place(key)}: unknown key {load.shown(key.value)}; {hint}")
+            raise _error(key, f"unknown key {load.shown(key.value)}; {hint}")
         found[key.value] = value
     spec = Spec(
         source=path,
@@ -148,14 +148,14 @@ def _check(spec: Spec, found: dict[str, Node]) -> None:
     if not spec.axes and spec.search is None:
         raise ConfigError(f"{spec.source}: axes is missing: what is varied, such as zero.stage: [2, 3]")
     if spec.search is not None and spec.search.axis in [axis.name for axis in spec.axes]:
-        raise ConfigError(f"{load.place(found['search'])}: search.axis {spec.search.axis} is among the axes too")
+        raise _error(found["search"], f"search.axis {spec.search.axis} is among the axes too")
     if spec.command and spec.settings:
-        raise ConfigError(f"{load.place(found['set'])}: set goes with config; write it into the command")
+        raise _error(found["set"], "set goes with config; write it into the command")
     count = 1
     for axis in spec.axes:
         count *= len(axis.values)
     if count * spec.repeats > _MOST_RUNS:
-        raise ConfigError(f"{load.place(found['axes'])}: axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
+        raise _error(found["axes"], f"axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
     if spec.one_process:
         _check_one_process(spec, found["one_process"])
     if spec.command:
@@ -164,11 +164,11 @@ def _check(spec: Spec, found: dict[str, Node]) -> None:
 
 def _check_one_process(spec: Spec, node: Node) -> None:
     if spec.command:
-        raise ConfigError(f"{load.place(node)}: one_process goes with config: a script is started for each length")
+        raise _error(node, "one_process goes with config: a script is started for each length")
     if spec.search is not None:
-        raise ConfigError(f"{load.place(node)}: one_process goes without search, which chooses lengths one by one")
+        raise _error(node, "one_process goes without search, which chooses lengths one by one")
     if LENGTH not in [axis.name for axis in spec.axes]:
-        raise ConfigError(f"{load.place(node)}: one_process needs the axis {LENGTH}, whose values share a process")
+        raise _error(node, f"one_process needs the axis {LENGTH}, whose values share a process")
 
 
 def _check_template(spec: Spec, found: dict[str, Node]) -> None:
@@ -176,13 +176,12 @@ def _check_template(spec: Spec, found: dict[str, Node]) -> None:
     names = spec.axis_names
     for name in names:
         if name not in used and not name.startswith(ENVIRONMENT):
-            raise ConfigError(
-                f"{load.place(found['command'])}: command has no {{{name}}}, which axes vary: write it where the "
-                "script takes it"
+            raise _error(
+                found["command"], f"command has no {{{name}}}, which axes vary: write it where the script takes it"
             )
     for name in sorted(used - set(names)):
         known = ", ".join(names)
-        raise ConfigError(f"{load.place(found['command'])}: command has {{{name}}}, but the axes are {known}")
+        raise _error(found["command"], f"command has {{{name}}}, but the axes are {known}")
 
 
 def _config(path: str, found: dict[str, Node]) -> str:
@@ -191,9 +190,7 @@ def _config(path: str, found: dict[str, Node]) -> str:
         return ""
     config = Path(path).parent / Path(name).expanduser()
     if not config.is_file():
-        raise ConfigError(
-            f"{load.place(found['config'])}: config {name}: no such file; 'ftmon train --print-config' writes one"
-        )
+        raise _error(found["config"], f"config {name}: no such file; 'ftmon train --print-config' writes one")
     return str(config)
 
 
@@ -208,9 +205,9 @@ def _command(node: Node | None) -> list[str]:
         try:
             words = shlex.split(_text(node, "command"))
         except ValueError as error:
-            raise ConfigError(f"{load.place(node)}: command cannot be split into words: {error}") from None
+            raise _error(node, f"command cannot be split into words: {error}") from None
     if not words:
-        raise ConfigError(f"{load.place(node)}: command is empty")
+        raise _error(node, "command is empty")
     return words
 
 
@@ -221,13 +218,13 @@ def _axes(node: Node | None) -> list[Axis]:
     for key, value in _pairs(node, "axes"):
         where = f"axes.{key.value}"
         if not isinstance(value, SequenceNode) or not value.value:
-            raise ConfigError(f"{load.place(value)}: {where} must be a list of values such as [512, 1024]")
+            raise _error(value, f"{where} must be a list of values such as [512, 1024]")
         if key.value.startswith(ENVIRONMENT):
             _check_variable(key, key.value.removeprefix(ENVIRONMENT), where)
         values = [_scalar(part, where) for part in value.value]
         for number, one in enumerate(values):
             if any(one == other and type(one) is type(other) for other in values[:number]):
-                raise ConfigError(f"{load.place(value.value[number])}: {where} has {one!r} twice")
+                raise _error(value.value[number], f"{where} has {one!r} twice")
         axes.append(Axis(key.value, values, [load.place(part) for part in value.value]))
     return axes
 
@@ -241,25 +238,23 @@ def _environment(node: Node | None) -> dict[str, str]:
 
 def _check_variable(key: Node, name: str, where: str) -> None:
     if not re.fullmatch(r"[^=\x00]+", name):
-        raise ConfigError(f"{load.place(key)}: {load.shown(where)} is no name of an environment variable")
+        raise _error(key, f"{load.shown(where)} is no name of an environment variable")
 
 
 def _columns(node: Node | None) -> list[str]:
     if node is None:
         return []
     if not isinstance(node, SequenceNode) or not node.value:
-        raise ConfigError(f"{load.place(node)}: columns must be a list of figures such as [peak, backward.peak, loss]")
+        raise _error(node, "columns must be a list of figures such as [peak, backward.peak, loss]")
     names: list[str] = []
     for part in node.value:
         name = _text(part, "columns")
         try:
             summary.check(name)
         except ValueError as error:
-            raise ConfigError(
-                f"{load.place(part)}: columns: {load.shown(name)} is not a figure of a run; they {error}"
-            ) from None
+            raise _error(part, f"columns: {load.shown(name)} is not a figure of a run; they {error}") from None
         if name in names:
-            raise ConfigError(f"{load.place(part)}: columns has {name} twice")
+            raise _error(part, f"columns has {name} twice")
         names.append(name)
     return names
 
@@ -271,14 +266,14 @@ def _search(node: Node | None) -> Search | None:
     _known(node, found, "search", ("goal", "axis", "low", "high", "step"))
     goal: Goal | None = next((one for one in _GOALS if one == _text(found.get("goal"), "search.goal")), None)
     if goal is None:
-        raise ConfigError(f"{load.place(found.get('goal', node))}: search.goal must be {', '.join(_GOALS)}")
+        raise _error(found.get("goal", node), f"search.goal must be {', '.join(_GOALS)}")
     axis = _text(found.get("axis"), "search.axis")
     if goal == "fastest":
         if axis:
-            raise ConfigError(f"{load.place(found['axis'])}: search.axis: the fastest is searched for over the axes")
+            raise _error(found["axis"], "search.axis: the fastest is searched for over the axes")
         return Search("fastest")
     if not axis or "high" not in found:
-        raise ConfigError(f"{load.place(node)}: search needs axis and high, such as training.sequence_length and 8192")
+        raise _error(node, "search needs axis and high, such as training.sequence_length and 8192")
     low = _whole(found.get("low"), "search.low", 1, 0)
     high = _whole(found["high"], "search.high", 1, low + 1)
     return Search(goal, axis, low, high, _whole(found.get("step"), "search.step", 1, 1))
@@ -291,11 +286,15 @@ def _budget(node: Node | None) -> Budget:
     _known(node, found, "budget", ("hours", "money", "price_per_hour"))
     hours, money, price = (_amount(found.get(name), f"budget.{name}") for name in ("hours", "money", "price_per_hour"))
     if money is not None and price is None:
-        raise ConfigError(f"{load.place(node)}: budget.money needs price_per_hour, of all the GPUs together")
+        raise _error(node, "budget.money needs price_per_hour, of all the GPUs together")
     limits = [hours * 3600] if hours is not None else []
     if money is not None and price:
         limits.append(money / price * 3600)
     return Budget(min(limits) if limits else None, price)
+
+
+def _error(node: Node, text: str) -> ConfigError:
+    return ConfigError(f"{load.place(node)}: {text}")
 
 
 def _known(node: Node, found: dict[str, Node], path: str, names: tuple[str, ...]) -> None:
@@ -303,7 +302,7 @@ def _known(node: Node, found: dict[str, Node], path: str, names: tuple[str, ...]
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
-            raise ConfigError(f"{load.place(node)}: unknown key {path}.{load.shown(name)}; {hint}")
+            raise _error(node, f"unknown key {path}.{load.shown(name)}; {hint}")
 
 
 def _mapping(node: Node | None, path: str) -> dict[str, Value]:
@@ -314,16 +313,16 @@ def _mapping(node: Node | None, path: str) -> dict[str, Value]:
 
 def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
     if not isinstance(node, MappingNode):
-        raise ConfigError(f"{load.place(node)}: {path} must be a section of keys and values")
+        raise _error(node, f"{path} must be a section of keys and values")
     return load.pairs(node)
 
 
 def _scalar(node: Node, path: str) -> Value:
     if not isinstance(node, ScalarNode):
-        raise ConfigError(f"{load.place(node)}: {path} must be a number or a word, not {load.describe(node)}")
+        raise _error(node, f"{path} must be a number or a word, not {load.describe(node)}")
     value = load.plain_scalar(node, path)
     if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
-        raise ConfigError(f"{load.place(node)}: {path} must be a whole number of at most 64 bits")
+        raise _error(node, f"{path} must be a whole number of at most 64 bits")
     return value
 
 
@@ -339,7 +338,7 @@ def _whole(node: Node | None, path: str, default: int, least: int) -> int:
         return default
     value = _scalar(node, path)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{load.place(node)}: {path} must be a whole number of at least {least}")
+        raise _error(node, f"{path} must be a whole number of at least {least}")
     return value
 
 
@@ -348,7 +347,7 @@ def _amount(node: Node | None, path: str) -> float | None:
         return None
     value = _scalar(node, path)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{load.place(node)}: {path} must be a number above 0")
+        raise _error(node, f"{path} must be a number above 0")
     return float(value)
 
 
@@ -357,26 +356,26 @@ def _switch(node: Node | None, path: str, default: bool) -> bool:
         return default
     value: Any = _scalar(node, path)
     if not isinstance(value, bool):
-        raise ConfigError(f"{load.place(node)}: {path} must be true or false")
+        raise _error(node, f"{path} must be true or false")
     return value
 
 
 def _duration(node: Node | None, path: str, default: float) -> float:
-    return default if node is None else _with_unit(node, path, _SECONDS, "seconds, or such as 90 s, 10 m, 2 h", float)
+    return default if node is None else _with_unit(node, path, _SECONDS, "seconds, or such as 90 s, 10 m, 2 h")
 
 
 def _size(node: Node | None) -> int | None:
-    return None if node is None else int(_with_unit(node, "capacity", _SIZE, "a size such as 80GB or 24GiB", float))
+    return None if node is None else int(_with_unit(node, "capacity", _SIZE, "a size such as 80GB or 24GiB"))
 
 
-def _with_unit(node: Node, path: str, units: dict[str, int], words: str, number: Callable[[str], float]) -> float:
+def _with_unit(node: Node, path: str, units: dict[str, int], words: str) -> float:
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", _text(node, path))
     try:
-        value = number(found[1]) * units[found[2]] if found else 0.0
+        value = float(found[1]) * units[found[2]] if found else 0.0
     except (ValueError, KeyError):
         value = 0.0
     if value <= 0:
-        raise ConfigError(f"{load.place(node)}: {path} must be {words}")
+        raise _error(node, f"{path} must be {words}")
     return value
 
 
@@ -397,10 +396,7 @@ def before() -> GpuUse | None:
 def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
     """Wait until the run's GPUs are as empty as before it; return the memory still in use in words, or empty.
 
-    Args:
-        earlier: the sample before the run.
-        pids: process ids of the run's ranks.
-        devices: the run's GPUs according to NVML; empty: not known, so all are compared.
+    ``devices``: the run's GPUs according to NVML; empty: not known, so all are compared.
     """
     if earlier is None:
         return ""
@@ -471,11 +467,7 @@ def combinations(spec: Spec) -> list[Settings]:
 def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) -> Job:
     """Return the job that starts the run of a configuration, under ``name``.
 
-    Args:
-        spec: the sweep.
-        settings: the configuration.
-        name: name of the run.
-        lengths: sequence lengths to measure in it, one after the other; empty: the configuration's own.
+    ``lengths``: sequence lengths to measure in it, one after the other; empty: the configuration's own.
     """
     options = RunOptions(
         allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
@@ -580,12 +572,7 @@ ENDS = {
 
 
 class Lines:
-    """Prints a sweep.
-
-    Args:
-        spec: the sweep.
-        say: prints a line.
-    """
+    """Prints a sweep, each line by ``say``."""
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
@@ -603,50 +590,47 @@ class Lines:
             what = goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
         repeats = f" x {plan.repeats} repeats" if plan.repeats > 1 else ""
         steps = f"{spec.steps} steps after {spec.warm_up} of warm-up"
-        self._print(f"{what}{repeats}, {steps}")
+        self.note(f"{what}{repeats}, {steps}")
         known = f", {duration(used)} used" if used >= 1 else ""
-        self._print(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
+        self.note(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
         if answered:
-            self._print(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
+            self.note(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
         for note in plan.notes:
-            self._print(note)
+            self.note(note)
         predicts = any(run.predicted for run in plan.runs)
         for run in plan.runs:
             words = f": predicted {predicted_text(run.predicted) or 'nothing'}" if predicts else ""
-            self._print(f"  {settings_text(run.settings)}{words}")
+            self.note(f"  {settings_text(run.settings)}{words}")
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
         """Print the start of a run."""
         self._number += 1
         again = f" (repeat {repeat + 1})" if repeat else ""
         expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
-        self._print(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
+        self.note(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
 
     def row(self, row: Row) -> None:
         """Print the outcome of a run."""
-        self._print(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
+        self.note(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
 
     def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
         """Print the remaining runs, time and cost, with a budget or a price."""
         if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
-            self._print(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
+            self.note(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
 
     def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
         """Print the table and the conclusions."""
         if rows:
             for line in aligned(table(pool(rows), plan.columns)):
-                self._print(line)
+                self.note(line)
         for line in [*found, *result_lines(rows, plan)]:
-            self._print(line)
+            self.note(line)
         missing = f"; {ended.not_run} runs are missing, the same command resumes it" if ended.not_run else ""
         why = f": {ended.text}" if ended.text else ""
-        self._print(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
+        self.note(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
 
     def note(self, text: str) -> None:
-        """Print a line of progress."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
+        """Print a line."""
         self._print_raw(sanitize(text, 600))
 
     def _counter(self) -> str:

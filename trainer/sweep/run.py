@@ -1,8 +1,4 @@
-"""Measures sequence lengths of one configuration in one process, shortest first.
-
-The row of each length is written as soon as its steps are recorded. A length that fails ends the process; later ones
-run in another process.
-"""
+"""Measures the plan of a sweep in as few processes as allowed (``one_process``)."""
 
 import contextlib
 import math
@@ -12,9 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
-
-import msgspec
+from typing import NamedTuple
 
 from ...protocol.analysis.sweep.search import why_not_next
 from ...protocol.analysis.sweep.summary import figures
@@ -34,7 +28,7 @@ from ..host import processes
 from ..host.end.kill import sweep
 from ..host.hardware.gpus import GpuUse
 from . import plan
-from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Spec, group_of, job
+from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, group_of, job
 
 # Runs one configuration of a sweep: starts it, waits for it, ends it at its time limit, checks that it is gone.
 
@@ -90,11 +84,9 @@ class Running:
         self.run = run
 
     def wait(self, deadline: float, ended: Callable[[], str]) -> Ending:
-        """Wait for the run's end.
+        """Wait for the run's end, or end it at a deadline (``time.monotonic``).
 
-        Args:
-            deadline: time at which to end it (``time.monotonic``).
-            ended: called twice a second; returns the reason to end the run now, or empty.
+        ``ended`` is called twice a second, and returns a reason to end the run now, or empty.
         """
         why = ""
         while not why and not self._over():
@@ -195,25 +187,19 @@ def _steps_of_all(reader: Reader, state: Sequence[object]) -> int:
     return min(sum(point.count for point in reader.series(rank, 0.0, math.inf, limit=1)) for rank in ranks)
 
 
-def rank_rows(recorded: RecordedRun, warm_up: int, most: int) -> list[RankRow]:
-    """Return the figures of each rank over ``most`` steps after ``warm_up``."""
-    hellos, nvml = recorded.hellos, recorded.nvml
-    return [
-        figures(rank, recorded.steps(rank), warm_up, most, hellos.get(rank), nvml.get(rank, 0))
-        for rank in recorded.ranks
-    ]
+def rank_rows(recorded: RecordedRun, warm_up: int, most: int, index: int | None = None) -> list[RankRow]:
+    """Return the figures of each rank over ``most`` steps after ``warm_up``.
 
-
-def length_rows(recorded: RecordedRun, index: int, warm_up: int, most: int) -> list[RankRow]:
-    """Return the figures of each rank at one of the lengths measured in one process.
-
-    NVML's figures are omitted, as they do not shrink from one length to the next.
+    ``index``: of this one of the lengths measured in one process; NVML's figures are then omitted, as they do not
+    shrink from one length to the next.
     """
-    first = index * (warm_up + most)
+    first = (index or 0) * (warm_up + most)
     found: list[RankRow] = []
     for rank in recorded.ranks:
-        own = [step for step in recorded.steps(rank) if first < step.step <= first + warm_up + most]
-        found.append(figures(rank, own, warm_up, most, recorded.hellos.get(rank)))
+        steps, nvml = recorded.steps(rank), recorded.nvml.get(rank, 0)
+        if index is not None:
+            steps, nvml = [step for step in steps if first < step.step <= first + warm_up + most], 0
+        found.append(figures(rank, steps, warm_up, most, recorded.hellos.get(rank), nvml))
     return found
 
 
@@ -235,11 +221,6 @@ class Why(NamedTuple):
     rank: int | None = None
     step: int | None = None
     asked_bytes: int = 0
-
-
-def refused(error: RefusedError) -> Why:
-    """Return the outcome of a run that was not started."""
-    return Why("refused", str(error).removeprefix("ftmon: "))
 
 
 def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
@@ -311,27 +292,11 @@ def _line(text: str) -> str:
     return first_line(text, _TEXT)
 
 
-def row_of_run(
-    settings: Settings, repeat: int, found: Why, ranks: list[RankRow], run: str, seconds: float, now: float
-) -> Row:
-    """Return the row of a run."""
-    return Row(
-        settings,
-        found.verdict,
-        now,
-        seconds=round(seconds, 3),
-        repeat=repeat,
-        run=run,
-        text=found.text,
-        phase=found.phase,
-        rank=found.rank,
-        step=found.step,
-        asked_bytes=found.asked_bytes,
-        ranks=ranks,
-    )
-
-
-# One session of a sweep: runs configurations one at a time and writes a row for each, within the budget.
+# One session of a sweep: runs its processes one at a time and writes a row for each configuration, within the budget.
+#
+# With ``one_process`` a process measures the sequence lengths of a configuration, shortest first. The row of each
+# length is written as soon as its steps are recorded. A length that fails ends the process; later ones run in another
+# process.
 
 
 _SESSION_POLL_SECONDS = 2.0
@@ -349,26 +314,11 @@ class StopError(Exception):
         self.reason = reason
 
 
-class Listener(Protocol):
-    """Interface of a session's output."""
-
-    def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
-        """Show the start of a run."""
-
-    def row(self, row: Row) -> None:
-        """Show the end of a run."""
-
-
 class Session:
     """Runs configurations and keeps their rows.
 
-    Args:
-        spec: the sweep.
-        writer: writer of the results file.
-        earlier: contents of the file before this session.
-        listener: shows the session.
-        fail_fast: whether the first run that is not done ends the session.
-        interrupted: returns whether the session is to end.
+    ``earlier``: contents of the results file before this session. ``fail_fast``: the first run that is not done ends
+    the session. ``interrupted`` returns whether the session is to end.
     """
 
     def __init__(
@@ -376,13 +326,13 @@ class Session:
         spec: Spec,
         writer: Writer,
         earlier: Results,
-        listener: Listener,
+        lines: Lines,
         fail_fast: bool,
         interrupted: Callable[[], bool],
     ) -> None:
         self.spec = spec
         self._writer = writer
-        self.listener = listener
+        self.lines = lines
         self._fail_fast = fail_fast
         self.interrupted = interrupted
         self._answered = earlier.answered()
@@ -411,11 +361,8 @@ class Session:
         key = (key_of(settings), repeat)
         if key in self._answered:
             return self._answered[key]
-        self.check()
-        self.listener.begins(settings, repeat, predicted)
-        row = msgspec.structs.replace(self._run(settings, repeat), predicted=predicted)
-        self.keep(row)
-        return row
+        Process(self, [Planned(settings, predicted)], repeat).measure()
+        return self._answered[key]
 
     def check(self) -> None:
         """Check that another run may begin.
@@ -444,7 +391,7 @@ class Session:
             StopError: the session ends with it.
         """
         self._writer.append(row)
-        self.listener.row(row)
+        self.lines.row(row)
         if row.verdict == "unfinished":
             if self.interrupted():
                 raise StopError(Ended(time.time(), "interrupted"))
@@ -472,80 +419,30 @@ class Session:
         self._next_poll = time.monotonic() + _SESSION_POLL_SECONDS
         return progress(run, time.time())
 
-    def _run(self, settings: Settings, repeat: int) -> Row:
-        clock = time.monotonic()
-        earlier = plan.before()
-        try:
-            running = Running(job(self.spec, settings, self.next_name()))
-        except RefusedError as error:
-            self.started(settings, repeat)
-            found = refused(error)
-            return row_of_run(settings, repeat, found, [], "", time.monotonic() - clock, time.time())
-        self.started(settings, repeat, str(running.run.path))
-        deadline, over = self.deadline(clock)
-        ending = running.wait(deadline, lambda: self._why_end(running.run))
-        if ending.ended_for == "timeout":
-            ending = ending._replace(ended_for=over)
-        return self._row(settings, repeat, ending, earlier, clock)
 
-    def _why_end(self, run: RunDir) -> str:
-        if self.interrupted():
-            return "interrupt"
-        live = self.progress(run)
-        if live is None:
-            return ""
-        if self.spec.command and live.steps >= self.spec.steps + self.spec.warm_up:
-            return "steps"
-        return "hang" if live.hung_seconds >= self.spec.hang_grace else ""
-
-    def _row(self, settings: Settings, repeat: int, ending: Ending, earlier: GpuUse | None, clock: float) -> Row:
-        recorded = read(ending.run)
-        found = why(ending, recorded, self.spec.timeout)
-        ranks = rank_rows(recorded, self.spec.warm_up, self.spec.steps) if recorded is not None else []
-        held = still_held(ending, recorded, earlier)
-        row = row_of_run(settings, repeat, found, ranks, ending.run.id, time.monotonic() - clock, time.time())
-        return msgspec.structs.replace(row, note=held)
-
-
-def measure_plan(
-    session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] | None = None
-) -> None:
-    """Measure configurations; those that differ only in their sequence length share a process.
-
-    Args:
-        session: keeps the rows.
-        runs: the configurations.
-        repeat: which repeat this is, from 0.
-        progress: called after each row.
-
-    Raises:
-        StopError: the session ends before its plan is done.
-    """
-    groups: dict[str, list[Planned]] = {}
-    for run in runs:
-        if not session.has(run.settings, repeat):
-            groups.setdefault(group_of(run.settings, LENGTH), []).append(run)
-    for group in groups.values():
-        waiting = sorted(group, key=lambda run: _length(run.settings))
-        while waiting:
-            waiting = waiting[_Process(session, waiting, repeat, progress).measure() :]
-
-
-def _length(settings: Settings) -> int:
+def length_of(settings: Settings) -> int:
+    """Return the sequence length of a configuration of a sweep over lengths."""
     value = settings[LENGTH]
     assert isinstance(value, int)  # checked with the sweep file
     return value
 
 
-class _Process:
-    """One process, and the lengths to measure in it."""
+class Process:
+    """One process, and the configurations to measure in it: one, or several that differ only in their length."""
 
     def __init__(
-        self, session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] | None
+        self,
+        session: Session,
+        runs: Sequence[Planned],
+        repeat: int,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         self._session = session
         self._spec = session.spec
         self._runs = runs
+        self._lengths = [length_of(run.settings) for run in runs] if self._spec.one_process else []
+        self._steps = self._spec.warm_up + self._spec.steps
+        """Steps of each run."""
         self._repeat = repeat
         self._progress = progress
         self._done = 0
@@ -554,7 +451,7 @@ class _Process:
         """Time at which the present length began."""
 
     def measure(self) -> int:
-        """Run the process, and return the number of lengths with a row, at least one.
+        """Run the process, and return the number of configurations with a row, at least one.
 
         Raises:
             StopError: the session ends.
@@ -562,16 +459,15 @@ class _Process:
         session, earlier = self._session, plan.before()
         session.check()
         first = self._runs[0]
-        session.listener.begins(first.settings, self._repeat, first.predicted)
-        lengths = [_length(run.settings) for run in self._runs]
+        session.lines.begins(first.settings, self._repeat, first.predicted)
         try:
-            running = Running(job(self._spec, first.settings, session.next_name(), lengths))
+            running = Running(job(self._spec, first.settings, session.next_name(), self._lengths))
         except RefusedError as error:
             for number, run in enumerate(self._runs):
                 if number:
-                    session.listener.begins(run.settings, self._repeat, run.predicted)
+                    session.lines.begins(run.settings, self._repeat, run.predicted)
                 session.started(run.settings, self._repeat)
-                self._row(refused(error), [], "", "")
+                self._row(Why("refused", str(error).removeprefix("ftmon: ")), [], "", "")
             return self._done
         session.started(first.settings, self._repeat, str(running.run.path))
         self._end(running.wait(math.inf, lambda: self._poll(running.run)), earlier)
@@ -587,8 +483,10 @@ class _Process:
         live = self._session.progress(run)
         if live is None:
             return ""
+        if self._spec.command and live.steps >= self._steps:
+            return "steps"
         # The last row is written once the process is gone.
-        done = min(live.steps // (self._spec.warm_up + self._spec.steps), len(self._runs) - 1)
+        done = min(live.steps // self._steps, len(self._runs) - 1)
         if done > self._done and (recorded := read(run)) is not None:
             while self._done < done:
                 self._measured(recorded, run, "")
@@ -599,25 +497,28 @@ class _Process:
         held = still_held(ending, recorded, earlier)
         count = len(self._runs)
         done = recorded is not None and min(map(recorded.steps_seen, recorded.ranks), default=0)
-        done = min(count, done // (self._spec.warm_up + self._spec.steps))
+        done = min(count, done // self._steps) if self._lengths else 0
         while recorded is not None and self._done < done:
             self._measured(recorded, ending.run, held if self._done == count - 1 else "")
         if self._done == count:
             return
         found = why(ending, recorded, self._spec.timeout)
-        if found.verdict == "done":
+        if self._lengths and found.verdict == "done":
             found = Why("crash", "the process exited with status 0 before it had measured this length")
         if found.step is not None:
-            found = found._replace(step=found.step - self._done * (self._spec.warm_up + self._spec.steps))
-        ranks: list[RankRow] = []
-        if recorded is not None:
-            ranks = length_rows(recorded, self._done, self._spec.warm_up, self._spec.steps)
-        self._row(found, ranks, ending.run.id, held)
+            found = found._replace(step=found.step - self._done * self._steps)
+        self._row(found, self._ranks(recorded), ending.run.id, held)
+
+    def _ranks(self, recorded: RecordedRun | None) -> list[RankRow]:
+        """Return the figures of the present configuration."""
+        if recorded is None:
+            return []
+        index = self._done if self._lengths else None
+        return rank_rows(recorded, self._spec.warm_up, self._spec.steps, index)
 
     def _measured(self, recorded: RecordedRun, run: RunDir, held: str) -> None:
         """Write the row of a finished length, after the next one has begun."""
-        ranks = length_rows(recorded, self._done, self._spec.warm_up, self._spec.steps)
-        last = (self._done + 1) * (self._spec.warm_up + self._spec.steps)
+        last = (self._done + 1) * self._steps
         ends = [
             step.started + step.host_us / 1e6
             for rank in recorded.ranks
@@ -625,29 +526,56 @@ class _Process:
             if step.step == last
         ]
         more = self._done + 1 < len(self._runs)
-        self._row(Why("done"), ranks, run.id, held, max(ends, default=None) if more else None)
+        self._row(Why("done"), self._ranks(recorded), run.id, held, max(ends, default=None) if more else None)
         if more:
             following = self._runs[self._done]
-            self._session.listener.begins(following.settings, self._repeat, following.predicted)
+            self._session.lines.begins(following.settings, self._repeat, following.predicted)
             self._session.started(following.settings, self._repeat, str(run.path))
 
     def _row(self, found: Why, ranks: list[RankRow], run: str, held: str, ended: float | None = None) -> None:
-        """Write the row of the present length.
-
-        Args:
-            found: its outcome.
-            ranks: its figures.
-            run: the run's identifier.
-            held: resources still in use, in words.
-            ended: time of its end; None: now.
+        """Write the row of the present configuration, which ended at ``ended`` or now; ``held``: still in use.
 
         Raises:
             StopError: the session ends with it.
         """
         planned, now = self._runs[self._done], ended or time.time()
-        row = row_of_run(planned.settings, self._repeat, found, ranks, run, now - self._begun, now)
+        row = Row(
+            planned.settings,
+            found.verdict,
+            now,
+            seconds=round(now - self._begun, 3),
+            repeat=self._repeat,
+            run=run,
+            text=found.text,
+            phase=found.phase,
+            rank=found.rank,
+            step=found.step,
+            asked_bytes=found.asked_bytes,
+            ranks=ranks,
+            predicted=planned.predicted,
+            note=held,
+        )
         self._done += 1
         self._begun = now
-        self._session.keep(msgspec.structs.replace(row, predicted=planned.predicted, note=held))
-        if self._progress is not None:
-            self._progress()
+        self._session.keep(row)
+        self._progress()
+
+
+def measure_plan(
+    session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] = lambda: None
+) -> None:
+    """Measure configurations; those that differ only in their sequence length share a process.
+
+    ``progress`` is called after each row.
+
+    Raises:
+        StopError: the session ends before its plan is done.
+    """
+    groups: dict[str, list[Planned]] = {}
+    for run in runs:
+        if not session.has(run.settings, repeat):
+            groups.setdefault(group_of(run.settings, LENGTH), []).append(run)
+    for group in groups.values():
+        waiting = sorted(group, key=lambda run: length_of(run.settings))
+        while waiting:
+            waiting = waiting[Process(session, waiting, repeat, progress).measure() :]

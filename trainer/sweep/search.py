@@ -30,12 +30,7 @@ _GPUS_OF_A_HOST = 8
 
 
 class Predictor:
-    """Predicts configurations of one sweep.
-
-    Args:
-        spec: the sweep.
-        say: prints a line of progress.
-    """
+    """Predicts configurations of one sweep; ``say`` prints a line of progress."""
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
@@ -196,23 +191,21 @@ def _one(session: Session, predictor: Predictor, wanted: Search, others: Setting
     pieces = known[1]
 
     def row_of(value: int) -> Row:
-        return session.measure({**others, axis: value}, 0, known[0].get(value))
+        """Return the row of a run that was done, or is out of memory."""
+        row = session.measure({**others, axis: value}, 0, known[0].get(value))
+        if row.verdict not in ("done", "out-of-memory"):
+            raise UndecidedError(f"{axis}={value_text(value)} {row.verdict}: {row.text}")
+        return row
 
     def tried(value: int) -> Tried:
         row = row_of(value)
-        if row.verdict == "done":
-            return Tried(True, float(row.reserved_bytes or row.peak_bytes))
-        if row.verdict == "out-of-memory":
-            return Tried(False, 0.0)
-        raise UndecidedError(f"{axis}={value_text(value)} {row.verdict}: {row.text}")
+        return Tried(row.verdict == "done", float(row.reserved_bytes or row.peak_bytes or 0))
 
     def peaks(value: int) -> Mapping[str, float] | None:
         row = row_of(value)
-        if row.verdict == "done" and row.phase_peaks:
-            return row.phase_peaks
-        if row.verdict == "out-of-memory":
-            return None
-        raise UndecidedError(f"{axis}={value_text(value)} {row.verdict}: {row.text}")
+        if row.verdict == "done" and not row.phase_peaks:
+            raise UndecidedError(f"{axis}={value_text(value)} has no measured step")
+        return row.phase_peaks if row.verdict == "done" else None
 
     if wanted.goal == "largest":
         guess = max((value for value, one in known[0].items() if one.fits), default=None)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,14 +49,7 @@ def ask(
     accept_seconds: float = ACCEPT_SECONDS,
     result_seconds: float = RESULT_SECONDS,
 ) -> Result:
-    """Send a command to a run's hub and wait for its result.
-
-    Args:
-        hub: the connection file of a living hub.
-        verb: one of ``verbs.HUB``.
-        on_accepted: called with the hub's text when it accepts.
-        accept_seconds: time limit of the acceptance.
-        result_seconds: time limit of the result after that.
+    """Send a command to a living hub and wait for its result; ``on_accepted`` is called with the hub's text.
 
     Raises:
         UsageError: the command has text that is not UTF-8.
@@ -77,7 +71,11 @@ def ask(
         while (left := deadline - time.monotonic()) > 0:
             if not socket.poll(round(left * 1000) or 1):
                 break
-            answer = _decode(socket.recv_multipart())
+            frames = socket.recv_multipart()
+            if len(frames) != 2:
+                continue
+            wire.decode_header(frames[0])
+            answer = wire.decode_body(frames[1])
             if isinstance(answer, Accepted) and answer.id == command.id:
                 if not answer.ok:
                     raise HubError(answer.text)
@@ -91,13 +89,6 @@ def ask(
         context.term()
     waited = result_seconds if accepted else accept_seconds
     raise HubError(f"the hub (pid {hub.process.pid}) gave no {'result' if accepted else 'answer'} in {waited:.0f} s")
-
-
-def _decode(frames: list[bytes]) -> wire.Message | None:
-    if len(frames) != 2:
-        return None
-    wire.decode_header(frames[0])
-    return wire.decode_body(frames[1])
 
 
 # Ends a run through its launcher, and waits for a run's end.
@@ -199,12 +190,8 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
     """Start a run in a separate process, and return the run.
 
     The process does not receive the terminal's Ctrl-C, so that an interrupt never leaves an orphaned run: this command
-    waits for the process, and ends its run.
-
-    Args:
-        request: the run to start.
-        line: this command's end of the connection to the run's launcher; None: no process waits for the run.
-        stdin: whether the job reads this command's standard input.
+    waits for the process, and ends its run. ``line``: this command's end of the connection to the run's launcher; None:
+    no process waits for the run. ``stdin``: whether the job reads this command's standard input.
 
     Raises:
         StartFailedError: the process refused; the text is its output.
@@ -239,14 +226,21 @@ def _window() -> dict[str, str]:
 def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> NoReturn:
     """Replace this process by ``python -m module words``, which keeps its exit status, signals and terminal.
 
-    Args:
-        module: one of ftmon's modules.
-        words: its arguments.
-        ends_at_once: whether ctrl-c ends it silently; otherwise the module handles it.
+    ``ends_at_once``: whether ctrl-c ends it silently; otherwise the module handles it.
     """
     sys.stdout.flush()
     command = module_command(_FOREGROUND, [module, *words]) if ends_at_once else module_command(module, words)
     os.execve(command[0], command, _with_own_programs())
+
+
+def words_of(arguments: Namespace, names: Sequence[str]) -> list[str]:
+    """Return the named arguments that were given, as options of another process."""
+    words: list[str] = []
+    for name in names:
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:
+            words.append(option if value is True else f"{option}={value}")
+    return words
 
 
 def _with_own_programs() -> dict[str, str]:

@@ -8,14 +8,14 @@ from ...protocol.errors import FtmonError
 from ...protocol.messages import control
 from ...protocol.run import rundir
 from ...protocol.run.rundir import RunDir
-from .access import ask, living_hub, wait_for_end
+from .access import ask, living_hub, wait_for_end, words_of
 
 # ``ftmon cleanup``: finds processes that earlier runs left, and ends them.
 
 
 def cleanup(arguments: Namespace) -> int:
     """Run the trainer's clean-up, which asks on this terminal; return its status."""
-    words = [f"--{name}" for name in ("yes", "json", "elsewhere") if getattr(arguments, name)]
+    words = words_of(arguments, ("yes", "json", "elsewhere"))
     return subprocess.run(
         [sys.executable, "-P", "-m", "ftmon.trainer.host.end.cleanup", *words], check=False
     ).returncode

@@ -10,7 +10,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 from ...protocol.errors import HubError, RunDirError
@@ -22,51 +21,32 @@ from ...protocol.run.rundir import ExitFile, HubFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
-from .narrate import Narrator, attach_line, closing_lines, exit_status
+from .narrate import Narrator, attach_line, closing_lines
 
-# Handles signals to a command that follows a run: counts or keeps them, so that none interrupts a fold.
+# Handles signals to a command that follows a run: keeps them, so that none interrupts a fold.
 
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ``ftmon run`` forwards to the run."""
 
 
-class Interrupts:
-    """Counts Ctrl-C."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle one signal."""
-        self.count += 1
-
-
-@contextmanager
-def counted_interrupts() -> Generator[Interrupts]:
-    """Count SIGINT instead of raising KeyboardInterrupt."""
-    interrupts = Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @contextmanager
 def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"]:
     """Keep received signals in a queue; signals ignored at the start (nohup, a background job) stay ignored."""
     waiting: deque[signal.Signals] = deque()
+    with _handled(numbers, waiting.append):
+        yield waiting
+
+
+@contextmanager
+def _handled(numbers: Iterable[signal.Signals], handle: Callable[[signal.Signals], object]) -> Generator[None]:
+    """Call ``handle`` for received signals; those ignored at the start stay ignored."""
     before: dict[signal.Signals, Any] = {}
-
-    def keep(number: int, _frame: FrameType | None) -> None:
-        waiting.append(signal.Signals(number))
-
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, keep)
+            before[number] = signal.signal(number, lambda received, _frame: handle(signal.Signals(received)))
     try:
-        yield waiting
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -79,21 +59,14 @@ def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generato
     SIGHUP is not forwarded: a lost terminal ends only the app.
     """
     stopped = threading.Event()
-    before: dict[signal.Signals, Any] = {}
 
-    def forward(number: int, _frame: FrameType | None) -> None:
-        send(signal.Signals(number))
+    def forward(number: signal.Signals) -> None:
+        send(number)
         if number in (signal.SIGINT, signal.SIGTERM):
             stopped.set()
 
-    for number in FOR_THE_RUN if owned else ():
-        if number != signal.SIGHUP and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, forward)
-    try:
+    with _handled([number for number in FOR_THE_RUN if owned and number != signal.SIGHUP], forward):
         yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # State of a run for the command that follows it, from the connection to the launcher or from the run directory.
@@ -106,11 +79,7 @@ _LAUNCHER_SECONDS = 30.0
 
 
 class Standing:
-    """A run's launcher and end.
-
-    Args:
-        run: the run's directory.
-        line: the connection to its launcher, if this command started it.
+    """A run's launcher and end; ``line``: the connection to its launcher, if this command started it.
 
     Raises:
         RunDirError: there is no ``run.json``.
@@ -149,7 +118,9 @@ class Standing:
             self._line.read()
             if self._line.end is not None:
                 return self._line.end
-        return _unless_unreadable(self._run)
+        with contextlib.suppress(RunDirError):
+            return self._run.read_exit()
+        return None
 
     def end_without_launcher(self, model: RunModel) -> ExitFile | None:
         """Return the end of a run without a launcher, from its hub; None while launcher or hub is alive.
@@ -172,10 +143,9 @@ class Standing:
 
     def living_hub(self) -> HubFile | None:
         """Return the connection file of the run's living hub."""
-        try:
+        with contextlib.suppress(RunDirError):
             return self._run.living_hub()
-        except RunDirError:
-            return None
+        return None
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the launcher, which forwards it; deferred if the launcher has not started yet."""
@@ -201,13 +171,6 @@ class Standing:
             self._line.untie()
 
 
-def _unless_unreadable(run: RunDir) -> ExitFile | None:
-    try:
-        return run.read_exit()
-    except RunDirError:
-        return None
-
-
 POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 """Time limit of waiting for the rest of the stream after the run's end."""
@@ -223,11 +186,7 @@ _INTERRUPT_WORDS = (
 
 
 class Lines:
-    """Prints lines. A closed pipe or a full disk ends only the printing.
-
-    Args:
-        forgiving: False: a closed pipe ends the command with ``BrokenPipeError``.
-    """
+    """Prints lines. If ``forgiving``, a closed pipe or a full disk ends only the printing."""
 
     def __init__(self, *, forgiving: bool) -> None:
         self._forgiving = forgiving
@@ -261,15 +220,10 @@ class Outages:
 
 
 def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standing, owned: bool) -> int:
-    """Print a live run as lines until it ends; return the exit status of its end.
+    """Print a live run as lines until it ends; return the exit status of its end. ``source`` is closed here.
 
-    Args:
-        source: source of the run; started and closed here.
-        run: the run's directory.
-        narrator: makes the lines.
-        standing: state of the run, and the connection to its launcher.
-        owned: whether this command started the run. If so, signals are forwarded to it, and its end is awaited even
-            after an error here. Otherwise Ctrl-C only stops following.
+    If this command started (``owned``) the run, signals are forwarded to it, and its end is awaited even after an error
+    here. Otherwise Ctrl-C only stops following.
 
     Raises:
         HubError: the run's launcher and hub are both gone, so its end is unknown.
@@ -291,7 +245,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
         for line in closing_lines(run, end, source.model, output_printed=output_printed):
             lines.print(line)
         asked = following.interrupts and end.state == "stopped" and not following.foreign
-        return exits.INTERRUPTED if asked else exit_status(end)
+        return exits.INTERRUPTED if asked else exits.of_run(end)
 
 
 class _Following:

@@ -10,11 +10,8 @@ from typing import NoReturn
 
 from ...protocol.errors import FtmonError
 from ...protocol.run import end
-from .arguments import build_parser, split_command
+from .arguments import build_parser, command_name, split_command
 from .output import OutputError, guard_output
-
-_FORMER = {"take": "capture"}
-"""Former names of commands, accepted until version 0.3."""
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -27,7 +24,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         SystemExit: wrong usage (status 2), or a request for help or version (status 0).
     """
     parser = build_parser()
-    words, command = split_command(_present_names(argv))
+    words, command = split_command(argv)
     arguments, rest = parser.parse_known_args(words)
     of_command: argparse.ArgumentParser = vars(arguments).pop("parser")
     if command is not None:
@@ -44,16 +41,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def _present_names(argv: Sequence[str]) -> list[str]:
-    """Return the words with the present name of a renamed command, after a note."""
-    words = list(argv)
-    place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
-    if place is not None and words[place] in _FORMER:
-        former, words[place] = words[place], _FORMER[words[place]]
-        print(f"ftmon: note: 'ftmon {former}' is now 'ftmon {words[place]}'", file=sys.stderr)
-    return words
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one ``ftmon`` command and return its exit status (``protocol.run.exits``)."""
     guard_output()
@@ -63,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parse(words)
         except SystemExit as refusal:
             sys.stdout.flush()
-            if refusal.code == end.WRONG_USAGE and _starts_a_script(words):
+            if refusal.code == end.WRONG_USAGE and command_name(words) == "run":
                 raise SystemExit(end.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
             raise
         status = _handler(arguments.handler)(arguments)
@@ -81,10 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _close_stdout()
         return 1
-
-
-def _starts_a_script(words: Sequence[str]) -> bool:
-    return next((word for word in words if not word.startswith("-")), "") == "run"
 
 
 def _handler(name: str) -> Callable[[Namespace], int]:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -48,8 +49,7 @@ from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.load import describe, find_recording, find_run, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
-from .follow import POLL_SECONDS, Standing, counted_interrupts
-from .narrate import exit_status
+from .follow import POLL_SECONDS, Standing, kept
 from .output import print_json
 
 _LABEL = 24
@@ -254,10 +254,10 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
 
     source, standing = LiveSource(run), Standing(run)
     drained_by = 0.0
-    with counted_interrupts() as interrupts:
+    with kept([signal.SIGINT]) as interrupts:
         source.start()
         try:
-            while not interrupts.count:
+            while not interrupts:
                 source.pump(POLL_SECONDS)
                 for events in _news(source.model, rank, printed):
                     _print_events(events, as_json)
@@ -266,7 +266,7 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
                 if end is not None:
                     drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
-                        return exit_status(end)
+                        return exits.of_run(end)
                 time.sleep(POLL_SECONDS)
         finally:
             source.close()
@@ -356,7 +356,10 @@ def explore(arguments: Namespace) -> int:
     reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
         # Of two files, the second is described as the present state, with its differences from the first.
-        result = reports[-1] if len(reports) == 1 else reports[-1] | {"difference": _difference(opened, arguments.top)}
+        result = reports[-1]
+        if len(opened) == 2:
+            compared = difference_report(opened[0], opened[1], arguments.top)
+            result = result | {"difference": {"before": opened[0][0].snapshot.path, **compared}}
         print_json(result)
         return 0
 
@@ -400,10 +403,6 @@ def _patience(file: str) -> Generator[None, None, None]:
     finally:
         if says:
             print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
-
-
-def _difference(opened: list[list[Replay]], top: int) -> dict[str, object]:
-    return {"before": opened[0][0].snapshot.path, **difference_report(opened[0], opened[1], top)}
 
 
 # Renders a snapshot as lines of text.

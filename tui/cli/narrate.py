@@ -9,7 +9,6 @@ from ...protocol.analysis.oom.words import remedy_words
 from ...protocol.messages.control import Alert
 from ...protocol.messages.hosts import Job
 from ...protocol.messages.telemetry import Evaluation
-from ...protocol.run import end as exits
 from ...protocol.run.end import FATAL, first_failure, last_lines, standing
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.text import counted, duration, gib, sanitize
@@ -80,12 +79,7 @@ class Narrator:
     """Makes the lines of a run; call ``new_lines`` after frames were applied to the model."""
 
     def __init__(self, *, ascii_only: bool = False, with_output: bool = False) -> None:
-        """Start at the beginning of a run.
-
-        Args:
-            ascii_only: use ASCII characters only.
-            with_output: include the ranks' output.
-        """
+        """Start at the beginning of a run; ``with_output``: include the ranks' output."""
         self._ascii = ascii_only
         self.with_output = with_output
         self._step = 0
@@ -238,25 +232,12 @@ def _introduction(model: RunModel) -> str:
 def _progress(model: RunModel) -> str:
     total = f"/{model.total_steps}" if model.total_steps else ""
     job = f"job {model.job} " if model.has_jobs else ""
-    parts = [f"{job}step {model.reported_step}{total}"]
-    parts += loss_words(model)
-    rates = model.rates
-    if rates.tokens_per_second:
-        parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
-    if share := mfu_words(model):
-        parts.append(share)
-    if rates.seconds_per_step:
-        parts.append(f"{rates.seconds_per_step:.3f} s/step")
+    parts = [f"{job}step {model.reported_step}{total}", *figure_words(model)]
     if model.peak is not None:
         parts.append(f"peak {gib(model.peak.bytes)}")
     if model.seconds_left:
         parts.append(f"{duration(model.seconds_left)} left")
     return "  ".join(parts)
-
-
-def mfu_words(model: RunModel) -> str:
-    """Return the MFU as text; empty if it is not known."""
-    return f"MFU {model.mfu * 100:.1f} %" if model.mfu is not None else ""
 
 
 def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
@@ -274,12 +255,21 @@ def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
     return words
 
 
-def loss_words(model: RunModel) -> list[str]:
-    """Return the loss, or with several engines or optimizers the loss of each; empty if none is known."""
-    several = model.losses_by_name
+def figure_words(model: RunModel) -> list[str]:
+    """Return the known ones of loss (with several engines or optimizers the loss of each), tokens/s, MFU, step time."""
+    rates, several = model.rates, model.losses_by_name
+    parts: list[str] = []
     if len(several) > 1:
-        return ["loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items())]
-    return [f"loss {model.loss:.4f}"] if model.loss is not None else []
+        parts.append("loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items()))
+    elif model.loss is not None:
+        parts.append(f"loss {model.loss:.4f}")
+    if rates.tokens_per_second:
+        parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
+    if model.mfu is not None:
+        parts.append(f"MFU {model.mfu * 100:.1f} %")
+    if rates.seconds_per_step:
+        parts.append(f"{rates.seconds_per_step:.3f} s/step")
+    return parts
 
 
 def _at(t: float, text: str) -> str:
@@ -293,20 +283,10 @@ _LOG_LINES = 15
 _LINE_LENGTH = 400
 
 
-def exit_status(end: ExitFile) -> int:
-    """Return a command's exit status for a job's end: the training's own, or one of ``protocol.run.exits.OWN``."""
-    return exits.of_run(end)
-
-
 def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed: bool = False) -> Iterator[str]:
     """Yield lines about a run's end, and the places of its results: checkpoint, recording, logs.
 
-    Args:
-        run: the run.
-        end: how it ended.
-        model: state of the run, with the folder of its checkpoints (``Plan.output_dir``; else that of ftmon's own
-            trainer), and the rank that failed first.
-        output_printed: whether the output of ranks and launcher was printed; then their last lines are not repeated.
+    If the output of ranks and launcher was printed, their last lines are not repeated.
     """
     if end.state == "failed" and not output_printed:
         rank = first_to_fail(model)
@@ -344,10 +324,7 @@ def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
 def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
     """Yield the places of the trainer's results: the final model, and the newest checkpoint.
 
-    Args:
-        run: the run.
-        output: folder of the results.
-        is_over: whether training is finished, so that the checkpoint needs no resume.
+    If training is finished, no line says how to resume from the checkpoint.
     """
     model = output / "model"
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):

@@ -34,22 +34,16 @@ _RANKS = 16
 
 
 def report_lines(reports: Sequence[OomReport], *, of_snapshot: bool = False) -> Iterator[str]:
-    """Yield the lines of the newest report, after one line for each earlier report.
+    """Yield the lines of the newest report, the last one, after one line for each earlier report.
 
-    Args:
-        reports: oldest first; at least one.
-        of_snapshot: whether they are from a snapshot, which has neither rank nor step.
+    Reports of a snapshot have neither rank nor step.
     """
     *before, report = reports
     for other in before:
         yield f"{_clock(other.time)} rank {other.rank} step {other.step:,} {other.phase}: {other.verdict.title}"
     if before:
         yield ""
-    yield from _safe(_report(report, of_snapshot))
-
-
-def _safe(lines: Iterator[str]) -> Iterator[str]:
-    return (sanitize(line) for line in lines)
+    yield from map(sanitize, _report(report, of_snapshot))
 
 
 def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
@@ -312,11 +306,7 @@ def _show(result: Result, arguments: Namespace) -> int:
 
 
 def recorded(path: Path, ranks: list[int]) -> Result:
-    """Return the last stacks of each rank from a recording, in the form of an answer.
-
-    Args:
-        path: the recording.
-        ranks: the ranks; empty: all.
+    """Return the last stacks of some ranks (empty: all) from a recording, in the form of an answer.
 
     Raises:
         UsageError: the run has no such rank, or no stacks of it were recorded.

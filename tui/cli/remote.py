@@ -4,6 +4,7 @@ import os
 import re
 import select
 import shlex
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from ..source.live import LiveSource
 from ..source.ssh import APP_CHANNELS, Greeting, SshCommand, SshEndpoint, SshError
 from . import output
 from .access import living_hub
-from .follow import POLL_SECONDS, Outages, counted_interrupts
+from .follow import POLL_SECONDS, Outages, kept
 from .narrate import Narrator, attach_line
 
 # ``ftmon relay [RUN]``: prints the paths of a run's sockets, and waits for its end; for ``attach ssh://``.
@@ -139,11 +140,8 @@ def watch_remote(
 ) -> int:
     """Watch a run of another host, in the app or in plain lines.
 
-    Args:
-        source: source of the run; started here.
-        arguments: ``plain``, ``ascii`` and ``read_only`` as given.
-        again: the words after ``ftmon attach`` that attach to it again.
-        no_answer: makes the error to raise without an answer within ``CONNECT_SECONDS``.
+    ``again``: the words after ``ftmon attach`` that attach to it again; ``no_answer`` makes the error to raise without
+    an answer within ``CONNECT_SECONDS``.
     """
     if not (arguments.plain or output.why_no_app()):
         from ..app import run_app
@@ -161,14 +159,14 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
     """Print a run's lines until it ends or the person leaves; return the training's status, 1 where it is unknown."""
     narrator, outages = Narrator(ascii_only=output.draws_ascii(arguments)), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
-    with counted_interrupts() as interrupts:
+    with kept([signal.SIGINT]) as interrupts:
         source.start()
         try:
             while not source.model.ended and source.connection.state != "ended":
                 source.pump(POLL_SECONDS)
                 for line in [*narrator.new_lines(source.model), *outages.new_lines(source.connection)]:
                     print(line, flush=True)
-                if interrupts.count:
+                if interrupts:
                     return end.INTERRUPTED
                 if not source.model.last_seq and time.monotonic() > deadline:
                     raise no_answer()
@@ -224,8 +222,8 @@ _URL = re.compile(
     r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"
 )
 _NOT_FOUND, _SSH_FAILED = 127, 255
-_NO_COMMAND = ("there is no command", "invalid choice")
-"""Errors of the remote parser for an unknown command, in this version and in earlier ones."""
+_NO_COMMAND = "there is no command"
+"""Error of the remote parser for an unknown command."""
 
 
 class Place(NamedTuple):
@@ -317,6 +315,6 @@ def _explain(place: Place, error: SshError) -> str:
         )
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
-    if error.status == end.WRONG_USAGE and any(text in words for text in _NO_COMMAND):
+    if error.status == end.WRONG_USAGE and _NO_COMMAND in words:
         return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
     return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"

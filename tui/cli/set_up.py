@@ -120,18 +120,13 @@ def home_check() -> Check:
     try:
         path = checked_home()
     except RunDirError as error:
-        return Check("run directory", "error", str(error), "set FTMON_HOME to a directory of yours")
+        return Check("run directory", "error", str(error), _ELSEWHERE)
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        return Check(
-            "run directory",
-            "error",
-            f"{path}: cannot write there: {error.strerror}",
-            "set FTMON_HOME to a directory of yours",
-        )
+        return Check("run directory", "error", f"{path}: cannot write there: {error.strerror}", _ELSEWHERE)
     runs = path / "runs"
     if runs.exists() and (problem := _exposure(runs)):
         return Check("run directory", *problem)

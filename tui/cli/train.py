@@ -24,7 +24,7 @@ from ...protocol.sweep.store import ResultsError, default_output
 from ...protocol.text import sanitize
 from ..model.runs import TRAINER_KINDS, RunList
 from . import output as terminal
-from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run
+from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run, words_of
 from .narrate import attach_line
 from .output import OutputError, draws_ascii
 from .watch import opens_app
@@ -38,13 +38,8 @@ MODULE = "ftmon.trainer.recipe.chat"
 def chat(arguments: Namespace) -> NoReturn:
     """Run the chat."""
     require_training()
-    words: list[str] = []
-    for name in ("system", "temperature", "top_p", "max_tokens", "seed", "device"):
-        value = getattr(arguments, name)
-        if value is not None:
-            words.append(f"--{name.replace('_', '-')}={value}")
-    words += [f"--{name}" for name in ("whole", "debug") if getattr(arguments, name)]
-    become(MODULE, [*words, "--", arguments.target])
+    names = ("system", "temperature", "top_p", "max_tokens", "seed", "device", "whole", "debug")
+    become(MODULE, [*words_of(arguments, names), "--", arguments.target])
 
 
 # ``ftmon data check``: prints a report on the training data.
@@ -56,8 +51,7 @@ CHECK = "ftmon.trainer.recipe.data_check"
 def check(arguments: Namespace) -> int:
     """Check the data of a configuration; return 0 for clean data, 1 for findings, 2 if no training would start."""
     require_training()
-    words: list[str] = [f"--samples={arguments.samples}"]
-    words += [f"--{name}" for name in ("json", "color") if getattr(arguments, name)]
+    words = words_of(arguments, ("samples", "json", "color"))
     words += ["--ascii"] if draws_ascii(arguments) else []
     become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
 
@@ -98,32 +92,22 @@ def words(arguments: Namespace) -> list[str]:
     result: list[str] = []
     if arguments.sequence_length:
         result.append(f"--sequence-length={','.join(map(str, arguments.sequence_length))}")
-    for name in (*_OF_BOTH, "model", *_OF_A_SCRIPT):
-        value = getattr(arguments, name)
-        if value is not None and value is not False:
-            option = f"--{name.replace('_', '-')}"
-            result.append(option if value is True else f"{option}={value}")
-    if arguments.json:
-        result.append("--json")
+    result += words_of(arguments, (*_OF_BOTH, "model", *_OF_A_SCRIPT, "json"))
     if arguments.command:
         return [*result, "--script", "--", *arguments.command]
     return [*result, "--", arguments.config, *arguments.overrides] if arguments.config else result
 
 
-def _check_command(arguments: Namespace) -> None:
-    """Refuse options whose values come from the command's script."""
-    if arguments.config or arguments.model:
-        raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
-    if arguments.data:
-        raise UsageError("--data needs CONFIG.yaml, which names the data set")
-    for name in ("deepspeed", "lora_rank", "optimizer"):
-        if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
-
-
 def _check(arguments: Namespace) -> None:
+    if arguments.command:  # whose script sets the other options
+        if arguments.config or arguments.model:
+            raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
+        for name in ("deepspeed", "lora_rank", "optimizer"):
+            if getattr(arguments, name):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
+    if arguments.data and not arguments.config:
+        raise UsageError("--data needs CONFIG.yaml, which names the data set")
     if arguments.command:
-        _check_command(arguments)
         return
     if not arguments.config and not arguments.model:
         raise UsageError(
@@ -132,11 +116,7 @@ def _check(arguments: Namespace) -> None:
         )
     if arguments.config and arguments.model:
         raise UsageError(f"predict takes {arguments.config} or --model, not both; set model.name=NAME instead")
-    if not arguments.config:
-        if arguments.data:
-            raise UsageError("--data needs CONFIG.yaml, which names the data set")
-        return
-    for name, key in _OF_A_SCRIPT.items():
+    for name, key in _OF_A_SCRIPT.items() if arguments.config else ():
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} goes with --model; in {arguments.config} it is {key}")
 
@@ -159,15 +139,8 @@ def _own_statuses(usage: int) -> Generator[None]:
 def demo(arguments: Namespace) -> int:
     """Fine-tune a small model on this machine and watch it."""
     require_training()
-    request = _request(
-        "demo",
-        arguments,
-        overrides=arguments.overrides,
-        fault=arguments.fault,
-        steps=arguments.steps,
-        ranks=arguments.ranks,
-    )
-    return _start_and_watch(arguments, request)
+    own = {name: getattr(arguments, name) for name in ("overrides", "fault", "steps", "ranks")}
+    return _start_and_watch(arguments, _request("demo", arguments, **own))
 
 
 @_own_statuses(end.WRONG_USAGE)
@@ -235,13 +208,8 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
     Raises:
         UsageError: ``--notify-on`` names no event.
     """
-    given: dict[str, Any] = {
-        "listen": arguments.listen,
-        "hold_timeout": arguments.hold_timeout,
-        "hang_grace": arguments.hang_grace,
-        "stop_grace": arguments.stop_grace,
-        "exit_timeout": arguments.exit_timeout,
-    }
+    names = ("listen", "hold_timeout", "hang_grace", "stop_grace", "exit_timeout")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     options = RunOptions(
         read_only=arguments.read_only,
         logs=not getattr(arguments, "no_logs", False),
@@ -259,10 +227,7 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
 def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
     """Start a run and watch it, or with ``--detach`` leave it.
 
-    Args:
-        arguments: the command's arguments.
-        request: the run to start.
-        stdin: whether the job may read this command's standard input if the app does not.
+    ``stdin``: whether the job may read this command's standard input if the app does not.
     """
     from .watch import opens_app, watch
 
@@ -319,11 +284,7 @@ def sweep(arguments: Namespace) -> int:
 
 def sweep_words(arguments: Namespace) -> list[str]:
     """Return the arguments of the process that runs the sweep."""
-    result: list[str] = [arguments.sweep]
-    if arguments.output:
-        result.append(f"--output={arguments.output}")
-    result += [f"--{name.replace('_', '-')}" for name in ("plan", "fail_fast", "json") if getattr(arguments, name)]
-    return result
+    return [arguments.sweep, *words_of(arguments, ("output", "plan", "fail_fast", "json"))]
 
 
 def _in_app(arguments: Namespace) -> int:

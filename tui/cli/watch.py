@@ -12,6 +12,7 @@ import msgspec
 
 from ...protocol.errors import HubError
 from ...protocol.messages.telemetry import LogLine
+from ...protocol.run import end as exits
 from ...protocol.run import rundir
 from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
@@ -23,7 +24,7 @@ from ..source.load import describe, find_recording, load, read_overview, recordi
 from . import output
 from .access import check_rank, opened
 from .follow import Standing
-from .narrate import attach_line, closing_lines, evaluation_words, exit_status, job_table, loss_words, mfu_words
+from .narrate import attach_line, closing_lines, evaluation_words, figure_words, job_table
 from .output import print_json
 
 # Watches a run, live or recorded, in the app if the terminal supports it, else in plain lines.
@@ -62,10 +63,7 @@ def attach(arguments: Namespace) -> int:
 def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> int:
     """Show a run until it ends or the user quits.
 
-    Args:
-        run: the run.
-        arguments: ``plain``, ``ascii`` and ``read_only`` as given.
-        line: the connection to the launcher if this command started the run, whose exit status then is the command's.
+    ``line``: the connection to the launcher if this command started the run, whose exit status then is the command's.
     """
     owned = line is not None
     if not opens_app(arguments):
@@ -107,7 +105,7 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
         return status
     for text in closing_lines(run, end, source.model):
         print(text)
-    return exit_status(end) if owned else status
+    return exits.of_run(end) if owned else status
 
 
 def replay(arguments: Namespace) -> int:
@@ -222,12 +220,7 @@ def _named(name: str) -> RunEntry:
 
 
 def table(entries: Sequence[RunEntry], width: int | None) -> Iterator[str]:
-    """Yield the lines of the table of runs.
-
-    Args:
-        entries: the runs.
-        width: columns of the terminal; below 140 each run has its subject in a second line. None: not limited.
-    """
+    """Yield the lines of the table of runs; below 140 columns each run has its subject in a second line."""
     wide = width is None or width >= _WIDE
     heads = ("RUN", "STATE", *(("STARTED",) if wide else ()), "LASTED", "STEP", "LOSS", "EVAL LOSS")
     heads += ("RANKS", "RECORDED") if wide else ()
@@ -317,16 +310,9 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     yield f"step {model.step:,}{total}{epoch}{left}"
     if entry.live and (activity := activity_words(model)):
         yield f"now: {activity}"
-    rates = model.rates
-    parts = [
-        *loss_words(model),
-        f"{rates.tokens_per_second:,.0f} tok/s" if rates.tokens_per_second else "",
-        mfu_words(model),
-        f"{rates.seconds_per_step:.3f} s/step" if rates.seconds_per_step else "",
-        "(means over the run)" if model.ended and rates.seconds_per_step else "",
-    ]
-    if any(parts):
-        yield "  ".join(filter(None, parts))
+    means = ["(means over the run)"] if model.ended and model.rates.seconds_per_step else []
+    if parts := [*figure_words(model), *means]:
+        yield "  ".join(parts)
     if evaluated := model.training.evaluation:
         yield evaluation_words(evaluated, model.training.best)
     if model.training.early_stop is not None:

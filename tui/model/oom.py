@@ -310,7 +310,7 @@ def evidence_words(cause: Cause) -> str:
     return "; ".join(parts) or "no stacks were recorded"
 
 
-CAUSE_EVIDENCE = ("stacks", "remedy", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
+CAUSE_EVIDENCE = ("stacks", "remedy", "saves_bytes", "armed_us", "usual_us", "read_us")
 """Keys of an alert's evidence that are shown as its cause, in addition to those starting with ``cause_``."""
 
 
@@ -319,9 +319,7 @@ def other_evidence(alert: Alert) -> dict[str, Any]:
     return {
         key: value
         for key, value in alert.evidence.items()
-        if key not in CAUSE_EVIDENCE
-        and not key.startswith("cause_")
-        and not (key == "mends" and "remedies" in alert.evidence)
+        if key not in CAUSE_EVIDENCE and not key.startswith("cause_")
     }
 
 
@@ -350,7 +348,7 @@ def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
 def verdict_of(alert: Alert | None) -> SpikeVerdict | None:
     """Return the hub's verdict from an alert's evidence; None if there is none."""
     evidence = alert.evidence if alert is not None else {}
-    pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("remedy") or evidence.get("mend"))
+    pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("remedy"))
     saves = evidence.get("saves_bytes")
     if not pattern and not remedy:
         return None

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...protocol.analysis.estimates.memory import WHOLE_STEP, bands, pieces
 from ...protocol.analysis.sweep.summary import Curve as MeasuredCurve
 from ...protocol.analysis.sweep.summary import curve_axis, curves, pool
@@ -59,8 +61,7 @@ def _together(sections: Sequence[Section]) -> Section | None:
 
 
 def _named(curve: Curve, name: str) -> Curve:
-    words = f"{name} {curve.name}".strip()
-    return Curve(words, curve.xs, curve.low, curve.median, curve.high, curve.predicted)
+    return msgspec.structs.replace(curve, name=f"{name} {curve.name}".strip())
 
 
 def _run(data: RunData, price: float | None) -> Section:
@@ -162,9 +163,9 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
             if row.predicted is not None and not on_cpu and (x := _whole(row, axis)) is not None
         }
         peaks.append(_curve(f"{name} predicted".strip(), predicted, predicted=True))
-        for title, figure in (("reserved", _reserved), ("NVML", _nvml)):
-            curve = _of_ranks(f"{name} {title}".strip(), done, axis, figure)
-            memory += [curve] if any(curve.high) else []
+        reserved = _of_ranks(f"{name} reserved".strip(), done, axis, lambda rank: rank.reserved_peak_bytes / GIB)
+        nvml = _of_ranks(f"{name} NVML".strip(), done, axis, lambda rank: rank.nvml_bytes / GIB)
+        memory += [curve for curve in (reserved, nvml) if any(curve.high)]
         times.append(_of_ranks(name, done, axis, lambda rank: rank.step_ms))
     failed = {x for row in rows if row.verdict == "out-of-memory" and (x := _whole(row, axis)) is not None}
     crossovers = {round(piece.end) for curve in fitted for piece in curve.pieces[:-1]}
@@ -211,14 +212,6 @@ def _csv(data: CsvData) -> Section:
         ("unit", data.mapping.unit),
     ]
     return Section(data.name, facts, charts)
-
-
-def _reserved(rank: RankRow) -> float:
-    return rank.reserved_peak_bytes / GIB
-
-
-def _nvml(rank: RankRow) -> float:
-    return rank.nvml_bytes / GIB
 
 
 def _others(row: Row, axis: str) -> Settings:
@@ -295,7 +288,8 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
     for row in rows(figure, plain=True):
         text = row.rstrip()
         yield text.translate(_ASCII) if ascii_only else text
-    words = [f"{text} at {', '.join(f'{x:,.0f}' for x, one in chart.marks if one == text)}" for text in _kinds(chart)]
+    kinds = dict.fromkeys(text for _, text in chart.marks)
+    words = [f"{text} at {', '.join(f'{x:,.0f}' for x, one in chart.marks if one == text)}" for text in kinds]
     if words:
         yield f"  {sanitize('; '.join(words), 300)}"
     for note in chart.notes:
@@ -315,10 +309,6 @@ def _packed(names: list[str], width: int) -> Iterator[str]:
 
 
 _ASCII = str.maketrans("┌┐└┘│─┤├┬┴┼", "++++|-+++++")
-
-
-def _kinds(chart: Chart) -> list[str]:
-    return list(dict.fromkeys(text for _, text in chart.marks))
 
 
 def _ticks(xs: list[float]) -> list[float]:
@@ -429,11 +419,7 @@ def _column(values: list[Any]) -> list[Any]:
 
 
 def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
-    """Check that files can be written, before writing any.
-
-    Args:
-        outputs: paths of the files by option.
-        sources: the report's sources, which must not be overwritten.
+    """Check that files (paths by option) can be written, and replace no source of the report, before writing any.
 
     Raises:
         UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.

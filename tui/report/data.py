@@ -172,12 +172,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_run(target: str, warm_up: int, until: int | None = None) -> tuple[Path, RecordedRun]:
-    """Return a run's recording, and its contents after the warm-up.
-
-    Args:
-        target: a run's name, a recording or a run directory.
-        warm_up: number of first steps of each rank to exclude.
-        until: the last step; None: all.
+    """Return a run's recording, and its contents after the first ``warm_up`` steps of each rank, up to a step.
 
     Raises:
         UsageError: there is none, or it cannot be read.
@@ -264,26 +259,21 @@ Data = RunData | SweepData | CsvData
 def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
     """Return the data of one source of a report; its name is safe for a file and a terminal.
 
-    Args:
-        target: a run's name, a recording, a run directory, a sweep's results or a CSV file.
-        warm_up: number of first steps of a run that its figures exclude.
-        mapping: columns of CSV files; None: guessed from their heads.
+    ``target`` is a run's name, a recording, a run directory, a sweep's results or a CSV file. Figures of a run exclude
+    its first ``warm_up`` steps. Without a ``mapping``, the columns of CSV files are guessed from their heads.
 
     Raises:
         UsageError: there is none, or it cannot be read.
     """
-    found = _load_load(target, warm_up, mapping)
-    found.name = sanitize(found.name)
-    return found
-
-
-def _load_load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
     path = Path(target)
     if is_sweep(path):
-        return SweepData(path.name.removesuffix(".results.jsonl"), read(path))
-    if path.suffix.lower() in CSV_SUFFIXES and os.path.isfile(path):
-        return _csv(path, mapping)
-    return _run(target, warm_up)
+        found = SweepData(path.name.removesuffix(".results.jsonl"), read(path))
+    elif path.suffix.lower() in CSV_SUFFIXES and os.path.isfile(path):
+        found = _csv(path, mapping)
+    else:
+        found = _run(target, warm_up)
+    found.name = sanitize(found.name)
+    return found
 
 
 def parse_mapping(text: str) -> CsvMapping:

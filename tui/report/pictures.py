@@ -208,13 +208,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(report: Report, version: str, made: str) -> str:
-    """Return the whole file.
-
-    Args:
-        report: the report.
-        version: version of ftmon.
-        made: creation time, in words.
-    """
+    """Return the whole file; ``made``: its creation time in words."""
     title = escape(sanitize(report.title, 200))
     body = "\n".join(_section(section) for section in report.sections)
     return (

@@ -42,15 +42,12 @@ def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
     assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
 
 
-def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_introduced_as_one_on_the_cpu() -> None:
+def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step() -> None:
     before = [(0, hello(0, 1, CPU, "")), (1, hello(0, 1, CPU))]
     assert new_lines(before) == []
-    after = [(2, hello(0, 1)), (3, step(0, 1, START + 3))]
-    assert new_lines(before + after)[0] == "1 rank on NVIDIA H200, Qwen2, ZeRO-2, bf16"
-
-
-def test_ranks_on_the_cpu_are_introduced_with_their_first_step() -> None:
-    told = new_lines([(0, hello(0, 1, CPU)), (1, step(0, 1, START + 1))])
+    first = (3, step(0, 1, START + 3))
+    assert new_lines([*before, (2, hello(0, 1)), first])[0] == "1 rank on NVIDIA H200, Qwen2, ZeRO-2, bf16"
+    told = new_lines([*before, first])
     assert told[0] == "1 rank on Intel Xeon, Qwen2, ZeRO-2, bf16"
     assert told[1].startswith("step 1 ")
 
@@ -90,21 +87,13 @@ def test_an_early_stop_is_told_after_the_last_step() -> None:
     assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
 
 
-def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
-    raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
-    over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
-    assert new_lines([(0, raised), (1, raised), (9, over), (10, over)]) == [
-        "✖ hang: rank 1 has not entered all_reduce #12",
-        "  over: rank 1 has not entered all_reduce #12",
-    ]
-
-
-def test_an_alert_that_is_raised_again_is_told_again() -> None:
+def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again() -> None:
     raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
     over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
     again = control.Alert(7, "hang", "error", START, raised.title, rank=1, count=2)
-    told = new_lines([(0, raised), (9, over), (19, again), (20, again)])
-    assert [line.strip()[:6] for line in told] == ["✖ hang", "over: ", "✖ hang"]
+    told = new_lines([(0, raised), (1, raised), (9, over), (10, over), (19, again), (20, again)])
+    assert told[:2] == [f"✖ hang: {raised.title}", f"  over: {raised.title}"]
+    assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
 
 
 def test_ascii_output_is_ascii() -> None:
@@ -158,23 +147,16 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
     ]
 
 
-def test_an_activity_that_was_over_before_the_next_look_is_told() -> None:
+def test_an_activity_that_is_over_before_the_next_look_is_told_before_the_first_step() -> None:
     model, narrator = RunModel(), Narrator()
     begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
-    for seq, message in enumerate((begun, telemetry.Activity(0, START + 1, "rehearsal", over=True)), 1):
+    over = telemetry.Activity(0, START + 1, "rehearsal", over=True)
+    for seq, message in enumerate((hello(0, 1), begun, over, step(0, 1, START + 1)), 1):
         model.apply(wire.Frame(seq, START + seq, message))
-    assert [line[9:] for line in narrator.new_lines(model)] == ["rehearsal: the longest batch"]
-    assert not list(narrator.new_lines(model))
-
-
-def test_the_rehearsal_is_told_before_the_first_step_where_both_come_together() -> None:
-    model = RunModel()
-    rehearsal = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
-    for seq, message in enumerate((hello(0, 1), rehearsal, step(0, 1, START + 1)), 1):
-        model.apply(wire.Frame(seq, START + seq, message))
-    told = [line[9:] for line in Narrator().new_lines(model)]
+    told = [line[9:] for line in narrator.new_lines(model)]
     assert told[1] == "rehearsal: the longest batch"
     assert told[2].startswith("step 1 ")
+    assert not list(narrator.new_lines(model))
 
 
 def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:

@@ -26,7 +26,7 @@ from ftmon.tui.model.run import RunModel
     ],
 )
 def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code: int, state: str, status: int) -> None:
-    assert narrate.exit_status(ExitFile(code, 0.0, state)) == status
+    assert exits.of_run(ExitFile(code, 0.0, state)) == status
 
 
 def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide() -> None:
@@ -112,11 +112,9 @@ def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_th
     run = RunDir(tmp_path / "demo-1")
     run.logs.mkdir(parents=True)
     error = telemetry.Oom(1, 7, "forward", 11.0, 2**30, 0, 2**33, 2**32, 2**32)
-    remedies = [
-        Remedy("micro_batch", "halve the micro-batch", "micro_batch=1", 2**30, "about"),
-        Remedy("zero", "shard"),
-    ]
-    report = OomReport(1, 7, "forward", 11.0, error, OomVerdict("activations", "activations", "text"), remedies)
+    halved = Remedy("micro_batch", "halve the micro-batch", "micro_batch=1", 2**30, "about")
+    verdict = OomVerdict("activations", "activations", "text")
+    report = OomReport(1, 7, "forward", 11.0, error, verdict, [halved, Remedy("zero", "shard")])
     alert = control.Alert(1, "oom", "error", 11.0, "rank 1 out of memory", rank=1)
     end = ExitFile(1, 12.0, "failed", "exit code 1")
     lines = list(narrate.closing_lines(run, end, model_with(report, alert)))
@@ -141,4 +139,4 @@ def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path:
 
 @pytest.mark.parametrize(("cause", "status"), list(exits.CAUSES.items()))
 def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
-    assert narrate.exit_status(ExitFile(-9, 1.0, "failed", "", cause)) == status
+    assert exits.of_run(ExitFile(-9, 1.0, "failed", "", cause)) == status

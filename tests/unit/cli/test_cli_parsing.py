@@ -4,41 +4,19 @@ import pytest
 from ftmon.tui.cli.arguments import GROUPS, INTERNAL, build_parser
 from ftmon.tui.cli.main import main, parse
 
-COMMANDS = (
-    "demo",
-    "train",
-    "run",
-    "attach",
-    "ls",
-    "status",
-    "logs",
-    "replay",
-    "kill",
-    "stop",
-    "doctor",
-    "keys",
-    "completion",
-)
-
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for command in COMMANDS)
+    assert all(f"\n  {command} " in text for commands in GROUPS.values() for command in commands)
 
 
 def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help() -> None:
     (commands,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
-
-
-def test_the_former_name_of_a_command_works_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["take", "abc", "--rank", "1"]).handler == "memory:capture"
-    assert capsys.readouterr().err == "ftmon: note: 'ftmon take' is now 'ftmon capture'\n"
-    assert parse(["run", "--", "take"]).command == ["take"]
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])

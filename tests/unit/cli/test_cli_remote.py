@@ -34,16 +34,10 @@ def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path: Path) -> None:
     file.write_text(f'{{\n  "read_only": false,\n  "server_key": "{public}"\n}}\n')
     assert read_server_key(public) == public
     assert read_server_key(str(file)) == public
-
-
-def test_no_key_and_no_such_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="needs --key"):
-        read_server_key(None)
-    with pytest.raises(UsageError, match="neither a public key"):
-        read_server_key(str(tmp_path / "none"))
     (tmp_path / "empty").write_text("nothing here")
-    with pytest.raises(UsageError, match="no public key"):
-        read_server_key(str(tmp_path / "empty"))
+    for key, words in ((None, "needs --key"), ("none", "neither a public key"), ("empty", "no public key")):
+        with pytest.raises(UsageError, match=words):
+            read_server_key(key and str(tmp_path / key))
 
 
 def test_keys_are_let_in_and_out(
@@ -57,32 +51,25 @@ def test_keys_are_let_in_and_out(
     assert "no other key" in capsys.readouterr().out
 
 
-def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("told", "code", "status"), [(True, -9, 137), (False, 0, 1)], ids=["connected", "not"])
+def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status_or_without_a_connection_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    told: bool,
+    code: int,
+    status: int,
 ) -> None:
     monkeypatch.setattr("ftmon.tui.cli.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)
     run.write_run(RUN)
-    run.write_exit(ExitFile(-9, RUN.created, "failed"))
+    run.write_exit(ExitFile(code, RUN.created, "failed" if code else "finished"))
     frames = list(Stream(ranks=1, steps=8, finished=False).frames())
-    end = RunState("failed", frames[-1].t, "killed by SIGKILL", -9)
-    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, end)])
+    end = Frame(frames[-1].seq + 1, frames[-1].t, RunState("failed", frames[-1].t, "killed by SIGKILL", code))
+    write(run.recording, [*frames, end] if told else frames)
     arguments = Namespace(plain=True, ascii=True, read_only=False)
-    assert watch_remote(LiveSource(run), arguments, [], lambda: UsageError("no answer")) == 137
-
-
-def test_lines_of_a_run_that_ended_while_there_was_no_connection_end_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ftmon.tui.cli.remote.CONNECT_SECONDS", 200.0)
-    run = RunDir(tmp_path / RUN.id)
-    run.path.mkdir(mode=0o700)
-    run.write_run(RUN)
-    run.write_exit(ExitFile(0, RUN.created, "finished"))
-    write(run.recording, Stream(ranks=1, steps=8, finished=False).frames())
-    arguments = Namespace(plain=True, ascii=True, read_only=False)
-    assert watch_remote(LiveSource(run), arguments, [], lambda: UsageError("no answer")) == 1
+    assert watch_remote(LiveSource(run), arguments, [], lambda: UsageError("no answer")) == status
     lines = capsys.readouterr().out.splitlines()
     assert any(" step " in line for line in lines)
     assert "attach again" not in lines[-1]

@@ -8,25 +8,23 @@ from ftmon.trainer.predict import jobs
 from ftmon.trainer.predict.__main__ import main
 
 
-def test_a_wrong_allocator_setting_names_its_variable_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("expandable_segments:maybe", "expandable_segments must be True or False, not maybe\n"),
+        (
+            "per_process_memory_fraction:0.9",
+            "per_process_memory_fraction is not predicted; leave it out, and give what PyTorch may reserve with "
+            "--capacity\n",
+        ),
+    ],
+)
+def test_an_allocator_setting_that_is_wrong_or_not_predicted_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, words: str
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:maybe")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     assert main(["--model", "m"]) == 2
-    assert capsys.readouterr().err == (
-        "ftmon: PYTORCH_CUDA_ALLOC_CONF: expandable_segments must be True or False, not maybe\n"
-    )
-
-
-def test_a_share_of_the_gpu_is_refused_with_the_option_that_says_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.9")
-    assert main(["--model", "m"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("ftmon: PYTORCH_CUDA_ALLOC_CONF: per_process_memory_fraction ")
-    assert "--capacity" in error
-    assert len(error.splitlines()) == 1
+    assert capsys.readouterr().err == f"ftmon: PYTORCH_CUDA_ALLOC_CONF: {words}"
 
 
 def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(

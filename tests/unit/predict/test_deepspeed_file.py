@@ -48,12 +48,9 @@ def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_it_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--deepspeed /no/such\.json: No such file or directory$"):
         deepspeed_file.read("/no/such.json")
-
-
-def test_it_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
         '{"train_batch_size": "auto", # ours\n "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},}'
@@ -92,13 +89,10 @@ def test_the_batch_follows_deepspeeds_rules() -> None:
         deepspeed_file.batch({"train_batch_size": 4}, 8, None, None)
 
 
-def test_offload_to_none_is_no_offload() -> None:
-    def zero(device: str) -> dict[str, object]:
-        return {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
-
-    assert deepspeed_file.offloads(zero("cpu"))
-    assert not deepspeed_file.offloads(zero("none"))
-    assert not deepspeed_file.offloads({})
+@pytest.mark.parametrize(("device", "offloads"), [("cpu", True), ("none", False)])
+def test_offload_to_none_is_no_offload(device: str, offloads: bool) -> None:
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
+    assert deepspeed_file.offloads(zero) is offloads
 
 
 def test_what_deepspeed_refuses_is_found_in_the_file(tmp_path: Path) -> None:

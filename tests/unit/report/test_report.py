@@ -50,6 +50,15 @@ def ftmon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return status, done.out, done.err
 
 
+def refused(answer: tuple[int, str, str], words: str) -> None:
+    """Check that a command refused with status 2, in one line that contains ``words``."""
+    status, out, err = answer
+    assert (status, out) == (2, "")
+    assert err.startswith("ftmon: ")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,11 +207,7 @@ def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
 ) -> None:
     path, page = tmp_path / "their.csv", tmp_path / "out.html"
     path.write_text(content)
-    status, out, err = ftmon(capsys, "report", str(path), "--html", str(page), *options)
-    assert status == 2
-    assert out == ""
-    assert words in err
-    assert len(err.splitlines()) == 1
+    refused(ftmon(capsys, "report", str(path), "--html", str(page), *options), words)
     assert not page.exists()
 
 
@@ -229,18 +234,13 @@ def test_what_cannot_be_read_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(name).write_text(content)
-    status, out, err = ftmon(capsys, command, name, *([name] if command == "compare" else []))
-    assert (status, out) == (2, "")
-    assert err.startswith(f"ftmon: {words}")
-    assert len(err.splitlines()) == 1
+    refused(ftmon(capsys, command, name, *([name] if command == "compare" else [])), f"ftmon: {words}")
 
 
 def test_compare_refuses_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "their.csv"
     path.write_text("seq,allocated_mib\n1,2\n")
-    status, _, err = ftmon(capsys, "compare", str(path), str(path))
-    assert status == 2
-    assert "CSV files are not compared; 'ftmon report" in err
+    refused(ftmon(capsys, "compare", str(path), str(path)), "CSV files are not compared; 'ftmon report")
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--gate", "3%")])
@@ -248,17 +248,12 @@ def test_compare_refuses_runs_without_a_measured_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
     run = str(recorded(tmp_path / "recording.sqlite", 2, steps=3))
-    status, out, err = ftmon(capsys, "compare", run, run, "--warm-up", "3", *options)
-    assert (status, out) == (2, "")
-    assert err.startswith("ftmon: nothing to compare: ")
-    assert len(err.splitlines()) == 1
+    refused(ftmon(capsys, "compare", run, run, "--warm-up", "3", *options), "ftmon: nothing to compare: ")
 
 
 def test_rows_of_a_run_without_a_measured_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, rows = str(recorded(tmp_path / "recording.sqlite", 2, steps=3)), tmp_path / "rows.csv"
-    status, out, err = ftmon(capsys, "report", run, "--warm-up", "3", "--csv", str(rows))
-    assert (status, out) == (2, "")
-    assert "no measured steps" in err
+    refused(ftmon(capsys, "report", run, "--warm-up", "3", "--csv", str(rows)), "no measured steps")
     assert not rows.exists()
 
 
@@ -347,10 +342,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_is(
     content = "seq,allocated_mib\n1,2\n"
     Path("their.csv").write_text(content)
     Path("link.csv").symlink_to("their.csv")
-    status, out, err = ftmon(capsys, "report", "their.csv", *options)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"ftmon: {words}")
-    assert len(err.splitlines()) == 1
+    refused(ftmon(capsys, "report", "their.csv", *options), f"ftmon: {words}")
     assert Path("their.csv").read_text() == content
     assert not Path("made").exists()
 
@@ -368,9 +360,7 @@ def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert status == 0
     (comparison,) = json.loads(out)["comparisons"]
     assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
-    status, _, err = ftmon(capsys, "compare", str(run), str(before))
-    assert status == 2
-    assert "compare two runs or two sweeps" in err
+    refused(ftmon(capsys, "compare", str(run), str(before)), "compare two runs or two sweeps")
 
 
 def evaluated(path: Path, steps: int, every: int) -> str:
@@ -412,9 +402,8 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path, capsys
     assert "  steps 36 to 50 of both" in out.splitlines()
     earlier = [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step > 30)]
     write(tmp_path / "earlier.sqlite", earlier)
-    status, _, err = ftmon(capsys, "compare", str(tmp_path / "earlier.sqlite"), str(resumed))
-    assert status == 2
-    assert "have no measured steps in common" in err
+    disjoint = ftmon(capsys, "compare", str(tmp_path / "earlier.sqlite"), str(resumed))
+    refused(disjoint, "have no measured steps in common")
 
 
 def test_of_many_configurations_only_those_that_differ_are_shown(
@@ -436,10 +425,8 @@ def test_a_png_is_refused_without_its_package_and_nothing_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)  # as if it were not installed
     path = tmp_path / "charts.png"
-    status, out, err = ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path))
-    assert (status, out) == (2, "")
-    assert err.startswith("ftmon: --png needs resvg-py: pip install 'ftmon[png]'; or write --svg FILE")
-    assert len(err.splitlines()) == 1
+    words = "ftmon: --png needs resvg-py: pip install 'ftmon[png]'; or write --svg FILE"
+    refused(ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path)), words)
     assert not path.exists()
 
 

@@ -52,14 +52,6 @@ def test_a_run_that_the_sweep_ended_itself_is_no_answer(tmp_path: Path) -> None:
     assert read(tmp_path / "r.jsonl").answered() == {}
 
 
-def test_results_of_another_sweep_are_not_continued(tmp_path: Path) -> None:
-    path = written(tmp_path / "r.jsonl")
-    before = path.read_bytes()
-    with pytest.raises(ResultsError, match=r"results of another sweep.*--output"):
-        Writer(path, header("b"))
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -97,6 +89,10 @@ def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path: Path, place
 
 def test_two_sweeps_do_not_write_one_file(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(ResultsError, match=r"results of another sweep.*--output"):
+        Writer(path, header("b"))
+    assert path.read_bytes() == before
     writer = Writer(path, header())
     with pytest.raises(ResultsError, match="another sweep is writing it"):
         Writer(path, header())

@@ -3,7 +3,7 @@
 import pytest
 from ftmon.protocol.analysis.estimates.memory import Piece
 from ftmon.protocol.analysis.sweep import summary
-from ftmon.protocol.analysis.sweep.search import Tried, UndecidedError, largest, left, order, phase_curve, why_not_next
+from ftmon.protocol.analysis.sweep.search import Tried, largest, left, order, phase_curve, why_not_next
 from ftmon.protocol.analysis.sweep.summary import curves, fastest, pool
 from ftmon.protocol.analysis.sweep.text import result_lines, row_text, table
 from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Planned, Predicted, RankRow, Row
@@ -23,13 +23,10 @@ def row(seq: int, repeat: int = 0, ms: float = 100.0, optimizer: int = 10 * GIB)
     return Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, repeat, ranks=[rank])
 
 
-def test_the_risky_come_last_or_first_with_fail_fast() -> None:
+def test_the_risky_come_last_or_first_with_fail_fast_and_without_predictions_the_order_stays() -> None:
     runs = [planned("over", 90, False), planned("big", 70, True), Planned({"c": "?"}), planned("small", 5, True)]
     assert [run.settings["c"] for run in order(runs)] == ["small", "big", "?", "over"]
     assert [run.settings["c"] for run in order(runs, fail_fast=True)] == ["over", "?", "big", "small"]
-
-
-def test_without_predictions_the_order_of_the_file_stays() -> None:
     runs = [Planned({"c": name}) for name in "zaq"]
     assert order(runs) == runs
     assert order(runs, fail_fast=True) == runs
@@ -65,23 +62,12 @@ def test_the_largest_that_fits_is_found_from_any_guess(limit: int, guess: int | 
     assert len(calls) == len(set(calls)) <= 16
 
 
-def test_a_right_guess_takes_two_runs() -> None:
+def test_a_right_guess_takes_two_runs_and_values_are_multiples_of_the_step_above_the_lowest() -> None:
     found = largest(lambda value: Tried(value <= 5_310, 0.0), 1, 100_000, 1, 5_310)
     assert (found.value, len(found.tried)) == (5_310, 2)
-
-
-def test_values_are_multiples_of_the_step_above_the_lowest() -> None:
     found = largest(lambda value: Tried(value <= 1_000, 0.0), 128, 4_096, 128)
     assert found.value == 896
     assert all((value - 128) % 128 == 0 for value in found.tried)
-
-
-def test_a_crash_is_no_answer_to_whether_it_fits() -> None:
-    def measure(value: int) -> Tried:
-        raise UndecidedError("crashed")
-
-    with pytest.raises(UndecidedError):
-        largest(measure, 1, 8)
 
 
 def test_where_the_phase_changes_is_found_by_few_runs_where_it_is_predicted() -> None:
@@ -134,9 +120,6 @@ def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
     assert best.settings["seq"] == 128
     assert fastest(pool(rows[:2])) is None
     assert result_lines(rows[:2], None) == []
-
-
-def test_configurations_without_a_common_phase_have_no_curve() -> None:
     rows = [
         Row({"seq": seq}, "done", 0.0, ranks=[RankRow(0, 3, 10.0, phases={name: PhaseFigures(GIB)})])
         for seq, name in ((64, "forward"), (128, "backward"))

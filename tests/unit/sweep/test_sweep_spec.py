@@ -12,6 +12,7 @@ from ftmon.trainer.sweep import plan as show
 from ftmon.trainer.sweep import plan as spec
 from ftmon.trainer.sweep.__main__ import _plan
 
+_CONFIG, _COMMAND = "config: train.yaml\n", "command: python {a}\n"
 CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"
 
 
@@ -89,45 +90,44 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
     ("text", "words"),
     [
         ("axes: {a: [1]}\n", "config or command is missing"),
-        ("config: train.yaml\n", "axes is missing"),
-        ("config: train.yaml\naxes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
-        ("config: train.yaml\naxes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is not a figure"),
-        ("config: train.yaml\naxes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
+        (_CONFIG + "", "axes is missing"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is not a figure"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
         (
-            "config: train.yaml\naxes: {env.A=B: [1]}\n",
+            _CONFIG + "axes: {env.A=B: [1]}\n",
             "sweep.yaml:2: axes.env.A=B is no name of an environment variable",
         ),
-        ("config: train.yaml\naxes: {a: [1]}\nenv: {A=B: c}\n", "sweep.yaml:3: env.A=B is no name of an environment"),
+        (_CONFIG + "axes: {a: [1]}\nenv: {A=B: c}\n", "sweep.yaml:3: env.A=B is no name of an environment"),
         ("config: none.yaml\naxes: {a: [1]}\n", "sweep.yaml:1: config none.yaml: no such file"),
-        ("config: train.yaml\naxis: {a: [1]}\n", "sweep.yaml:2: unknown key axis; did you mean axes?"),
+        (_CONFIG + "axis: {a: [1]}\n", "sweep.yaml:2: unknown key axis; did you mean axes?"),
         (
-            "config: train.yaml\naxes:\n  zero.stag: [1, 2]\n",
+            _CONFIG + "axes:\n  zero.stag: [1, 2]\n",
             "sweep.yaml:3: axes.zero.stag: unknown key zero.stag",
         ),
-        ("config: train.yaml\naxes:\n  zero.stage: [1, 7]\n", "sweep.yaml:3: axes.zero.stage: zero.stage must be"),
-        ("config: train.yaml\naxes:\n  zero.stage: 2\n", "sweep.yaml:3: axes.zero.stage must be a list"),
-        ("config: train.yaml\naxes: {zero.stage: [2, 2]}\n", "has 2 twice"),
+        (_CONFIG + "axes:\n  zero.stage: [1, 7]\n", "sweep.yaml:3: axes.zero.stage: zero.stage must be"),
+        (_CONFIG + "axes:\n  zero.stage: 2\n", "sweep.yaml:3: axes.zero.stage must be a list"),
+        (_CONFIG + "axes: {zero.stage: [2, 2]}\n", "has 2 twice"),
         ("command: python t.py\naxes: {seq: [1]}\n", "sweep.yaml:1: command has no {seq}"),
         ("command: python {seq} {zero}\naxes: {seq: [1]}\n", "command has {zero}, but the axes are seq"),
         ("command: no-such-program {seq}\naxes: {seq: [1]}\n", "no-such-program: command not found"),
-        ("command: python {a}\naxes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
-        ("command: python {a}\naxes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
+        (_COMMAND + "axes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
+        (_COMMAND + "axes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
         (
-            "command: python {a}\nsearch: {goal: best, axis: a, high: 9}\n",
+            _COMMAND + "search: {goal: best, axis: a, high: 9}\n",
             "search.goal must be largest, fastest",
         ),
-        ("command: python {a}\nsearch: {goal: largest, axis: a}\n", "search needs axis and high"),
+        (_COMMAND + "search: {goal: largest, axis: a}\n", "search needs axis and high"),
         (
-            "config: train.yaml\none_process: true\naxes: {zero.stage: [1]}\n",
+            _CONFIG + "one_process: true\naxes: {zero.stage: [1]}\n",
             "sweep.yaml:2: one_process needs the axis training.sequence_length",
         ),
-        ("command: python {a}\naxes: {a: [1]}\none_process: true\n", "sweep.yaml:3: one_process goes with config"),
+        (_COMMAND + "axes: {a: [1]}\none_process: true\n", "sweep.yaml:3: one_process goes with config"),
         (
-            "config: train.yaml\none_process: true\n"
-            "search: {goal: largest, axis: training.sequence_length, high: 99}\n",
+            _CONFIG + "one_process: true\nsearch: {goal: largest, axis: training.sequence_length, high: 99}\n",
             "sweep.yaml:2: one_process goes without search",
         ),
-        ("config: train.yaml\none_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
+        (_CONFIG + "one_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
         (
             f"command: python {{a}}\naxes: {{a: [{1 << 63}]}}\n",
             "sweep.yaml:2: axes.a must be a whole number of at most 64 bits",

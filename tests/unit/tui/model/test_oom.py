@@ -211,7 +211,7 @@ def test_the_hub_s_verdict_is_read_from_an_alert() -> None:
 
 
 def test_what_is_told_as_the_cause_is_not_told_again_as_evidence() -> None:
-    alert = spike(transient_bytes=1, cause_where="x", mend="y", stacks=STACKS, armed_us=3)
+    alert = spike(transient_bytes=1, cause_where="x", remedy="y", stacks=STACKS, armed_us=3)
     assert other_evidence(alert) == {"transient_bytes": 1}
 
 

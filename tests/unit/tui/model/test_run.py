@@ -7,7 +7,7 @@ from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import Closing, PhaseRecord, Span, Step, Update
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.tui.cli.narrate import Narrator, loss_words
+from ftmon.tui.cli.narrate import Narrator, figure_words
 from ftmon.tui.model.alerts import CAPACITY, AlertHistory
 from ftmon.tui.model.run import RunModel, early_stop_words, status
 from ftmon.tui.model.timeline import EMPTY
@@ -60,7 +60,7 @@ def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_
     model = model_of(both(0, 1, 1.0, 5.0), both(1, 1, 3.0, 7.0), both(0, 2, 4.0, None), both(1, 2, 6.0, None))
     assert model.losses_by_name == {"Critic": 5.0, "Actor": 6.0}
     assert model.loss == 5.0
-    assert loss_words(model) == ["loss Critic 5.0000, Actor 6.0000"]
+    assert figure_words(model)[0] == "loss Critic 5.0000, Actor 6.0000"
 
 
 def test_a_final_evaluation_counts_as_the_peak_and_as_no_step():
