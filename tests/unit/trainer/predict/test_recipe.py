@@ -1,10 +1,13 @@
-"""The configuration of a predicted run: checked as for training, for GPUs of another machine."""
+"""The documents of packed rows, beside pairs that are counted one by one."""
 
 from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict.recipe import read
+from ftmon.trainer.predict.recipe import of_rows, read
+
+# The configuration of a predicted run: checked as for training, for GPUs of another machine.
+
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 
@@ -51,3 +54,27 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
 def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
         read(config, [setting], None, [])
+
+
+ROWS = [[5, 3], [8], [2, 2, 2], [1, 6, 1]]
+
+
+def pairs(documents: list[int]) -> int:
+    return sum(1 for tokens in documents for query in range(tokens) for key in range(tokens) if key <= query)
+
+
+def test_a_token_attends_to_the_mean_of_all_rows() -> None:
+    found = of_rows(ROWS)
+    tokens = sum(map(sum, ROWS))
+    assert found.pairs_a_token == sum(map(pairs, ROWS)) / tokens
+    assert found.longest == 8
+    assert found.pairs(8) == found.pairs_a_token
+    assert found.pairs(2) == pairs([2]) / 2, "no document is longer than the row"
+
+
+def test_a_row_is_packed_as_densely_as_the_densest() -> None:
+    found = of_rows(ROWS)
+    assert found.densest == [2, 2, 2]
+    assert found.row(6) == [2, 2, 2]
+    assert found.row(3) == [2, 1]
+    assert found.row(7) == [2, 2, 2, 1]

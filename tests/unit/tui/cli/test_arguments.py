@@ -1,8 +1,21 @@
 """The grammar of the command line, and what importing it costs."""
 
 import pytest
-from ftmon.tui.cli.arguments import GROUPS, INTERNAL, build_parser
+from ftmon.tui.cli.arguments import GROUPS, INTERNAL, SHELLS, build_parser
 from ftmon.tui.cli.main import main, parse
+
+# Shell completion: the scripts are made from the parser and know this user's runs.
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_learns_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = script(shell, capsys)
+    assert all(command in text for command in ("demo", "attach", "replay", "completion", "print-config"))
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

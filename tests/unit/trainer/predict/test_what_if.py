@@ -1,14 +1,78 @@
 """Which changes of a run are predicted, and how they are asked for."""
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.protocol.analysis.estimates.ranking import Need
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict import answer, deepspeed_file, jobs, what_if
+from ftmon.trainer.predict import answer, deepspeed_file, jobs, recipe, what_if
 from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.data.batches import Collate, Order
+
+# Which steps of a data set do not fit, beside the batches that a run would make.
+
+
+pytest.importorskip("torch")
+
+
+RANKS = 2
+
+
+@pytest.fixture
+def data_risk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    lines = [" ".join(words[(row + place) % 9] for place in range(3 + row * 7 % 60)) for row in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    (tmp_path / "train.yaml").write_text(
+        f"""
+model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
+         num_attention_heads: 2, num_key_value_heads: 2}}}}
+tokenizer: {{vocab_size: 300}}
+data: {{path: {tmp_path / "data.jsonl"}}}
+training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1}}
+"""
+    )
+    return recipe.read(str(tmp_path / "train.yaml"), [], RANKS, [])
+
+
+def needs(limit: int) -> Callable[[list[int]], list[Need]]:
+    """Return what says that a token takes a byte."""
+    return lambda lengths: [Need(length, [length <= limit]) for length in lengths]
+
+
+def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(data_risk_config: Config) -> None:
+    records, examples = what_if.read(data_risk_config)
+    collate = Collate(0, data_risk_config.training.sequence_length)
+    longest: dict[int, int] = {}
+    for rank in range(RANKS):
+        order = iter(Order(examples, data_risk_config, rank, RANKS))
+        for step in range(1, what_if.steps_an_epoch(data_risk_config, examples) + 1):
+            for _ in range(data_risk_config.training.grad_accumulation):
+                width = collate([examples.rows[row] for row in next(order)])["input_ids"].shape[1]
+                longest[step] = max(longest.get(step, 0), width)
+    assert len(set(longest.values())) > 3
+    limit = sorted(set(longest.values()))[-3]
+
+    risk = what_if.find(data_risk_config, records, examples, limit, needs(limit))
+    failing = [step for step, length in longest.items() if length > limit]
+    assert (risk.steps, risk.largest_length, risk.failing_steps) == (len(longest), limit, len(failing))
+    assert [step.step for step in risk.failing] == failing[:3]
+    assert risk.longest.length == max(longest.values())
+    first = risk.failing[0]
+    assert first.length == longest[first.step]
+    assert max(int(examples.tokens[row]) for row in first.rows) > first.length - 8
+    assert all("data.jsonl:" in place for place in first.places)
+
+    fitting = what_if.find(data_risk_config, records, examples, 1 << 20, needs(1 << 20))
+    assert (fitting.failing_steps, fitting.failing, fitting.largest_length) == (0, [], max(longest.values()))
+
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 

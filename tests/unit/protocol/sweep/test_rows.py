@@ -1,12 +1,33 @@
 """The results file of a sweep: rows survive a torn line, and other people's files are refused."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.sweep.rows import FORMAT, Ended, Header, Plan, Row, Started, key_of
 from ftmon.protocol.sweep.store import ResultsError, Writer, read
+from ftmon.trainer.sweep import plan
+from ftmon.trainer.sweep.__main__ import main
+
+# A sweep that goes on in a results file with rows of an earlier plan.
+
+
+def test_only_rows_of_its_own_plan_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() handles signals of this process
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text("command: python {seq}\naxes: {seq: [8, 16]}\n")
+    wanted = plan.read("s.yaml")
+    writer = Writer(Path("s.results.jsonl"), Header(FORMAT, "s", "", plan.fingerprint(wanted), ["seq"], 3, 2, 0.0))
+    for seq in (8, 16, 32, 64):
+        writer.append(Row({"seq": seq}, "out-of-memory", 1.0))
+    writer.close()
+    assert main(["s.yaml"]) == 0
+    assert "2 runs have their rows already" in capsys.readouterr().out
+
 
 ME = ProcessId(1, 1)
 
