@@ -28,7 +28,7 @@ def asked(name: str, offload: bool, folder: Path, monkeypatch: pytest.MonkeyPatc
     """Return the kind of GPU and the capacity that are asked for on a host with GPUs of a name."""
     gpu = find_gpu(name)
     memory = gpu.memory_bytes if gpu else 8 << 30
-    monkeypatch.setattr(searching, "smallest_gpu", lambda: search.HostGpu(name, memory))
+    monkeypatch.setattr(searching, "smallest_gpu", lambda: searching.HostGpu(name, memory))
     (folder / "train.yaml").write_text(CONFIG)
     (folder / "s.yaml").write_text("config: train.yaml\naxes: {training.sequence_length: [64, 128]}\n")
     predictor = Predictor(plan.read(str(folder / "s.yaml")), lambda _: None)
