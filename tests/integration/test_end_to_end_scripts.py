@@ -53,13 +53,6 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
     assert list(info.ranks) == [0, 1]
 
 
-def test_a_hugging_face_trainer_is_watched_unchanged(home: Ftmon, tmp_path: Path) -> None:
-    done = home.run("run", "--", *start_ranks.command(2, SCRIPTS / "hf_trainer.py", tmp_path / "out", "4"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    wait_until_nothing_is_left(home.newest())
-    assert Reader(home.newest().recording).info().steps == 8
-
-
 GENERATES = """
 import os, sys, time
 import torch, torch.distributed as dist
