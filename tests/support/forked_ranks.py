@@ -110,7 +110,8 @@ def main() -> None:
                 server.close()
                 answer(connection)
             connection.close()
-    path.unlink()
+    for end in (".sock", ".lock", ".log"):
+        path.with_suffix(end).unlink(missing_ok=True)
     os.killpg(0, signal.SIGKILL)  # whatever hangs
 
 
