@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .protocol.errors import FtmonError
-    from .trainer.probe.start.callback import Callback
-    from .trainer.probe.start.watch import watch
+    from .trainer.probe.start.watch import Callback, watch
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "FtmonError", "__version__", "watch"]
 
 _LAZY = {
-    "Callback": ("ftmon.trainer.probe.start.callback", "Callback"),
+    "Callback": ("ftmon.trainer.probe.start.watch", "Callback"),
     "FtmonError": ("ftmon.protocol.errors", "FtmonError"),
     "watch": ("ftmon.trainer.probe.start.watch", "watch"),
 }

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 from allocator_compare import compare
-from ftmon.protocol.analysis.allocator.caching import CachingAllocator
+from ftmon.protocol.analysis.allocator.model import CachingAllocator
 from ftmon.protocol.analysis.allocator.settings import Settings
-from ftmon.protocol.snapshot.model import ALLOC, FREE_REQUESTED
+from ftmon.protocol.snapshot.columns import ALLOC, FREE_REQUESTED
 from ftmon.protocol.snapshot.reader import open_snapshot
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"

@@ -9,14 +9,20 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
 import msgspec
-from ftmon.protocol.analysis.allocator.blocks import Block, Expandable, Pool
-from ftmon.protocol.analysis.allocator.caching import CachingAllocator
-from ftmon.protocol.analysis.allocator.driver import CHUNK_BYTES, Driver
+from ftmon.protocol.analysis.allocator.model import (
+    CHUNK_BYTES,
+    Block,
+    BlockView,
+    CachingAllocator,
+    DeviceOutOfMemory,
+    Driver,
+    Expandable,
+    Pool,
+    SegmentView,
+)
 from ftmon.protocol.analysis.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_MOST_BYTES, Settings
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.allocator.snapshot.segments import Range
-from ftmon.protocol.analysis.allocator.views import BlockView, DeviceOutOfMemory, SegmentView
-from ftmon.protocol.snapshot.model import (
+from ftmon.protocol.analysis.allocator.snapshot_replay import Range, Replay
+from ftmon.protocol.snapshot.columns import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,

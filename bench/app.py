@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from ftmon.protocol.link.sockets import peer_socket
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 from streams import Stream
 
 STEPS_BEFORE = 30
@@ -123,7 +123,7 @@ def simulated(ranks: int, seconds: float) -> Iterator[str]:
     """Yield the name of a run with a real hub and simulated ranks."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = run_store.create("bench", ["bench"], "watch")
+        run = rundir.create("bench", ["bench"], "watch")
         with (run.logs / "hub.log").open("wb") as log:
             hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)
         while run.living_hub() is None:
@@ -152,7 +152,7 @@ def demo(ranks: int) -> Iterator[str]:
             [*ftmon, "demo", "--ranks", str(ranks), "--steps", "100000", "--name", "demo", "--detach"], check=True
         )
         try:
-            run = run_store.find("demo")
+            run = rundir.find("demo")
             while json.loads(subprocess.check_output([*ftmon, "status", run.id, "--json"]))["step"] < STEPS_BEFORE:
                 time.sleep(1)
             yield run.id

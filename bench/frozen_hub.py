@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ftmon-frozen-"))
     os.environ["FTMON_HOME"] = str(folder / "home")
-    from ftmon.protocol.run import run_store
+    from ftmon.protocol.run import rundir
 
     script, times = folder / "train.py", folder / "times"
     script.write_text(SCRIPT)
@@ -62,7 +62,7 @@ def main() -> None:
     windows: dict[str, list[tuple[float, float]]] = {"alive": [], "frozen": [], "alive again": [], "dead": []}
     command = [*ftmon, "run", "--detach", "--name", "frozen", "--", sys.executable, str(script), str(times)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    run = run_store.find("frozen")
+    run = rundir.find("frozen")
     launcher = wait_for(lambda: run.read_run().launcher)
     wait_for(lambda: run.living_hub() and times.exists() and times.stat().st_size > 4000)
     os.kill(launcher.pid, signal.SIGSTOP)

@@ -73,10 +73,10 @@ def against_hub(count: int, seed: int) -> dict[str, Any]:
     from ftmon.protocol.host.process import this_process
     from ftmon.protocol.link.sockets import peer_socket
     from ftmon.protocol.recording.reader import Reader
-    from ftmon.protocol.run import run_store
+    from ftmon.protocol.run import rundir
     from hostile import Frames
 
-    run = run_store.create("fuzz", ["true"], "run")
+    run = rundir.create("fuzz", ["true"], "run")
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=this_process()))
     log = (run.logs / "hub.log").open("wb")
     hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)

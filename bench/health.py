@@ -15,11 +15,22 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.disks import Disks
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import Disks
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
-from ftmon.protocol.messages.health import Compilation, Compiles, DataLoaderInfo, DiskSpace, Volume
-from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.telemetry import (
+    Compilation,
+    Compiles,
+    DataLoaderInfo,
+    DeviceInfo,
+    DiskSpace,
+    Hello,
+    PhaseRecord,
+    Span,
+    Step,
+    Update,
+    Volume,
+)
 
 from .health_curves import CLEAN, FAULTS, Row, goes_flat
 

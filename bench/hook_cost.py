@@ -112,13 +112,13 @@ def main() -> None:
     from ftmon.protocol.run.rundir import RunDir
     from ftmon.trainer.probe import active
     from ftmon.trainer.probe.events import TorchEvents
-    from ftmon.trainer.probe.hooks import collectives
+    from ftmon.trainer.probe.hooks import distributed
     from ftmon.trainer.probe.hooks import torch as hooks_torch
     from ftmon.trainer.probe.loop.training import Training
     from ftmon.trainer.probe.rank.context import RankContext, place_of_this_process
 
     hooks_torch.install(torch)
-    collectives.install(torch)
+    distributed.install_collectives(torch)
     rank = RankContext(*place_of_this_process(), RunDir(os.environ["FTMON_RUN"]))
     training = Training(rank, active.counts)
     events = active.events = TorchEvents(training)

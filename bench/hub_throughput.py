@@ -21,7 +21,7 @@ import zmq
 from ftmon.protocol.link.sockets import peer_socket
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -131,7 +131,7 @@ def main() -> int:
     total = each * arguments.ranks
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = run_store.create("throughput", ["bench"], "watch")
+        run = rundir.create("throughput", ["bench"], "watch")
         log = (run.logs / "hub.log").open("wb")
         hub = subprocess.Popen(
             [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)],

@@ -88,13 +88,13 @@ def main() -> None:
     program = shutil.which("ftmon")
     if program is None:
         sys.exit("bench/latency.py: no ftmon on PATH: activate the environment it is installed in")
-    from ftmon.protocol.run import run_store
+    from ftmon.protocol.run import rundir
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FTMON_HOME"] = folder
         words = ["demo", "--steps", "100000", "--ranks", str(arguments.ranks), "--detach"]
         subprocess.run([program, *words], check=True, stdout=subprocess.DEVNULL)
-        run = run_store.find(None)
+        run = rundir.find(None)
         try:
             found = asyncio.run(measure(run, arguments.seconds))
         finally:

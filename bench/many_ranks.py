@@ -22,7 +22,7 @@ from ftmon.protocol.link.sockets import peer_socket
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import HubStats
 from ftmon.protocol.messages.telemetry import Goodbye, Heartbeat
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 from hub_throughput import cpu_seconds, hello, step
 
 SPREAD_SECONDS = 0.05
@@ -74,7 +74,7 @@ def main() -> int:
     expected = steps * arguments.ranks
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = run_store.create("many", ["bench"], "watch")
+        run = rundir.create("many", ["bench"], "watch")
         with (run.logs / "hub.log").open("wb") as log:
             hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)
         while run.living_hub() is None:

@@ -78,7 +78,7 @@ def predict(measured: dict[str, Any], lengths: list[int]) -> Iterator[dict[str, 
     from ftmon.protocol.analysis.allocator.settings import Settings
     from ftmon.trainer.predict import ranks
     from ftmon.trainer.predict.dry import DryRun, Job
-    from ftmon.trainer.predict.model import read_config
+    from ftmon.trainer.predict.result import read_config
 
     world = measured["world_size"]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

@@ -107,7 +107,7 @@ async def held_picture(folder: Path, columns: int, lines: int, keys: list[str], 
 async def snapshot_picture(columns: int, lines: int, keys: list[str]) -> str:
     """Explore the snapshot of a real step."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from ftmon.tui.screens.snapshot.app import SnapshotApp
+    from ftmon.tui.screens.snapshot import SnapshotApp
     from phasesnapshot import step_with_phases
 
     app = SnapshotApp([step_with_phases()])

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from ftmon.trainer.recipe.optim import adamw
-from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
-from ftmon.trainer.recipe.optim.rounding import to_bfloat16
+from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW, to_bfloat16
 from torch.nn import functional
 
 BYTES = 256

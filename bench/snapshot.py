@@ -104,9 +104,8 @@ def _segment(base: int, slot: int, slots: range, taken: set[int], sizes: list[in
 def measure(path: Path) -> dict[str, object]:
     """Open a snapshot, and move the cursor about in each view."""
     begun = time.perf_counter()
-    from ftmon.tui.model.snapshot_explorer import Explorer, freeze_garbage_collector
-    from ftmon.tui.model.snapshot_rows import rows_of
-    from ftmon.tui.source.snapshot import open_replays
+    from ftmon.tui.model.snapshot import Explorer, freeze_garbage_collector, rows_of
+    from ftmon.tui.source.load import open_replays
 
     replay = open_replays(path)[0]
     done = time.perf_counter()

@@ -65,11 +65,11 @@ worker a core is best, as each imports what the tests need: 10 s of processor ti
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "RunDir":
     """Make the directory of a run in a private home."""
-    from ftmon.protocol.run import run_store
+    from ftmon.protocol.run import rundir
 
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FTMON_RUN", raising=False)
-    return run_store.create("unit", ["true"], "run")
+    return rundir.create("unit", ["true"], "run")
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from textual.screen import Screen
 from ..protocol.errors import FtmonError
 from ..protocol.run.notices import terminal_sequence
 from ..protocol.run.rundir import RunDir
-from .model.notices import TerminalNotices
+from .model.run import TerminalNotices
+from .screens.apps import ThemedApp
 from .screens.base import MonitorScreen
-from .screens.command_status import refusal
+from .screens.dialogs import refusal
 from .screens.overview import OverviewScreen
-from .screens.themed_app import ThemedApp
-from .source.base import Source
-from .source.transport import Transport
-from .widgets.state.app_state import AppState
+from .source.base import Source, Transport
+from .widgets.state import AppState
 
 FPS = 4
 """Paints per second."""
@@ -167,7 +166,7 @@ class FtmonApp(ThemedApp):
             await self.pop_screen()
 
     def action_open(self) -> None:
-        from .screens.rank import RankScreen
+        from .screens.overview import RankScreen
 
         if self.app_state.model.ranks:
             self.show(RankScreen(self.app_state))
@@ -200,7 +199,7 @@ class FtmonApp(ThemedApp):
         self.show(MemoryScreen(self.app_state, phase))
 
     def action_events(self) -> None:
-        from .screens.events import EventsScreen
+        from .screens.memory import EventsScreen
 
         self.show(EventsScreen(self.app_state))
 
@@ -210,7 +209,7 @@ class FtmonApp(ThemedApp):
         self.show(TrainingScreen(self.app_state))
 
     def action_jobs(self) -> None:
-        from .screens.jobs import JobsScreen
+        from .screens.runs import JobsScreen
 
         if self.app_state.model.has_jobs:
             self.show(JobsScreen(self.app_state))
@@ -220,7 +219,7 @@ class FtmonApp(ThemedApp):
 
         A replay that is before the first of them moves there.
         """
-        from .screens.oom.screen import OomScreen
+        from .screens.oom import OomScreen
 
         app_state = self.app_state
         if app_state.model.ooms:
@@ -242,16 +241,15 @@ class FtmonApp(ThemedApp):
         return source.transport if source is not None and source.transport.mode == "replay" else None
 
     def action_help(self) -> None:
-        from .screens.help import HelpScreen
-        from .screens.snapshot.help import SnapshotHelp
-        from .screens.snapshot.screen import SnapshotScreen
+        from .screens.base import HelpScreen
+        from .screens.snapshot import SnapshotHelp, SnapshotScreen
 
         if isinstance(self.screen, MonitorScreen):
             kind = SnapshotHelp if isinstance(self.screen, SnapshotScreen) else HelpScreen
             self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
-        from .screens.goto import GotoDialog
+        from .screens.dialogs import GotoDialog
 
         if self.app_state.source is not None:
             self.push_screen(GotoDialog(self.app_state))
@@ -265,7 +263,7 @@ class FtmonApp(ThemedApp):
             self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
-        from .screens.stop import StopDialog
+        from .screens.kill import StopDialog
 
         if self._may_act("stop"):
             self.push_screen(StopDialog(self.app_state))

@@ -2,7 +2,7 @@
 
 from textual.theme import Theme
 
-from .widgets.drawing.palette import DARK, LIGHT, Palette
+from .widgets.theme import DARK, LIGHT, Palette
 
 PALETTES = {palette.name: palette for palette in (DARK, LIGHT)}
 

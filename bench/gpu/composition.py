@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftmon.protocol.analysis.memory.footprint import Footprint, footprint
+from ftmon.protocol.analysis.memory.leak import Footprint, footprint
 from ftmon.protocol.messages.memory import PARTS, Composition
 from ftmon.protocol.messages.telemetry import AllocatorEvents, DeviceSample, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 LOOP = Path(__file__).with_name("loop.py")
 MIB = 2**20
@@ -66,7 +66,7 @@ def run(case: Case, number: int) -> dict[str, Any]:
     if done.returncode:
         print((done.stdout + done.stderr)[-2000:])
         return {"name": case.name, "failures": [f"exit status {done.returncode}"]}
-    found = run_store.find(f"composition-{case.name}")
+    found = rundir.find(f"composition-{case.name}")
     with Reader(found.recording) as reader:
         messages = [frame.message for frame in reader.frames(0, 10_000_000)]
     log = found.logs / "probe.log"

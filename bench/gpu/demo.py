@@ -20,7 +20,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 ENDING = ("spike", "slow", "oom", "crash")
@@ -41,7 +41,7 @@ def start(name: str, *words: str) -> "subprocess.Popen[str]":
 
 def recorded(name: str) -> tuple[list[Alert], list[int]]:
     """Give the alerts of a run and the pids of its ranks."""
-    with Reader(run_store.find(name).recording) as reader:
+    with Reader(rundir.find(name).recording) as reader:
         frames = reader.state_at(time.time())
         return reader.alerts(), [frame.message.pid for frame in frames if isinstance(frame.message, Hello)]
 
@@ -67,7 +67,7 @@ async def look_on(name: str, folder: Path | None) -> str:
     from ftmon.tui.app import FtmonApp
     from ftmon.tui.source.live import LiveSource
 
-    run = run_store.find(name)
+    run = rundir.find(name)
     source = LiveSource(run)
     app = FtmonApp(source)
     async with app.run_test(size=(120, 34)) as pilot:

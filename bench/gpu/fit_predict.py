@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fit_cases import CASES, GB, POSITIONS, SHARES, Case, around, environment, files_of
-from ftmon.protocol.analysis.estimates.largest import Need, largest_that_fit, round_numbers
+from ftmon.protocol.analysis.estimates.ranking import Need, largest_that_fit, round_numbers
 
 
 def predict(out: Path, only: str, parallel: int) -> None:
@@ -49,7 +49,7 @@ def predict_one(case: Case) -> dict[str, Any]:
     """Find the largest length that fits, and predict the lengths around it."""
     from ftmon.trainer.predict import __main__ as command
     from ftmon.trainer.predict import answer, jobs, ranks
-    from ftmon.trainer.predict.largest import CONFIRMED
+    from ftmon.trainer.predict.what_if import CONFIRMED
 
     begun = time.monotonic()
     capacity = case.cap_gb * GB

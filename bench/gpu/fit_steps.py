@@ -33,7 +33,7 @@ def take_steps(case: Case, length: int, stand_in: bool, tiny: bool) -> None:
     logging.disable(logging.CRITICAL)
     import deepspeed
     import torch
-    from ftmon.trainer.predict import model as models
+    from ftmon.trainer.predict import result as models
 
     cuda: bool = torch.cuda.is_available()
     if stand_in:

@@ -40,7 +40,7 @@ import train_rows
 import train_speed
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 HERE = Path(__file__).resolve()
 LAST = 20
@@ -142,9 +142,10 @@ def write_documents(size: Size, work: Path) -> None:
 def ordered_rows(size: Size, seed: int, folder: Path) -> Any:
     """Return the token ids of [steps x rows of a step, length], encoded and ordered as the trainer does it."""
     from ftmon.trainer.recipe.config.load import load
-    from ftmon.trainer.recipe.data import pipeline, sources
+    from ftmon.trainer.recipe.data import pipeline
+    from ftmon.trainer.recipe.data import records as sources
+    from ftmon.trainer.recipe.data.batches import Order
     from ftmon.trainer.recipe.data.encode import Encoder
-    from ftmon.trainer.recipe.data.order import Order
     from ftmon.trainer.recipe.preflight import resolve
 
     config = resolve.settle_data(load(None, overrides(size, seed, folder)))
@@ -168,7 +169,7 @@ def by_ftmon(size: Size, seed: int, folder: Path, environment: dict[str, str]) -
     command = [*train_speed.FTMON, "train", "--plain", "--name", name, *overrides(size, seed, folder)]
     result = called(command, environment)
     if not result["status"]:
-        run = run_store.find(name)
+        run = rundir.find(name)
         steps = recorded(run.recording)
         losses = {number: step.loss for number, step in steps.items() if step.loss is not None}
         # A step that was not recorded has been printed by its rank, to four places.

@@ -22,7 +22,7 @@ from typing import Any
 
 from ftmon.protocol.messages import telemetry
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 LOOP = Path(__file__).with_name("loop.py")
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
@@ -68,7 +68,7 @@ def run(gpus: int, watched: bool, name: str, *arguments: str) -> dict[int, dict[
 
 
 def steps_of(name: str) -> list[telemetry.Step]:
-    with Reader(run_store.find(name).recording) as reader:
+    with Reader(rundir.find(name).recording) as reader:
         frames = reader.frames(0, 10_000_000)
     return [frame.message for frame in frames if isinstance(frame.message, telemetry.Step)]
 
@@ -151,7 +151,7 @@ def nvml(gpus: int) -> None:
     run(gpus, True, "nvml", "--steps", "300", "--seq", "2048")
     stop.set()
     thread.join()
-    with Reader(run_store.find("nvml").recording) as reader:
+    with Reader(rundir.find("nvml").recording) as reader:
         frames = reader.frames(0, 10_000_000)
     samples = [f.message for f in frames if isinstance(f.message, telemetry.DeviceSample) and f.message.kind == "gpu"]
     say("| GPU | samples | nvidia-smi MiB, highest | ftmon MiB, nearest in time | power W | temp C | util % |")

@@ -25,7 +25,7 @@ import train_rows
 import train_speed
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 
 PHASES = ("forward", "backward", "optimizer")
 ZERO3 = "deepspeed.zero_optimization."
@@ -147,7 +147,7 @@ def run(name: str, row: Row, work: Path, gpus: list[str], tiny: bool) -> dict[st
 
 def measured(name: str) -> dict[str, dict[str, int]]:
     """Return the highest figures of each phase in a run's recording."""
-    with Reader(run_store.find(name).recording) as reader:
+    with Reader(rundir.find(name).recording) as reader:
         frames = reader.frames(0, 1_000_000)
     found = {phase: {"allocated": 0, "reserved": 0} for phase in PHASES}
     for frame in frames:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import train_rows
-from ftmon.trainer.recipe import command
+from ftmon.trainer.recipe import start as command
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.hardware import free_port

@@ -208,9 +208,9 @@ def read(name: str) -> Found:
     from ftmon.protocol.messages.memory import Cause
     from ftmon.protocol.messages.telemetry import Step
     from ftmon.protocol.recording.reader import Reader
-    from ftmon.protocol.run import run_store
+    from ftmon.protocol.run import rundir
 
-    with Reader(run_store.find(name).recording) as reader:
+    with Reader(rundir.find(name).recording) as reader:
         messages = [frame.message for frame in reader.frames(0, 10_000_000)]
         alerts = reader.alerts()
     causes = [message for message in messages if isinstance(message, Cause)]

@@ -22,7 +22,7 @@ from typing import Any
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.throughput import peak_flops
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from train_rows import ROWS, SEED, Row, documents, folder_of, overrides, prepare, shrunk
 
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
@@ -133,7 +133,7 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
 
 def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
     """Return what a run's recording says of its steps after the first ``WARM``."""
-    run = run_store.find(name)
+    run = rundir.find(name)
     every: dict[int, list[Step]] = {}
     with Reader(run.recording) as reader:
         after = 0

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from ..text import duration, gib, kernel_sleep, ranks_in_words, sanitize
-from .findings import Finding
-from .findings.alert_store import RANKS_LISTED
-from .findings.kind import Kind, Shown
-from .stalls.verdicts import Verdict
+from .findings.alerts import RANKS_LISTED
+from .findings.finding import Finding, Kind, Shown
+from .stalls.judge import Verdict
 from .stalls.words import of_verdict
-from .text.words import Words, sentence
+from .words import Words, sentence
 
 DEFAULT_PORT = 29500
 _LISTED = 8

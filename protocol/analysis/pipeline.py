@@ -21,30 +21,26 @@ The hub's own messages (states, alerts) may be fed too; they are ignored.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..messages.control import Alert, HubStats, RankState, Result
-from ..messages.jobs import Job
-from ..messages.memory import Cause, Composition
-from ..messages.oom import OomReport
+from ..messages.hosts import Job
+from ..messages.memory import Cause, Composition, OomReport
 from ..messages.telemetry import AllocatorEvents, DeviceSample, Failure, Heartbeat, Hello, LogLine, Oom, Plan, Step
 from ..messages.wire import Frame, Message
-from ..run.failure import FATAL, standing
+from ..run.end import FATAL, standing
 from . import kinds
 from .deaths.detector import DeathDetector, is_lost_peer, is_nearer_cause
-from .finding_alerts import FindingAlerts
-from .findings import Finding
-from .findings.alert_store import AlertStore
-from .findings.detector import Handler
-from .findings.requests import Action, DiagnosticRequests
-from .health.hub import HealthDetector
+from .findings.alerts import Action, AlertStore, DiagnosticRequests
+from .findings.finding import Finding, Handler
+from .health.monitor import HealthDetector
 from .hub_facts import NoStepFacts
-from .memory.growth import GrowthDetector
-from .memory.known_causes import KnownCauses
+from .kinds import FindingAlerts
+from .memory.causes import KnownCauses
 from .memory.leak import LeakDetector
-from .memory.spike import SpikeDetector
+from .memory.spike import GrowthDetector, SpikeDetector
 from .oom.detector import OomDetector
-from .oom_report.rank_context import LatestByRank
+from .oom_report import LatestByRank
 from .stalls.hang_detector import HangDetector
-from .stalls.rank_tracker import RankTracker
-from .stalls.straggler_detector import SlowDetector
+from .stalls.stragglers import SlowDetector
+from .stalls.tracker import RankTracker
 
 _AS_RECEIVED = (Hello, Plan, LogLine)
 """Messages of the recording that are processed like received ones."""

@@ -7,9 +7,9 @@ If a remedy has several rows, the first row whose condition holds applies.
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
-from ..messages.oom import OomVerdict, Remedy
+from ..messages.memory import OomVerdict, Remedy
 from ..messages.telemetry import Hello, Oom
-from .oom.verdict import ALONE, OomContext, elements, facts
+from .oom.detector import ALONE, OomContext, elements, facts
 
 _STATES_8BIT = 0.75
 """Adam's two states take 8 bytes per element in fp32, and 2 in 8 bits."""

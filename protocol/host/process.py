@@ -1,10 +1,17 @@
 """Identifies a process by its pid and start time; a pid alone may be reused."""
 
+import contextlib
+import io
 import os
+import shlex
+import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
+
+from ..errors import RunDirError
 
 
 class ProcessId(msgspec.Struct, frozen=True):
@@ -50,3 +57,84 @@ def this_process() -> ProcessId:
 def is_alive(process: ProcessId) -> bool:
     """Return whether this process, and not a later one with its pid, is alive (zombies are not)."""
     return process.pid > 0 and start_ticks(process.pid) == process.start_ticks
+
+
+# Standard output and error of ftmon's own processes, which a full disk or a closed pipe must not end.
+
+
+class Unfailing(io.TextIOBase):
+    """Text output that writes whole lines to a descriptor, and drops lines that cannot be written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._partial = ""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str, /) -> int:
+        """Write the lines that are complete; return the text's length."""
+        whole, newline, rest = (self._partial + text).rpartition("\n")
+        self._partial = rest
+        self._out(whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the incomplete line as well."""
+        text, self._partial = self._partial, ""
+        self._out(text)
+
+    def _out(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+def never_fail() -> None:
+    """Replace this process's standard output and error by ``Unfailing`` streams."""
+    sys.stdout = Unfailing(1)
+    sys.stderr = Unfailing(2)
+
+
+# Files and directories that only their owner may read.
+
+
+def read_private(path: Path) -> bytes:
+    """Return the content of a secret file.
+
+    Raises:
+        OSError: it cannot be read, or is a symbolic link.
+        RunDirError: it belongs to another user, or others can read it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
+            raise RunDirError(f"{path}: others can read or own this secret; run: chmod 600 {shlex.quote(str(path))}")
+        return file.read()
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file atomically, mode 0600."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def make_private(path: Path) -> None:
+    """Create a directory and its parent if missing, both with mode 0700; ancestors get the umask's mode."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from ..errors import UsageError
-from ..host.private_files import read_private, write_private
-from ..run.environment import JOIN_ENV as JOIN_ENV
-from ..run.run_options import RunOptions
-from ..run.rundir import RunDir
+from ..host.process import read_private, write_private
+from ..run.rundir import JOIN_ENV as JOIN_ENV
+from ..run.rundir import RunDir, RunOptions
 from .keys import KeyPair
 from .sockets import CHANNELS
 

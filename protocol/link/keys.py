@@ -16,9 +16,8 @@ import msgspec
 import zmq
 
 from ..errors import RunDirError, UsageError
-from ..host.private_files import make_private, read_private, write_private
-from ..run.run_store import checked_home
-from ..run.rundir import RunDir
+from ..host.process import make_private, read_private, write_private
+from ..run.rundir import RunDir, checked_home
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator

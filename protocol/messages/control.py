@@ -1,10 +1,13 @@
 """Messages of the hub (states, alerts, statistics) and of control: commands, their two answers, history queries."""
 
-from typing import Any, Literal
+from signal import Signals
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
-from .bounds import Rank, Time
+from ..errors import UsageError
+from .telemetry import PHASES, Rank, SelfDump, Time
 
 RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stopped", "gone", "unreachable", "finished"]
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
@@ -140,3 +143,189 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
     ok: bool
     data: bytes = b""
     error: str = ""
+
+
+# The verbs of commands, one struct each: its fields are the arguments, encoded as ``Command.args``.
+#
+# A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
+# newer sender may have more. ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
+
+
+_Rank = Annotated[int, Meta(description="a rank's number")]
+_Ranks = Annotated[list[int], Meta(description="a list of numbers")]
+_Step = Annotated[int, Meta(ge=0, description="a step's number")]
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Text = Annotated[str, Meta(description="text")]
+_Signal = Annotated[str, Meta(pattern=r"^((SIG)?(INT|TERM|KILL))?\Z", description="INT, TERM or KILL")]
+_Phase = Annotated[str, Meta(pattern=rf"^({'|'.join(PHASES)})?\Z", description=f"empty or one of {', '.join(PHASES)}")]
+_Steps = Annotated[int, Meta(ge=1, le=3, description="1, 2 or 3")]
+_Code = Annotated[str, Meta(max_length=100_000, description="text of at most 100,000 characters")]
+_Targets = Annotated[
+    list[tuple[int, int, int, SelfDump | None]], Meta(description="a list of [rank, pid, start ticks, self dump]")
+]
+
+
+class Verb(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of all verbs."""
+
+    @property
+    def name(self) -> str:
+        """``Command.verb``."""
+        return name_of(type(self))
+
+    def command(self, number: str) -> Command:
+        """Return the command of this verb whose id is ``number``."""
+        return Command(number, self.name, msgspec.to_builtins(self))
+
+
+class OnRanks(Verb, frozen=True):
+    """Base of the verbs that concern ranks."""
+
+    ranks: _Ranks = []
+    """The ranks; empty for all."""
+
+
+class Kill(OnRanks, frozen=True):
+    """Saves stacks, then signals processes and their descendants; to an agent, those on its host."""
+
+    signal: _Signal = ""
+    """``INT``, ``TERM`` or ``KILL``, with or without ``SIG``; empty to go through all three."""
+    on_gpu: _Flag = False
+    """To an agent only: the ranks use GPUs, so check that their memory is free afterwards."""
+    reason: _Text = ""
+    """Why the hub itself ends the run; such a command is only recorded."""
+
+    @property
+    def number(self) -> Signals | None:
+        """The signal to send; None to escalate."""
+        return Signals[f"SIG{self.signal.removeprefix('SIG')}"] if self.signal else None
+
+
+class Stop(Verb, frozen=True):
+    """Has the trainer save a checkpoint and end after a step; to an agent: interrupts the ranks on its host."""
+
+    step: _Step = 0
+    """To a rank: the step to stop after; 0: the ranks of the host agree on one."""
+    reason: _Text = ""
+    """Why the hub or the launcher ends the run; such a command is only recorded."""
+
+
+class Stacks(OnRanks, frozen=True):
+    """Has ranks send their Python stacks."""
+
+    reason: _Text = ""
+    """``reason`` of the ``stacks`` messages."""
+    native: _Flag = False
+    """To the hub: also native frames, where py-spy is installed."""
+    calls: _Flag = False
+    """To a rank: also return the collectives it entered and the lock file it waits for."""
+    activity: _Flag = False
+    """To a rank: also return its process's activity."""
+    quiet: _Flag = False
+    """To a rank: return them only in the result, without a ``stacks`` message."""
+
+
+class Snapshot(OnRanks, frozen=True):
+    """Has ranks write a memory snapshot."""
+
+    reason: _Text = "asked"
+    """``reason`` of the ``snapshot`` messages."""
+
+
+class Identify(Verb, frozen=True):
+    """Has a rank send its hello again."""
+
+
+class Ping(Verb, frozen=True):
+    """Proves that the receiver answers."""
+
+
+class Shutdown(Verb, frozen=True):
+    """Ends only the hub; the ranks continue to train."""
+
+
+class Arm(OnRanks, frozen=True):
+    """Records Python stacks of allocations."""
+
+    phase: _Phase = ""
+    """A phase; empty for the whole step."""
+    steps: _Steps = 1
+    """Number of steps, 1 to 3."""
+    from_step: _Step = 0
+    """Not before this step; 0: the next one."""
+    reason: _Text = "asked"
+    """``asked``, ``spike``, ``leak`` (searches for memory that stays allocated) or ``oom``."""
+
+
+class Release(OnRanks, frozen=True):
+    """Releases ranks that are held at an out-of-memory error."""
+
+
+class Console(Verb, frozen=True):
+    """Runs code in the failing frame of a held rank."""
+
+    code: _Code
+    """Code in Python, at most 100,000 characters."""
+    rank: _Rank = -1
+    """The rank."""
+
+
+class Compose(OnRanks, frozen=True):
+    """Captures the next step."""
+
+    reason: _Text = "asked"
+    """``asked``, ``spike`` or ``leak``."""
+
+
+class Look(Verb, frozen=True):
+    """Has an agent inspect ranks of its host."""
+
+    targets: _Targets = []
+    """Rank, process id, start ticks and ``self_dump`` of each."""
+    silent: _Ranks = []
+    """Ranks to signal, so that they write their stacks."""
+
+
+ALL = (Kill, Stop, Stacks, Snapshot, Identify, Ping, Shutdown, Arm, Release, Console, Compose, Look)
+"""Every verb, in the order of docs/protocol.md."""
+HUB = (Kill, Stop, Stacks, Snapshot, Ping, Shutdown, Arm, Release, Console, Compose)
+"""What a hub accepts from apps."""
+RANK = (Stop, Stacks, Snapshot, Identify, Ping, Arm, Release, Console, Compose)
+"""What a rank accepts from its hub."""
+AGENT = (Kill, Stop, Ping, Look)
+"""What an agent accepts from its hub."""
+READ_ONLY = ("ping",)
+"""Names of the verbs that a read-only hub accepts."""
+
+V = TypeVar("V", bound=Verb)
+
+
+def name_of(kind: type[Verb]) -> str:
+    """Return ``Command.verb`` for a verb."""
+    return kind.__name__.lower()
+
+
+def decode(command: Command, known: tuple[type[V], ...]) -> V:
+    """Decode a command's verb and arguments. An argument that is nil counts as absent.
+
+    Args:
+        command: the command.
+        known: the verbs that the receiver accepts.
+
+    Raises:
+        UsageError: another verb, or a wrong argument.
+    """
+    kind = next((kind for kind in known if name_of(kind) == command.verb), None)
+    if kind is None:
+        raise UsageError(f"unknown command {command.verb[:40]!r}; known here: {', '.join(map(name_of, known))}")
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        value = command.args.get(field.name)
+        if value is None and not field.required:
+            continue
+        try:
+            found[field.name] = msgspec.convert(value, field.type, strict=False)  # 1 for true, "3" for 3
+        except msgspec.ValidationError:
+            must = get_args(field.type)[1].description
+            raise UsageError(f"{command.verb}: {field.name} must be {must}, not {repr(value)[:40]}") from None
+    return kind(**found)

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from .blocks import StackGroup as StackGroup
-from .bounds import Rank, Time, Whole
-from .telemetry import MemoryMeasure
+from ..snapshot.columns import Snapshot
+from .telemetry import MemoryMeasure, Oom, ProcessMemory, Rank, Time, Whole
+from .telemetry import StackGroup as StackGroup
 
 PARTS = (
     "parameters",
@@ -103,3 +103,231 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """Time to read the trace on the publisher's thread, which holds the GIL for most of it."""
     vocabulary: Whole = 0
     """Size of the model's vocabulary: the number of logits for each position of a batch."""
+
+
+# A captured step as recorded by its rank: numbers from which the hub computes the composition of the step's peaks.
+#
+# The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes, times ``us`` in microseconds
+# since the epoch. Columns are those of ``protocol.snapshot.model``.
+
+
+class StepMark(msgspec.Struct, frozen=True, array_like=True):
+    """Start of a phase, and end of the previous one, with the allocator's counters."""
+
+    phase: str
+    """Empty: the previous phase continues, and the mark records the peak before the script reset its counters."""
+    us: Whole
+    allocated: Whole
+    """Bytes allocated."""
+    peak: Whole
+    """Highest allocated bytes since the previous mark."""
+    retries: Whole
+    """Allocations that the allocator has retried so far."""
+    measured: bool
+    """Whether the counters were read here; otherwise they are those of the next mark with a reading."""
+
+
+class Sightings(msgspec.Struct, frozen=True, array_like=True):
+    """Storages found at one moment, and the part each belongs to; both columns have the same length."""
+
+    us: Whole
+    mark: Whole
+    """Index of the mark at that moment; -1: between two marks."""
+    addresses: bytes
+    """``Q``"""
+    parts: bytes
+    """``B``: indices into ``memory.PARTS``."""
+
+
+class StepTrace(msgspec.Struct, tag="step_trace", frozen=True, omit_defaults=True):
+    """The CUDA allocator's trace of one step of one rank, and the storages found during the step."""
+
+    rank: Rank
+    step: Whole
+    time: Time
+    """When the trace was read, just after the step's end."""
+    device: Whole
+    """The CUDA device's index."""
+    marks: list[StepMark]
+    """Marks of the step, including its start and its end."""
+    first: Whole
+    """Index of the mark at which the step starts; earlier marks are start-up."""
+    snapshot: Snapshot
+    """The device's segments and trace, without stacks, streams and annotations."""
+    room: Whole
+    """Capacity of the recorder's ring in entries; a trace of that length may have lost its beginning."""
+    sightings: list[Sightings] = []
+    """The storages found, by moment."""
+    recomputed: list[tuple[Whole, Whole]] = []
+    """Recomputed forwards within a backward: start and end, microseconds since the epoch."""
+    reason: Reason = "periodic"
+    """Why this step was captured."""
+    hooked: bool = True
+    """False: the model is compiled, so there are no hooks between the marks."""
+    known: dict[str, Whole] = {}
+    """Bytes of the storages found by the last walk, by part."""
+    reserved_before: Whole = 0
+    """Reserved bytes when the rank's previous captured step was read; 0 for the first."""
+    walk_us: Whole = 0
+    """Cost of walking to the training thread."""
+    read_us: Whole = 0
+    """Cost of reading the trace to the rank's publisher thread."""
+
+
+# The report of an out-of-memory error: the state of every rank, a verdict in words, and remedies in order.
+#
+# The hub makes it from a rank's ``Oom`` and the state of all other ranks; ``ftmon oom FILE`` makes one from a snapshot.
+# The rules are in ``analysis.oom.verdict`` and ``analysis.remedies``.
+
+
+OomKind = Literal[
+    "fragmentation",
+    "limit",
+    "longer_batch",
+    "activations",
+    "logits",
+    "optimizer_states",
+    "optimizer_temporaries",
+    "buckets",
+    "leak",
+    "checkpoint",
+    "outside",
+    "other_process",
+    "too_large",
+    "unknown",
+]
+"""``fragmentation``: enough was free, but not contiguous; ``limit``: a limit on this process refused it;
+``longer_batch``: activations of a longer or larger batch than any before; ``activations``: of a batch like earlier
+ones; ``logits``: logits and loss; ``optimizer_states``: created in the first step; ``buckets``: communication and
+reduction buffers; ``outside``: memory of this process outside PyTorch's allocator; ``too_large``: the run, or this one
+request, needs more than the device has; ``unknown``: cannot tell."""
+
+
+class OomVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why the allocation failed, in words, with the evidence."""
+
+    kind: OomKind
+    title: str
+    """One line, for lists."""
+    text: str
+    """What happened, a few sentences."""
+    sure: bool = False
+    """True: the figures exclude other causes; False: this is the likeliest cause."""
+    evidence: list[str] = []
+    """The figures that support it, one per line."""
+    short_bytes: Whole = 0
+    """Bytes missing for this request."""
+
+
+class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A change of configuration or script that reduces memory."""
+
+    kind: str
+    """``expandable_segments``, ``checkpointing``, ``micro_batch``, ``zero``, ``offload``, ``fused`` and so on."""
+    text: str
+    setting: str = ""
+    """The setting, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty: the script must change."""
+    frees_bytes: Whole = 0
+    """Bytes it would free at the moment of the error; 0: unknown."""
+    bound: Literal["", "about", "at most"] = ""
+    """Precision of ``frees_bytes``."""
+
+
+class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """State of one rank when the allocation failed, as known to the hub."""
+
+    rank: Rank
+    state: str
+    step: Whole
+    """Current step."""
+    phase: str
+    micro_step: Whole = 0
+    allocated_bytes: Whole = 0
+    reserved_bytes: Whole = 0
+    peak_bytes: Whole = 0
+    """Highest allocated bytes of its last finished step (CPU: highest resident set)."""
+    batch_shape: list[Whole] = []
+    """Batch shape of its last finished step."""
+    collective: str = ""
+    """The collective that it was in; empty: none."""
+    age_s: float = 0.0
+    """Age of these figures."""
+    device: str = ""
+    """Host and index of its device."""
+    device_used_bytes: Whole = 0
+    device_total_bytes: Whole = 0
+
+
+class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=True):
+    """Report of one out-of-memory error."""
+
+    rank: Rank
+    step: Whole
+    phase: str
+    time: Time
+    oom: Oom
+    verdict: OomVerdict
+    remedies: list[Remedy] = []
+    """Remedies, in the recommended order."""
+    ranks: list[RankMoment] = []
+    """All ranks at that moment, the failing one included."""
+    processes: list[ProcessMemory] = []
+    """Processes with memory on the rank's device (NVML; on the CPU the ranks' resident memory)."""
+    device_used_bytes: Whole = 0
+    """Used by all processes, at the last sample before; 0: not sampled."""
+    path: str = ""
+    """The report's file, relative to the run directory."""
+
+
+# The message with the predicted memory of a run of ftmon's own trainer; also ``prediction.json`` of a run.
+#
+# The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes.
+
+
+class PredictedPhase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Peak memory of one phase of a steady step, in PyTorch's allocator."""
+
+    name: str
+    """``forward``, ``backward`` or ``optimizer``."""
+    allocated_peak_bytes: Whole
+    reserved_peak_bytes: Whole = 0
+    parts: dict[str, Whole] = {}
+    """Composition of the allocated peak by part (``memory.PARTS``); the parts add up to it."""
+
+
+class PredictedPoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank at one sequence length."""
+
+    rank: Rank
+    sequence_length: Whole
+    """Length of the rank's batches; if ranks share sequences, of its slices."""
+    phases: list[PredictedPhase]
+
+
+class Prediction(msgspec.Struct, tag="prediction", frozen=True, omit_defaults=True):
+    """Predicted memory of this run's steps, from a dry run of its configuration; or why there is no prediction."""
+
+    time: Time
+    """When the prediction was made."""
+    points: list[PredictedPoint] = []
+    """Points up to the configuration's length, for each rank of the dry run; other ranks are like the nearest one."""
+    micro_batch: Whole = 0
+    """Sequences of a micro-batch; times the length, the elements of a batch."""
+    error: float = 0.0
+    """Expected error of an allocated peak, as a share of it."""
+    basis: str = ""
+    """The measurements that the error is derived from."""
+    gpu: str = ""
+    """The kind of GPU of the dry run."""
+    nvml_bytes: Whole = 0
+    """Predicted NVML memory at the longest length, for the rank with the most."""
+    step_seconds: float | None = None
+    """Duration of a step at the longest length; None: unknown for this GPU."""
+    refused: str = ""
+    """Why there is no prediction; empty: there is one."""
+    seconds: float = 0.0
+    """Wall-clock time that the dry run took."""
+    cached: bool = False
+    """It was made for an earlier run of the same configuration."""
+    config: str = ""
+    """The configuration of the run, as YAML; empty: unknown."""

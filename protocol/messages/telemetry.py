@@ -5,15 +5,254 @@ never reused for another type. Times named ``*_us`` are microseconds; ``time`` a
 epoch on the sender's clock; memory is in bytes.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from .blocks import MemoryMeasure as MemoryMeasure
-from .bounds import Flops, Gauge, Name, Rank, Stage, Time, Whole
-from .health import DataLoaderInfo as DataLoaderInfo
-from .oomevent import Oom as Oom
 from .throughput import ModelFlops as ModelFlops
+
+# Bounds of numbers in messages: decoding refuses values outside them.
+#
+# They protect receivers from a rank of 2^60, for which a receiver would allocate, and from times outside the calendar.
+
+
+MAX_RANKS = 16_384
+"""Ranks are below this; -1 means the launcher, or no rank."""
+
+MAX_WHOLE = 2**53
+"""Integers up to this are exact in a double; sums of many such numbers fit 64 bits."""
+
+Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""A count or a number of bytes, in the range of an SQLite column. (A script may request 2**62 bytes and be refused.)"""
+Stage = Annotated[int, Meta(ge=0, le=3)]
+"""A ZeRO stage."""
+LAST_TIME = 1e11
+Time = Annotated[float, Meta(ge=0.0, lt=LAST_TIME)]
+"""Seconds since the epoch, up to the year 5138; neither infinite nor NaN."""
+Gauge = Annotated[float, Meta(ge=-1e6, le=1e9)]
+"""A measured value: a temperature, a power, a share."""
+Flops = Annotated[float, Meta(ge=0.0, le=1e30)]
+"""A number of floating-point operations."""
+Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+# Messages about a run's health: data loaders, compilations, disks, and GPU faults.
+#
+# Times called ``time`` are seconds since the epoch on the sender's clock; sizes are bytes.
+
+
+class DataLoaderInfo(msgspec.Struct, frozen=True):
+    """Settings of the PyTorch DataLoader that a rank trains from."""
+
+    workers: Whole = 0
+    """``num_workers``; 0: the training thread loads the batches."""
+    prefetch_factor: Whole = 0
+    """Batches that each worker loads ahead; 0 without workers."""
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    cpus: Whole = 0
+    """Processors that the rank's process may use, divided by the ranks of its host."""
+
+
+class Compilation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One frame that ``torch.compile`` (Dynamo) compiled."""
+
+    name: str
+    """The function and where it is: ``forward (model.py:40)``."""
+    step: Whole = 0
+    """Current step when the rank's publisher detected it."""
+    seconds: float = 0.0
+    reason: str = ""
+    """Why it was compiled again, as reported by Dynamo; empty for the first compilation."""
+    failed: str = ""
+    """The type of the exception with which the compilation failed; empty: it succeeded."""
+
+
+class Compiles(msgspec.Struct, tag="compiles", frozen=True, omit_defaults=True):
+    """Frames that ``torch.compile`` compiled on a rank since the previous message; sent at most once a second."""
+
+    rank: Rank
+    time: Time
+    total: Whole
+    """Frames compiled since the process began."""
+    functions: list[Compilation] = []
+
+
+class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file system that the run writes to."""
+
+    path: str
+    """A directory on this file system that the run uses."""
+    use: str
+    """Purpose: ``run directory``, ``output``, ``working directory``, ``TMPDIR`` or ``/dev/shm``."""
+    free_bytes: Whole
+    """Available to this user."""
+    total_bytes: Whole
+
+
+class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
+    """Free space on the file systems that the run uses on a host; sent when it changed, and once a minute."""
+
+    host: Name
+    time: Time
+    volumes: list[Volume]
+
+
+class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaults=True):
+    """Faults of a GPU's memory from NVML; None: not reported by this card or driver.
+
+    Sent when it changed, and once a minute.
+    """
+
+    host: Name
+    index: Whole
+    time: Time
+    uuid: Name = ""
+    ecc_corrected: Whole | None = None
+    """Corrected errors since the driver was loaded."""
+    ecc_uncorrected: Whole | None = None
+    remap_pending: bool = False
+    """A memory row will be remapped at the next reset of the GPU."""
+    remap_failed: bool = False
+
+
+class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):
+    """An error that NVIDIA's driver reported (an XID)."""
+
+    host: Name
+    time: Time
+    code: Whole
+    index: int = -1
+    """NVML's index of the GPU; -1: unknown."""
+    bus: Name = ""
+    """PCI address as in the kernel log."""
+    text: str = ""
+    """The driver's line in the kernel log; empty if NVML reported it."""
+
+
+# Parts of messages about blocks of memory: the stacks that allocated them, and the segments that contain them.
+
+
+MemoryMeasure = Literal["cuda", "glibc"]
+"""Source of ``allocated`` and ``reserved``: PyTorch's CUDA allocator, or glibc (mallinfo2)."""
+
+
+class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks with the same allocating stack."""
+
+    bytes: Whole
+    count: Whole
+    frames: list[str]
+    """``file:line function``, innermost last."""
+    largest_bytes: Whole = 0
+    kept_bytes: Whole = 0
+    """The part of ``bytes`` that outlived the phase: growth, not transient."""
+
+
+class SegmentUse(msgspec.Struct, frozen=True, array_like=True):
+    """Use of one segment of the CUDA caching allocator. Encoded as an array, because there are hundreds."""
+
+    size_bytes: Whole
+    allocated_bytes: Whole
+    largest_free_bytes: Whole
+    free_blocks: Whole
+    flags: str = ""
+    """``s``: serves requests up to 1 MiB only; ``e``: expandable; ``p``: in a private pool; empty: none of these."""
+
+
+# The message of a rank whose allocation failed: the state at that moment, as known to the rank itself.
+#
+# The rules of ``telemetry`` apply; the message has its own file only because of its length.
+
+
+OptimizerImplementation = Literal["", "foreach", "fused", "for-loop"]
+
+
+class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
+    """An allocation failed because memory ran out: the allocator's numbers at that moment."""
+
+    rank: Rank
+    step: Whole
+    phase: str
+    time: Time
+    requested_bytes: Whole
+    device_free_bytes: Whole
+    device_total_bytes: Whole
+    allocated_bytes: Whole
+    reserved_bytes: Whole
+    batch_shape: list[Whole] = []
+    message: str = ""
+    stack: list[str] = []
+    """Python frames, innermost last, as ``file:line function``."""
+    measure: MemoryMeasure = "cuda"
+    """The memory that ran out: the CUDA allocator's, or the host's."""
+    stack_of: Literal["failing", "training"] = "failing"
+    """``training``: the allocating thread had no Python frames (a backward pass); these are the training thread's."""
+    micro_step: Whole = 0
+    """Micro-steps of this step that were finished or started."""
+    steps_done: Whole = 0
+    """Steps this process has finished."""
+    capacity_bytes: Whole = 0
+    """The device's memory; ``device_total_bytes`` is less if this process has a limit."""
+    limit: str = ""
+    """The limit set on this process, in words."""
+    room_bytes: Whole = 0
+    """Bytes that the driver (or the host) could still have given to this process within its limits."""
+    reserved_free_bytes: Whole = 0
+    """Free bytes in reserved memory, in ``free_blocks`` blocks; ``usable_free_bytes`` may serve this request's size."""
+    free_blocks: Whole = 0
+    largest_free_bytes: Whole = 0
+    """The largest free block of reserved memory for a request of this size."""
+    usable_free_bytes: Whole = 0
+    expandable: bool = False
+    """The allocator has expandable segments."""
+    largest_shape: list[Whole] = []
+    """The largest batch of earlier steps, by number of elements, and its step."""
+    largest_shape_step: Whole = 0
+    peak_bytes: Whole = 0
+    """The highest peak of earlier steps: allocated (CUDA), or resident (CPU)."""
+    starts: list[Whole] = []
+    """Allocated bytes at the start of steps evenly spaced over the whole run, oldest first."""
+    parts: dict[str, Whole] = {}
+    """Allocated bytes by part (``memory.PARTS``); they add up to ``allocated_bytes`` if ``parts_note`` is empty."""
+    parts_note: str = ""
+    """Limits of ``parts``, in words."""
+    parameter_bytes: Whole = 0
+    """One copy of this rank's parameters."""
+    trainable: Whole = 0
+    """Number of elements that this rank's optimizer updates."""
+    vocabulary: Whole = 0
+    """Size of the model's vocabulary; 0: not in its configuration."""
+    optimizer: str = ""
+    """The optimizer's class and implementation as text: ``AdamW foreach``."""
+    checkpointing: bool = False
+    """Gradient checkpointing is on."""
+    holders: list[StackGroup] = []
+    """The stacks that allocated most live memory; empty if stacks were not recorded."""
+    segments: list[SegmentUse] = []
+    """The segments of reserved memory, largest first, at most 256."""
+    snapshot: str = ""
+    """The memory snapshot written at that moment, relative to the run directory."""
+    snapshot_note: str = ""
+    """Why there is no snapshot, or its limits."""
+    held: bool = False
+    """The rank waits in the failing frame until it is released."""
+    hold_seconds: float = 0.0
+    """Seconds after which the hold ends by itself; 0: never."""
+    console: bool = False
+    """A console in the failing frame is allowed."""
+    peer_timeout_s: float = 0.0
+    """Timeout of the other ranks' collectives (of their process group); 0: unknown."""
+    others: str = ""
+    """What happens to the other ranks meanwhile, in words."""
+    optimizer_class: str = ""
+    """The class of the optimizer: ``AdamW``."""
+    optimizer_implementation: OptimizerImplementation = ""
+    """Implementation of PyTorch's optimizer; empty: unknown, or not PyTorch's."""
+
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
@@ -243,8 +482,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """Number of labels that ``loss`` is a mean over: the rank's weight in a mean over ranks. 0: unknown, or the loss is
     already normalised over all ranks; ranks then have equal weights."""
     updates: list[Update] = []
-    """If other engines or optimizers have updated since the step before: the first 32 that did, in order, the step's own
-    included. A step is an update of what ``ftmon.watch`` names, of an engine, or of the first that stepped."""
+    """If other engines or optimizers have updated since the step before: the first 32 that did, in order, the step's
+    own included. A step is an update of what ``ftmon.watch`` names, of an engine, or of the first that stepped."""
     cpu_us: Whole = 0
     """CPU time of the training thread in this step; 0: not measured."""
     flops: Flops = 0.0

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from ..host.gpus import find_gpu
+from ..host.machine import find_gpu
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 

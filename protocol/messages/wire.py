@@ -9,8 +9,8 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import ProtocolError, VersionError
-from . import control, health, hosts, jobs, memory, oom, prediction, step_trace, telemetry
-from .bounds import Name, Sequence, Time
+from . import control, hosts, memory, telemetry
+from .telemetry import Name, Sequence, Time
 
 VERSION = (1, 0)
 """Major and minor version of the protocol. Another major is refused; a newer minor is read as far as known."""
@@ -33,7 +33,7 @@ Message = (
     | telemetry.DeviceSample
     | memory.Composition
     | memory.Cause
-    | oom.OomReport
+    | memory.OomReport
     | control.RankState
     | control.RunState
     | control.Alert
@@ -47,17 +47,17 @@ Message = (
     | hosts.AgentAck
     | hosts.HostState
     | telemetry.Closing
-    | health.Compiles
-    | health.DiskSpace
-    | health.DeviceHealth
-    | health.Xid
-    | jobs.Job
+    | telemetry.Compiles
+    | telemetry.DiskSpace
+    | telemetry.DeviceHealth
+    | telemetry.Xid
+    | hosts.Job
     | telemetry.Evaluation
     | telemetry.Checkpoint
     | telemetry.Activity
     | telemetry.CheckpointFailed
-    | prediction.Prediction
-    | step_trace.StepTrace
+    | memory.Prediction
+    | memory.StepTrace
     | telemetry.EarlyStop
 )
 """Any message; its tag is in the map's ``type`` field."""

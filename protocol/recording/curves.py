@@ -15,13 +15,164 @@ from typing import Any
 
 from msgspec.structs import astuple
 
-from ..messages.telemetry import PAUSES, Checkpoint, Evaluation, Step
+from ..messages.telemetry import PAUSES, STEP_PHASES, Checkpoint, Evaluation, Step
 from ..messages.throughput import mfu
-from .pooling import pieces
-from .results import TrainingPoint
-from .schema import ROLLUP_SIZES
+from .results import MemoryColumn, StepPoint, TrainingPoint
+from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
+
+
+# Long windows of a recording: from the finest level with few enough pooled rows, and single steps at the edges.
+
+
+_PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
+_POINT = (
+    "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
+)
+_STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
+_ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
+
+_MEMORY = "cast(({t} - :t0) / :width AS INTEGER) AS at, max(allocated_peak), max(reserved_peak), max(resident_peak)"
+_STEP_MEMORY = _MEMORY.format(t="t")
+_ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
+
+_IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
+_IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
+
+MEMORY_ROWS = 30_000
+"""Limit on the pooled rows that one memory query reads, if that leaves at least two per column."""
+MEMORY_ROWS_LIMIT = 150_000
+STEP_COST = 5
+"""Pooled rows read in the time of one step's row, which is wider."""
+
+
+def pieces(
+    connection: sqlite3.Connection, table: str, rank: int, first: int, last: int, level: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield level, first and last number of consecutive pieces that cover a range of a rank.
+
+    Pieces are whole rows of ``table`` (``rollups`` or ``curves``) at ``level``, finer ones at the edges, and single
+    steps (level -1) where there are no pooled rows.
+    """
+    if first > last:
+        return
+    if level < 0:
+        yield level, first, last
+        return
+    query = f"""SELECT min(first_seq), max(last_seq) FROM {table}
+        WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? AND first_seq >= ?"""
+    begin, end = connection.execute(query, (level, rank, first, last, first)).fetchone()
+    if begin is None:
+        yield from pieces(connection, table, rank, first, last, level - 1)
+        return
+    yield from pieces(connection, table, rank, first, begin - 1, level - 1)
+    yield level, begin, end
+    yield from pieces(connection, table, rank, end + 1, last, level - 1)
+
+
+class Window:
+    """A range of a recording between two stream numbers, inclusive."""
+
+    def __init__(self, connection: sqlite3.Connection, first: int, last: int) -> None:
+        self._connection = connection
+        self._first = first
+        self._last = last
+
+    def _count(self, level: int, rank: int) -> int:
+        bind = {"level": level, "rank": rank, "first": self._first, "last": self._last}
+        return self._connection.execute(f"SELECT count(*) {_IN_ROLLUPS}", bind).fetchone()[0]
+
+    def points(self, rank: int, limit: int) -> list[StepPoint]:
+        """Return a rank's steps as at most ``limit`` points."""
+        level = len(ROLLUP_SIZES) - 1
+        while level >= 0:
+            size = ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1)
+            if (self._count(level, rank) + 1) * size > 8 * limit:
+                break
+            level -= 1
+        rows: list[Row] = []
+        for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
+            bind = {"level": size, "rank": rank, "first": first, "last": last}
+            query = (
+                f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq"
+                if size < 0
+                else f"SELECT {_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq"
+            )
+            rows += self._connection.execute(query, bind).fetchall()
+        group = -(-len(rows) // limit)
+        return [_pooling_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
+
+    def memory(
+        self, ranks: Sequence[int], t0: float, width: float, columns: int
+    ) -> dict[tuple[int, int], MemoryColumn]:
+        """Return the memory peaks by rank and column; columns are ``width`` seconds wide, from ``t0`` on."""
+        level = self._memory_level(ranks, columns)
+        found: dict[tuple[int, int], MemoryColumn] = {}
+        for rank in ranks:
+            for at, allocated, reserved, resident in self._memory_rows(rank, level, {"t0": t0, "width": width}):
+                key = (rank, min(max(at, 0), columns - 1))
+                other = found.get(key)
+                if other is not None:
+                    allocated, reserved = max(allocated, other.allocated_peak), max(reserved, other.reserved_peak)
+                    resident = max(resident or 0, other.resident_peak or 0) or None
+                found[key] = MemoryColumn(*key, allocated, reserved, resident)
+        return found
+
+    def _memory_level(self, ranks: Sequence[int], columns: int) -> int:
+        """Return the finest level within the row limit; -1 for single steps."""
+        level = len(ROLLUP_SIZES) - 1
+        # Ranks step together, so the first three represent all.
+        count = max((self._count(level, rank) for rank in ranks[:3]), default=0)
+        while level >= 0:
+            if level:
+                finer = cost = max((self._count(level - 1, rank) for rank in ranks[:3]), default=0)
+            else:
+                finer = (count + 1) * ROLLUP_SIZES[0]
+                cost = finer * STEP_COST
+            limit = MEMORY_ROWS if count >= 2 * columns else MEMORY_ROWS_LIMIT
+            if cost * len(ranks) > limit:
+                return level
+            level, count = level - 1, finer
+        return -1
+
+    def _memory_rows(self, rank: int, level: int, place: dict[str, float]) -> Iterator[Row]:
+        for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
+            bind = {"level": size, "rank": rank, "first": first, "last": last, **place}
+            query = f"{_STEP_MEMORY} {_IN_STEPS}" if size < 0 else f"{_ROLLUP_MEMORY} {_IN_ROLLUPS}"
+            yield from self._connection.execute(f"SELECT {query} GROUP BY at", bind)
+
+
+def _pooling_point(rows: Sequence[Row]) -> StepPoint:
+    columns = list(zip(*rows, strict=True))
+    count = sum(columns[2])
+    losses = [(loss, n) for loss, n in zip(columns[6], columns[2], strict=True) if loss is not None]
+    phases = len(STEP_PHASES)
+    return StepPoint(
+        t=columns[0][-1],
+        step=columns[1][-1],
+        count=count,
+        host_ms=sum(columns[3]) / count / 1e3,
+        max_host_ms=max(columns[4]) / 1e3,
+        device_ms=_mean_ms(columns[5], count),
+        loss=sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None,
+        allocated_peak=max(columns[7]),
+        reserved_peak=max(columns[8]),
+        resident_peak=max((value for value in columns[9] if value is not None), default=None),
+        phase_ms=_by_phase(columns[10 : 10 + phases], count),
+        phase_device_ms=_by_phase(columns[10 + phases :], count),
+    )
+
+
+def _mean_ms(values: Sequence[int | None], count: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / count / 1e3 if known else None
+
+
+def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, float]:
+    means = {name: _mean_ms(column, count) for name, column in zip(STEP_PHASES, columns, strict=True)}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
 """Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
@@ -295,3 +446,155 @@ def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, leve
             yield from map(_from_step, connection.execute(_STEPS, bind))
         else:
             yield from (_from_curve(row)[2] for row in connection.execute(_CURVES, bind))
+
+
+# Pooled rows of ``rollups``, from which graphs of long windows are drawn without reading every step.
+#
+# A row pools 16, 128, 1,024 or 8,192 consecutive steps of one rank. Peaks are pooled by maximum, with the time of the
+# highest, so a spike of one step is neither averaged away nor moved. Times are pooled by sum, with the longest step
+# beside it, and losses by mean.
+
+
+_HOST_AT = [len(STEP_COLUMNS) + position * len(PHASE_COLUMNS) for position in range(len(STEP_PHASES))]
+_AT = {name: position for position, name in enumerate(ROLLUP_COLUMNS)}
+_FIRST_SUM = _AT["resident_peak"] + 1
+_T, _PEAK_T, _LOSS, _COUNT = _AT["t"], _AT["peak_t"], _AT["loss"], _AT["count"]
+_ALLOCATED, _RESERVED, _RESIDENT = _AT["allocated_peak"], _AT["reserved_peak"], _AT["resident_peak"]
+
+
+def _total(values: Sequence[Any]) -> Any:
+    try:
+        return sum(values)
+    except TypeError:  # some are None
+        pass
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _rollup_mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:
+    known = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
+    weight = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / weight if weight else None
+
+
+def pool_steps(rows: Sequence[Row]) -> Row:
+    """Pool rows of ``steps`` of one rank, in order of ``seq``, into a level 0 row of ``rollups``."""
+    columns = list(zip(*rows, strict=True))
+    allocated, reserved, resident = columns[11], columns[12], columns[13]
+    losses = [loss for loss in columns[7] if loss is not None]
+    # On the CPU glibc keeps no high-water mark, so the resident set's peak is used there.
+    highest = resident if resident[0] is not None and None not in resident else allocated
+    return (
+        *(0, rows[0][2], rows[-1][0], rows[0][0], rows[-1][1], columns[1][highest.index(max(highest))], len(rows)),
+        *(min(columns[3]), max(columns[3]), sum(columns[5]), max(columns[5]), _total(columns[6])),
+        *(sum(losses) / len(losses) if losses else None, max(allocated), max(reserved)),
+        max((value for value in resident if value is not None), default=None),
+        *(_total(columns[at]) for at in _HOST_AT),
+        *(_total(columns[at + 1]) for at in _HOST_AT),
+    )
+
+
+def pool_rollups(level: int, rows: Sequence[Row]) -> Row:
+    """Pool rows of ``rollups`` of one rank, in order, into a row of ``level``."""
+    columns = list(zip(*rows, strict=True))
+    resident = columns[_RESIDENT]
+    highest = resident if None not in resident else columns[_ALLOCATED]
+    return (
+        *(level, rows[0][1], rows[-1][2], rows[0][3], rows[-1][_T], columns[_PEAK_T][highest.index(max(highest))]),
+        *(sum(columns[_COUNT]), min(columns[7]), max(columns[8]), sum(columns[9]), max(columns[10])),
+        *(_total(columns[11]), _rollup_mean(columns[_LOSS], columns[_COUNT])),
+        *(max(columns[_ALLOCATED]), max(columns[_RESERVED])),
+        max((value for value in resident if value is not None), default=None),
+        *(_total(columns[at]) for at in range(_FIRST_SUM, len(ROLLUP_COLUMNS))),
+    )
+
+
+class Rollups:
+    """Collects the rows of each rank until they fill a pooled one, and calls ``emit`` with it."""
+
+    def __init__(self, emit: Callable[[Row], None]) -> None:
+        self._emit = emit
+        self._waiting: dict[int, list[list[Row]]] = {}
+
+    def add(self, row: Row) -> None:
+        """Add one row of ``steps``."""
+        waiting = self._waiting.get(row[2])
+        if waiting is None:
+            waiting = self._waiting[row[2]] = [[] for _ in ROLLUP_SIZES]
+        steps = waiting[0]
+        steps.append(row)
+        if len(steps) == ROLLUP_SIZES[0]:
+            pooled = pool_steps(steps)
+            steps.clear()
+            self._pass_up(waiting, pooled)
+
+    def load(self, connection: sqlite3.Connection) -> None:
+        """Load the rows that an earlier writer of this file had not pooled when it ended."""
+        newest = "SELECT coalesce(max(last_seq), 0) FROM rollups WHERE level = ? AND rank = ?"
+        waiting_rows = "SELECT * FROM rollups WHERE level = ? AND rank = ? AND last_seq > ? ORDER BY last_seq"
+        for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
+            waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
+            pooled_to = [connection.execute(newest, (level, rank)).fetchone()[0] for level in range(len(ROLLUP_SIZES))]
+            for level in range(1, len(ROLLUP_SIZES)):
+                waiting[level] = connection.execute(waiting_rows, (level - 1, rank, pooled_to[level])).fetchall()
+            steps = "SELECT * FROM steps WHERE rank = ? AND seq > ? ORDER BY seq"
+            for row in connection.execute(steps, (rank, pooled_to[0])).fetchall():
+                self.add(row)
+
+    def flush(self) -> None:
+        """Pool the waiting rows now, into rows of fewer steps."""
+        for waiting in self._waiting.values():
+            if waiting[0]:
+                pooled = pool_steps(waiting[0])
+                self._emit(pooled)
+                waiting[1].append(pooled)
+            for level in range(1, len(ROLLUP_SIZES)):
+                if waiting[level]:
+                    pooled = pool_rollups(level, waiting[level])
+                    self._emit(pooled)
+                    if level + 1 < len(ROLLUP_SIZES):
+                        waiting[level + 1].append(pooled)
+        self._waiting.clear()
+
+    def _pass_up(self, waiting: list[list[Row]], pooled: Row) -> None:
+        self._emit(pooled)
+        for level in range(1, len(ROLLUP_SIZES)):
+            group = waiting[level]
+            group.append(pooled)
+            if len(group) < ROLLUP_SIZES[level] // ROLLUP_SIZES[level - 1]:
+                return
+            pooled = pool_rollups(level, group)
+            group.clear()
+            self._emit(pooled)
+
+
+# Finds the step of a rank's highest memory peak so far with a few small lookups in the pooled rows.
+
+
+_PEAK = "coalesce(resident_peak, allocated_peak)"
+"""The figure whose peak is a true high-water mark: the resident set on the CPU, else the allocated memory."""
+
+_HIGHEST_POOLED = f"""SELECT {_PEAK}, first_seq, last_seq FROM rollups
+    WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? ORDER BY 1 DESC, last_seq LIMIT 1"""
+_HIGHEST_STEP = f"SELECT {_PEAK}, seq FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? ORDER BY 1 DESC, seq LIMIT 1"
+
+
+def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0) -> int | None:
+    """Return the number of the first step, up to ``seq``, with the rank's highest peak; None if there are no steps.
+
+    With ``since`` (the start of a job) only steps numbered from there on count. The pooled rows within the range are
+    searched, and the single steps at its edges.
+    """
+    best: tuple[int, int] | None = None
+    parts = list(pieces(connection, "rollups", rank, since, seq, len(ROLLUP_SIZES) - 1))[::-1]
+    while parts:
+        level, first, last = parts.pop()
+        query, bind = (_HIGHEST_STEP, (rank,)) if level < 0 else (_HIGHEST_POOLED, (level, rank))
+        row = connection.execute(query, (*bind, first, last)).fetchone()
+        if row is None or row[0] is None or (best is not None and row[0] <= best[0]):
+            continue
+        if level < 0:
+            best = row
+        else:  # the rows of the level below cover the same steps
+            parts.append((level - 1, row[1], row[2]))
+    return best[1] if best is not None else None

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ..errors import RecordingError
 from .guard import Guard
-from .schema import APPLICATION_ID, SCHEMA_VERSION
-from .shape import expected_tables, table_problems
+from .schema import APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_problems
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"

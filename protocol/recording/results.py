@@ -1,13 +1,100 @@
 """Results of history queries, as structs: the same from a file and, by ``Query``, from the hub of a run."""
 
+import json
+import sqlite3
+from collections.abc import Callable
+from math import log2, prod
 from typing import Any
 
 import msgspec
 
 from ..errors import ProtocolError
 from ..messages.control import Alert
-from ..messages.wire import UNREADABLE, Frame, decode_body
-from .phase_peaks import PeakMark
+from ..messages.hosts import Job
+from ..messages.memory import Cause, Composition
+from ..messages.telemetry import MAX_RANKS, Step
+from ..messages.wire import UNREADABLE, Frame, Message, decode_body
+from .rows import shown_since
+
+# Marks: the steps in which a phase of a rank reached a new highest peak for its batch size.
+#
+# A rise within the noise sets no mark, so a run of a million steps has some dozens of marks.
+# ``ftmon.tui.model.peaks`` derives from them which phase makes the peak, at which lengths, since when.
+
+
+RISE_SHARE = 0.002
+RISE_BYTES = 2**20
+"""A mark is set by a peak higher than the last mark by both of these."""
+
+BUCKETS_AN_OCTAVE = 16
+"""Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
+
+
+class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A phase reached a new highest peak with batches of this size."""
+
+    rank: int
+    step: int
+    phase: str
+    bytes: int
+    """Peak of ``allocated``, or of the resident set on a CPU."""
+    shape: list[int] = []
+    """Shape of the step's largest micro-batch; empty: unknown."""
+
+    @property
+    def size(self) -> int:
+        """Elements of that batch; 0: unknown."""
+        return size_of(self.shape)
+
+
+def size_of(shape: list[int]) -> int:
+    """Return the number of elements of a batch; 0 for an unknown or invalid shape."""
+    return max(0, prod(shape)) if shape else 0
+
+
+def bucket_of(shape: list[int]) -> int:
+    """Return the bucket number of a batch's size, which similar sizes share; -1: unknown."""
+    size = size_of(shape)
+    return int(log2(size) * BUCKETS_AN_OCTAVE) if size > 0 else -1
+
+
+class PhasePeaks:
+    """The marks of one rank. Steps are added in order; a later mark of a size and phase replaces the earlier ones."""
+
+    __slots__ = ("_highest", "_of_shape", "_shape", "marks")
+
+    def __init__(self) -> None:
+        self.marks: list[PeakMark] = []
+        """In the order they were set."""
+        self._highest: dict[int, dict[str, int]] = {}
+        """The bytes that the next mark must exceed, by bucket and phase."""
+        self._shape: list[int] | None = None
+        self._of_shape: dict[str, int] = {}
+
+    def see(self, step: Step) -> list[PeakMark]:
+        """Add a step; return the marks it sets, usually none."""
+        if step.batch_shape != self._shape:
+            self._shape, self._of_shape = step.batch_shape, self._highest_of(step.batch_shape)
+        highest = self._of_shape
+        found: list[PeakMark] = []
+        for record in step.phases:
+            peak = (record.resident or record.allocated).peak
+            if peak > highest.get(record.name, 0):
+                found.append(PeakMark(step.rank, step.step, record.name, peak, step.batch_shape))
+        for mark in found:
+            self.put(mark)
+        return found
+
+    def put(self, mark: PeakMark) -> None:
+        """Add a mark that was set elsewhere."""
+        highest = self._highest_of(mark.shape)
+        limit = max(int(mark.bytes * (1 + RISE_SHARE)), mark.bytes + RISE_BYTES)
+        highest[mark.phase] = max(highest.get(mark.phase, 0), limit)
+        self.marks.append(mark)
+
+    def _highest_of(self, shape: list[int]) -> dict[str, int]:
+        return self._highest.setdefault(bucket_of(shape), {})
+
 
 _OPEN_STATES = ("", "starting", "training", "stopping")
 """States of a run whose end is not recorded."""
@@ -205,3 +292,97 @@ def decode_answer(name: str, data: bytes) -> Any:
         raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
     decoded = ((frame, decode_body(bytes(frame.message))) for frame in raw)
     return [Frame(frame.seq, frame.t, message) for frame, message in decoded if message is not None]
+
+
+# Two small tables that index the messages which explain memory: marks of the phases' peaks, and explanations.
+#
+# ``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
+# stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are
+# derived from the stream, and made again if they were lost.
+
+
+Row = tuple[Any, ...]
+
+
+MARK_LIMIT = 100_000
+"""Maximum number of marks read."""
+
+
+class Marks:
+    """Derives the rows of both tables from the stream; ``emit(table, row)`` is called for each row."""
+
+    def __init__(self, emit: Callable[[str, Row], None]) -> None:
+        self._emit = emit
+        self._peaks: dict[int, PhasePeaks] = {}
+        self._composed: dict[int, int] = {}
+        """Highest analysed peak of each rank, bytes."""
+        self._job = 0
+
+    def load(self, connection: sqlite3.Connection) -> None:
+        """Continue where an earlier writer of this file ended."""
+        since = shown_since(connection, 1 << 62)
+        for mark in read_marks(connection, since):
+            self._of(mark.rank).put(mark)
+        highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' AND seq >= ? GROUP BY rank"
+        self._composed = dict(connection.execute(highest, (since,)).fetchall())
+        last = "SELECT number FROM jobs WHERE shown ORDER BY seq DESC LIMIT 1"
+        self._job = next((number for (number,) in connection.execute(last)), 0)
+
+    def step(self, seq: int, step: Step) -> None:
+        """Add a step."""
+        for mark in self._of(step.rank).see(step):
+            shape = json.dumps(mark.shape) if mark.shape else None
+            self._emit("marks", (mark.rank, seq, mark.step, mark.phase, mark.bytes, shape))
+
+    def message(self, seq: int, message: Message) -> None:
+        """Add any other message; most are ignored."""
+        if isinstance(message, Cause):
+            row = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
+            self._emit("explained", row)
+        elif isinstance(message, Composition):
+            top = message.peak_phase
+            if top is not None and top.peak_bytes > self._composed.get(message.rank, 0):
+                self._composed[message.rank] = top.peak_bytes
+                row = (seq, "composition", message.rank, message.step, top.name, top.peak_bytes)
+                self._emit("explained", row)
+
+    def job(self, job: Job) -> None:
+        """Reset with each new job in the stream: its peaks are compared only with its own."""
+        if job.shown and not job.is_over and job.number != self._job:
+            self._job = job.number
+            self._peaks.clear()
+            self._composed.clear()
+
+    def _of(self, rank: int) -> PhasePeaks:
+        found = self._peaks.get(rank)
+        if found is None:
+            found = self._peaks[rank] = PhasePeaks()
+        return found
+
+
+def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:
+    """Read the marks set between two stream numbers, by rank and then in the order they were set."""
+    query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq BETWEEN ? AND ?
+        ORDER BY rank, seq LIMIT {MARK_LIMIT}"""
+    return [
+        PeakMark(rank, step, phase, size, _shape(shape))
+        for rank, step, phase, size, shape in connection.execute(query, (first, last))
+        if rank.__class__ is int and 0 <= rank < MAX_RANKS
+    ]
+
+
+def explained_seqs(connection: sqlite3.Connection, seq: int, first: int = 0) -> list[int]:
+    """Return the numbers of each rank's composition with the highest peak and of the last cause of each of its phases.
+
+    Only the numbers from ``first`` to ``seq`` are searched.
+    """
+    query = """SELECT max(seq) FROM explained WHERE seq BETWEEN ? AND ?
+        GROUP BY kind, rank, CASE kind WHEN 'cause' THEN phase END"""
+    return [found for (found,) in connection.execute(query, (first, seq))]
+
+
+def _shape(text: str | None) -> list[int]:
+    try:
+        return msgspec.json.decode(text, type=list[int]) if text else []
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return []

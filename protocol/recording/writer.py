@@ -10,7 +10,10 @@ import errno
 import json
 import os
 import sqlite3
+import threading
 import time
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +22,306 @@ import msgspec
 from ..errors import RecordingError
 from ..host.process import this_process
 from ..messages.control import Alert, Answer, Query
-from ..messages.jobs import Job
+from ..messages.hosts import Job
 from ..messages.telemetry import Checkpoint, Closing, DeviceSample, Evaluation, Heartbeat, Hello, LogLine, Step
 from ..messages.throughput import peak_flops
 from ..messages.wire import RESTART_LEAP, VERSION, Message
 from ..run.rundir import RunFile
-from .batch import Batch
-from .checkpoint import Checkpointer
-from .curves import Curves, checkpoint_row, evaluation_row, figures_of, training_row
-from .jobs import job_row
-from .marks import Marks
+from .curves import Curves, Rollups, checkpoint_row, evaluation_row, figures_of, training_row
 from .opening import is_cut_short, is_damage, read_header
-from .removed import CarriedOver, RemovalWatch, carry_over, remove_logs
-from .rollup import Rollups
-from .rows import NameNumbers, Row, alert_row, event_row, hello_row, log_row
-from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
-from .steprow import closing_rows, step_rows, update_rows
+from .results import Marks
+from .rows import (
+    NameNumbers,
+    Row,
+    alert_row,
+    closing_rows,
+    event_row,
+    hello_row,
+    job_row,
+    log_row,
+    step_rows,
+    update_rows,
+)
+from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, expected_tables
+
+# Rows to be written to a recording: kept while the disk cannot be written, and thinned out above a limit.
+
+
+PENDING_LIMIT = 20_000
+"""Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
+
+_EVENTS_KEPT = 5_000
+"""Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
+
+_ROWS_A_STATEMENT = 200
+"""Rows inserted per statement."""
+
+_BULKY = ("steps", "device_samples", "logs")
+_NAMES = ("device_names", "process_names")
+INSERTS = {
+    table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
+    for table, columns in expected_tables(SCHEMA_VERSION).items()
+} | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
+"""The statement that inserts a row, by table."""
+
+_BATCH_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
+"""SQLite's errors for a value that no column can hold."""
+
+
+class Batch:
+    """Rows by table, the number of their messages, and the number of messages that were lost before."""
+
+    __slots__ = ("agent_numbers", "gap", "held", "last_seq", "received", "rows")
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Row]] = {table: [] for table in INSERTS}
+        self.held = 0
+        """Messages whose rows are here."""
+        self.last_seq = 0
+        """Highest message number in the stream when the batch was taken."""
+        self.agent_numbers: dict[str, int] = {}
+        """Highest sequence number recorded per agent; agents resend until it is confirmed."""
+        self.received: dict[str, int] = {}
+        """Highest sequence number received from each rank; empty: none since the last batch."""
+        self.gap: tuple[float, float, int, str] | None = None
+        """Messages lost: when the hub received the first and the last, their number, and the reason."""
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to write."""
+        return bool(self.held or self.gap or self.received)
+
+    @property
+    def lost(self) -> int:
+        """Messages lost."""
+        return self.gap[2] if self.gap is not None else 0
+
+    def add(self, later: "Batch") -> None:
+        """Append a later batch."""
+        for table, rows in later.rows.items():
+            if rows:
+                self.rows[table] += rows
+        self.held += later.held
+        self.last_seq = max(self.last_seq, later.last_seq)
+        self.agent_numbers |= later.agent_numbers
+        self.received = later.received or self.received
+        if later.gap is not None:
+            first_t, last_t, count, reason = later.gap
+            self.lose(count, first_t, last_t, reason)
+
+    def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
+        """Record that messages were lost.
+
+        Args:
+            count: their number.
+            first_t: when the hub received the first of them, seconds since the epoch.
+            last_t: when it received the last.
+            reason: the reason, as text.
+        """
+        if self.gap is not None:
+            first_t, count = self.gap[0], count + self.gap[2]
+        self.gap = (first_t, last_t, count, reason)
+
+    def let_go(self, reason: str) -> None:
+        """Drop the bulky rows if the batch exceeds ``PENDING_LIMIT`` messages; the rows that explain the run stay."""
+        if self.held <= PENDING_LIMIT:
+            return
+        times: list[float] = []
+        for table in _BULKY:
+            times += (row[1] for row in self.rows[table])
+            self.rows[table].clear()
+        self.rows["extra_phases"].clear()
+        self.rows["updates"].clear()
+        self.rows["training_steps"].clear()
+        events = self.rows["events"]
+        times += (row[1] for row in events[:-_EVENTS_KEPT])
+        del events[:-_EVENTS_KEPT]
+        if times:
+            self.held -= len(times)
+            self.lose(len(times), min(times), max(times), reason)
+
+    def names(self) -> "Batch":
+        """Return a batch of only the names, which later rows refer to."""
+        found = Batch()
+        found.last_seq = self.last_seq
+        found.rows |= {table: self.rows[table] for table in _NAMES}
+        return found
+
+    def insert(self, connection: sqlite3.Connection) -> int:
+        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values.
+
+        Raises:
+            sqlite3.Error: they could not be written.
+        """
+        return sum(_insert(connection, table, rows) for table, rows in self.rows.items() if rows)
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
+    connection.execute("SAVEPOINT rows")
+    try:
+        _insert_many(connection, INSERTS[table], rows)
+    except _BATCH_UNFIT:
+        connection.execute("ROLLBACK TO rows")
+    else:
+        connection.execute("RELEASE rows")
+        return 0
+    connection.execute("RELEASE rows")
+    lost = 0
+    for row in rows:
+        try:
+            connection.execute(INSERTS[table], row)
+        except _BATCH_UNFIT:
+            lost += table in STREAM_TABLES
+    return lost
+
+
+def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]) -> None:
+    """Insert rows, many per statement: sqlite3 releases and reacquires the GIL for each statement."""
+    whole = len(rows) - len(rows) % _ROWS_A_STATEMENT
+    if whole:
+        values = statement[statement.index("(") :]
+        many = statement + f", {values}" * (_ROWS_A_STATEMENT - 1)
+        for first in range(0, whole, _ROWS_A_STATEMENT):
+            connection.execute(many, list(chain.from_iterable(rows[first : first + _ROWS_A_STATEMENT])))
+    connection.executemany(statement, rows[whole:])
+
+
+# Moves committed pages from the write-ahead log into the recording, in a thread of its own.
+#
+# A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
+# durable and moves it into the file about once a second: a crash of the machine loses at most that second.
+
+
+PERIOD_S = 1.0
+
+
+class Checkpointer(threading.Thread):
+    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="checkpointer", daemon=True)
+        self._path = path
+        self._work = threading.Event()
+        self._ending = threading.Event()
+
+    def poke(self) -> None:
+        """Signal that something was committed."""
+        self._work.set()
+
+    def stop(self) -> None:
+        """End the thread; wait for it at most a minute."""
+        self._ending.set()
+        self._work.set()
+        self.join(timeout=60)
+
+    def run(self) -> None:
+        """Checkpoint until stopped. Errors are ignored: the writer gets those of the same disk."""
+        connection: sqlite3.Connection | None = None
+        while not self._ending.wait(PERIOD_S if connection is not None else 0):
+            self._work.wait()
+            self._work.clear()
+            if self._ending.is_set():
+                break
+            with contextlib.suppress(sqlite3.Error):
+                if connection is None:
+                    # mode=rw never creates the file: the run's directory may be being removed.
+                    there = f"{self._path.absolute().as_uri()}?mode=rw"
+                    connection = sqlite3.connect(there, isolation_level=None, timeout=0, uri=True)
+                # PASSIVE takes no lock that a commit or a reader would wait for.
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        if connection is not None:
+            connection.close()
+
+
+# Handles a recording that is removed while it is written: the messages that explain the run are copied to a new one.
+#
+# The removed file stays readable for the writer that has it open. Steps, samples and log lines, which are most of it,
+# are left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that the
+# new file alone gives the run's current state.
+
+
+SETTLE_S = 1.0
+"""A file must be missing for this long before a new one is made: a run's directory may be removed file by file."""
+_WHOLE = ("ranks", "alerts", "device_names", "process_names")
+_LATEST_EVENTS = "SELECT * FROM events WHERE seq IN (SELECT max(seq) FROM events GROUP BY type, rank)"
+
+
+class RemovalWatch:
+    """Detects that the opened file is no longer the one at its path."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity = _identity(path)
+        self._beside = path.with_name("run.json")
+        self._has_run = self._beside.exists()
+        self._missed_at: float | None = None
+
+    def removed(self, now: float) -> bool:
+        """Return whether the file is gone or replaced while its directory stays; ``now`` is monotonic."""
+        if _identity(self._path) == self._identity or not self._directory_stays():
+            self._missed_at = None
+            return False
+        self._missed_at = now if self._missed_at is None else self._missed_at
+        return now - self._missed_at >= SETTLE_S
+
+    def _directory_stays(self) -> bool:
+        return self._beside.exists() if self._has_run else self._path.parent.is_dir()
+
+
+@dataclass
+class CarriedOver:
+    """Rows copied out of a removed recording."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
+    meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    left: int = 0
+    """Messages left out."""
+    first_t: float = 0.0
+    """When the hub received the first message that was recorded, seconds since the epoch."""
+
+    def insert(self, connection: sqlite3.Connection) -> None:
+        """Insert the rows into a new recording, with a row of ``gaps`` for the messages left out."""
+        connection.execute("BEGIN IMMEDIATE")
+        for table, rows in self.rows.items():
+            connection.executemany(INSERTS[table], rows)
+        connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", self.meta)
+        now = time.time()
+        gap = (self.first_t or now, now, self.left, "the recording was removed; a new one was begun")
+        connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", gap)
+        connection.execute("COMMIT")
+
+
+def carry_over(connection: sqlite3.Connection) -> CarriedOver:
+    """Return the rows a new recording begins with; fewer if the old one is no longer readable."""
+    found = CarriedOver()
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("BEGIN")
+        for table in _WHOLE:
+            found.rows[table] = connection.execute(f"SELECT * FROM {table}").fetchall()
+        found.rows["events"] = connection.execute(_LATEST_EVENTS).fetchall()
+        found.meta = connection.execute("SELECT key, value FROM meta").fetchall()
+        for table in STREAM_TABLES:
+            count, first = connection.execute(f"SELECT count(*), min(t) FROM {table}").fetchone()
+            found.left += count - len(found.rows.get(table, ()))
+            found.first_t = min(first or found.first_t, found.first_t or first or 0.0)
+    with contextlib.suppress(sqlite3.Error):
+        connection.rollback()
+    return found
+
+
+def remove_logs(path: Path) -> None:
+    """Remove the write-ahead log of a removed file: SQLite would replay it into the next one."""
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}{suffix}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
 
 RETRY_S = 2.0
 """Seconds between a failed write and the next attempt."""

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ..errors import UsageError
-from ..host.private_files import write_private
+from ..host.process import write_private
 from ..messages.control import Alert, AlertKind, RunState
 from ..messages.wire import Message
 from ..text import sanitize
-from .failure import first_failure
+from .end import first_failure
 from .rundir import RunDir
 
 Event = Literal["finish", "failure", "hang", "oom", "nan"]

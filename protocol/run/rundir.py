@@ -24,21 +24,95 @@
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import re
+import secrets
 import shlex
+import socket
 import stat
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
+import platformdirs
 
-from ..errors import HubError, RunDirError
-from ..host.private_files import write_private
-from ..host.process import ProcessId, is_alive
-from .run_options import RunOptions
+from ..errors import HubError, RunDirError, RunNotFoundError, SeveralRunsError, UsageError
+from ..host.process import ProcessId, is_alive, make_private, write_private
+
+# The options of a run: set once, when it is started, and then the same for its launcher, hub and probes.
+#
+# A ``StartRequest`` passes them to the process that creates the run, which writes them to ``run.json`` (and
+# ``join.json`` for other hosts). Every other process of the run reads them there.
+
+
+OnHang = Literal["warn", "stacks", "stop", "kill"]
+OnOom = Literal["raise", "hold"]
+
+
+class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run on several hosts, as detected from its command."""
+
+    hosts: list[str] = []
+    """Their names, if the launcher reaches them over ssh; empty: something else starts the ranks there."""
+    ssh_port: int | None = None
+    by_hand: bool = False
+    """Each host's command is started separately."""
+    slurm_nodes: int = 0
+    """Nodes of the run's SLURM job, which ``srun`` reaches; 0: no SLURM job."""
+
+
+class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a run is monitored, and what ftmon may do to it."""
+
+    listen: str = ""
+    """``HOST:PORT``: the hub also serves other hosts, encrypted; empty: only this host."""
+    read_only: bool = False
+    """The hub refuses every command that acts on the run."""
+    logs: bool = True
+    """The ranks' output is written to the run's log files."""
+    allocator_events: bool = True
+    """Single steps of a rank are captured with the allocator's trace."""
+    predict: bool = True
+    """With ftmon's own trainer on GPUs: the memory of its configuration is predicted during the run."""
+    on_oom: OnOom = "raise"
+    """``hold``: a rank waits in the frame in which an allocation failed."""
+    allow_console: bool = False
+    """A console may run code in a held rank."""
+    hold_timeout: float = 0.0
+    """Seconds after which a held rank continues without being released; 0: never."""
+    on_hang: OnHang = "warn"
+    """Action on a hang that has lasted ``hang_grace``."""
+    hang_grace: float = 30.0
+    """Seconds that a hang must last before the action of ``on_hang``."""
+    exit_timeout: float = 0.0
+    """Seconds without progress after which the rest of a run is killed once a rank has finished; 0: never."""
+    stop_grace: float = 30.0
+    """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL; the default is that of
+    SLURM and Kubernetes."""
+    multihost: MultiHost | None = None
+    """The run's hosts, if it has several; detected when the run is created."""
+
+    def check(self) -> None:
+        """Check the values and their combinations.
+
+        Raises:
+            UsageError: one is invalid; the text names the option of the command line.
+        """
+        if self.on_oom != "hold" and (self.allow_console or self.hold_timeout):
+            raise UsageError("--allow-console and --hold-timeout need --on-oom hold")
+        for option in ("hold_timeout", "hang_grace", "exit_timeout", "stop_grace"):
+            seconds: float = getattr(self, option)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise UsageError(f"--{option.replace('_', '-')} must be seconds, 0 or more")
+        if self.allow_console and self.read_only:
+            raise UsageError("--allow-console and --read-only: a read-only run runs no code from outside")
+        if self.read_only and (self.on_hang in ("stop", "kill") or self.exit_timeout):
+            raise UsageError("--on-hang stop, --on-hang kill and --exit-timeout need a run that is not --read-only")
+
 
 HOSTS = "hosts"
 """Name of the directory with a directory for each other host, which that host uses."""
@@ -334,3 +408,207 @@ def _overwrite(path: Path, data: bytes, error: OSError) -> None:
         file.write(data.ljust(size))
         file.flush()
         os.fsync(file.fileno())
+
+
+# All runs of a user: their location, creation, and lookup by name.
+#
+# Each run is in ``runs/RUN-ID/`` in ``$FTMON_HOME`` (default: the user's state directory, ``~/.local/state/ftmon``).
+
+
+_STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{4})?$")
+"""The suffix that ``create`` appends to a run's name to form its identifier."""
+
+
+def home() -> Path:
+    """Return the directory that holds all runs (``$FTMON_HOME`` or the user's state directory)."""
+    configured = os.environ.get("FTMON_HOME")
+    return Path(configured).expanduser().absolute() if configured else platformdirs.user_state_path("ftmon")
+
+
+def checked_home() -> Path:
+    """Return ``home()`` after checking that no other user can write to it; it need not exist.
+
+    Raises:
+        RunDirError: it, or the target of the symbolic link, is another user's, not a directory, or open to others.
+    """
+    path = home()
+    if not hasattr(os, "getuid"):
+        return path
+    try:
+        link = path.lstat()
+        info = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise RunDirError(f"{path}: is a symbolic link that leads nowhere; remove it or set FTMON_HOME") from None
+        return path
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirError(f"{path}: cannot be used: {reason}; set FTMON_HOME to a directory of yours") from None
+    where = f"{path} -> {os.path.realpath(path)}" if stat.S_ISLNK(link.st_mode) else str(path)
+    if {link.st_uid, info.st_uid} != {os.getuid()}:
+        raise RunDirError(f"{where}: belongs to another user; set FTMON_HOME to a directory of yours")
+    if not stat.S_ISDIR(info.st_mode):
+        raise RunDirError(f"{where}: is not a directory; set FTMON_HOME to a directory of yours")
+    if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _is_private_group(info.st_gid)):
+        raise RunDirError(f"{where}: others may write there; run: chmod go-w {shlex.quote(str(path))}")
+    return path
+
+
+def _is_private_group(group: int) -> bool:
+    """Return whether a group is the user's own, without other members; a umask of 002 is common with such groups."""
+    import grp  # absent on Windows
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def create(
+    name: str, command: list[str], kind: str, options: RunOptions | None = None, recipe: Recipe | None = None
+) -> RunDir:
+    """Create a run directory with its ``run.json``.
+
+    Raises:
+        RunDirError: it cannot be created, or the working directory no longer exists or its path is not UTF-8.
+    """
+    cwd = _working_directory()
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    runs = checked_home() / "runs"
+    now = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    try:
+        make_private(runs.parent)
+        make_private(runs)
+        _check_ours(runs)
+        identifier = f"{slug}-{stamp}"
+        while True:
+            try:
+                (runs / identifier).mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                identifier = f"{slug}-{stamp}-{secrets.token_hex(2)}"
+        run = RunDir(runs / identifier)
+        run.logs.mkdir(mode=0o700)
+        run.snapshots.mkdir(mode=0o700)
+        host = socket.gethostname()
+        content = RunFile(identifier, slug, now, command, cwd, host, kind, None, options or RunOptions(), recipe)
+        run.write_run(content)
+        run.keep_rooms()
+    except OSError as error:
+        raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None
+    return run
+
+
+def _working_directory() -> str:
+    try:
+        path = os.getcwd()
+    except OSError:
+        raise RunDirError("the working directory no longer exists; change to another one") from None
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise RunDirError(f"{path}: the path of the working directory is not UTF-8; change to another one") from None
+    return path
+
+
+def _check_ours(runs: Path) -> None:
+    """Refuse a directory of runs that other users can write to.
+
+    Raises:
+        RunDirError: it belongs to another user, or others may write into it.
+    """
+    info = runs.stat()
+    if hasattr(os, "getuid") and info.st_uid != os.getuid():
+        raise RunDirError(f"{runs}: belongs to another user; set FTMON_HOME to a directory of yours")
+    if os.name == "posix" and info.st_mode & 0o022:
+        raise RunDirError(f"{runs}: others may write there; run: chmod 700 {shlex.quote(str(runs))}")
+
+
+def all_runs() -> list[RunDir]:
+    """Return the run directories of this user on this host, newest first; everything else is skipped.
+
+    Raises:
+        RunDirError: other users can write to the directory that holds them.
+    """
+    found: list[tuple[float, str, RunDir]] = []
+    runs = checked_home() / "runs"
+    try:
+        paths = list(runs.iterdir())
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            found.append(((path / "run.json").stat().st_mtime, path.name, RunDir(path)))
+        except OSError:
+            # Not a run, not yet complete, or just removed.
+            continue
+    return [run for _, _, run in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+
+
+def find(name: str | None) -> RunDir:
+    """Return a run by identifier, name, or prefix of an identifier; None: the newest with a living hub, or the newest.
+
+    A whole name takes precedence over a prefix: ``demo`` does not mean ``demo-large``. If several runs match, the one
+    with a living hub is returned, if there is exactly one.
+
+    Raises:
+        RunNotFoundError: no run matches.
+        SeveralRunsError: several runs match.
+        RunDirError: other users can write to the directory that holds them.
+    """
+    runs = all_runs()
+    if not runs:
+        raise RunNotFoundError(f"no runs in {home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
+    if name is None:
+        return next((run for run in runs if _has_living_hub(run)), runs[0])
+    if not name:
+        raise RunNotFoundError("the name of the run is empty; 'ftmon ls' lists the runs there are")
+    for run in runs:
+        if run.id == name:
+            return run
+    matches = [run for run in runs if _STAMP.sub("", run.id) == name] or [
+        run for run in runs if run.id.startswith(name)
+    ]
+    if len(matches) > 1:
+        alive = [run for run in matches if _has_living_hub(run)]
+        matches = alive if len(alive) == 1 else matches
+    if not matches:
+        raise RunNotFoundError(f"no run is called {name!r}; 'ftmon ls' lists them, the newest is {runs[0].id}")
+    if len(matches) > 1:
+        listed = ", ".join(run.id for run in matches[:4]) + (" ..." if len(matches) > 4 else "")
+        raise SeveralRunsError(f"{name!r} matches {len(matches)} runs: {listed}; name one of them")
+    return matches[0]
+
+
+def _has_living_hub(run: RunDir) -> bool:
+    """Return whether a run's hub is alive; False for a damaged connection file, which must not hide other runs."""
+    try:
+        return run.living_hub() is not None
+    except RunDirError:
+        return False
+
+
+# Environment variables that identify the run of a process. Every rank imports this first, so it imports very little.
+#
+# ftmon's own processes have none of them (``monitor_environment``); processes of the job have those of their run
+# (``trainer.launch.environment``). Everything else is in the files that these variables name.
+
+
+RUN_ENV = "FTMON_RUN"
+"""The run directory; it also marks every process of the job."""
+RANK_PID_ENV = "FTMON_RANK_PID"
+"""Set by a rank in its own environment: the processes it starts inherit the rank's pid, and are no ranks themselves."""
+JOIN_ENV = "FTMON_JOIN"
+"""Path of ``join.json``, for ranks on other hosts."""
+PLACE_ENV = "FTMON_PLACE"
+"""Set by a rank on another host than the hub's: the directory that replaces the run directory there."""
+
+_MARKS = (RUN_ENV, RANK_PID_ENV, JOIN_ENV, PLACE_ENV)
+
+
+def monitor_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without any run's variables, for ftmon's own processes, which must not count as a run's."""
+    return {key: value for key, value in base.items() if key not in _MARKS}

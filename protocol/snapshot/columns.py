@@ -8,19 +8,281 @@ from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
+from operator import eq, itemgetter
 from typing import Any, NamedTuple
 
+import msgspec
+
+from ..errors import FtmonError
 from ..text import sanitize
-from . import model
-from .errors import SnapshotError
-from .model import Annotation, Segment, Snapshot, StackColumns, Trace
-from .stack_column import Stacks
+
+# A snapshot as compact columns: about 40 MB for a million trace entries, without an object for each.
+#
+# Columns are bytes in this machine's order, read through ``memoryview.cast``, and sent unchanged by the reading
+# process. Addresses are unsigned 64-bit, sizes in bytes, times in microseconds since 1970, stacks are indices into
+# ``stacks``.
+
+
+ACTIONS = (
+    "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
+    "segment_unmap", "oom", "snapshot", "user_defined",
+)  # fmt: skip
+"""Actions of trace entries; a column holds the index. Unknown actions are ``other``."""
+ALLOC, FREE_REQUESTED, FREE_COMPLETED = 1, 2, 3
+SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
+
+STATES = ("inactive", "active_allocated", "active_pending_free")
+"""States of a block: free, allocated, or freed by the program while a stream still uses it."""
+FREE, ALLOCATED, PENDING = 0, 1, 2
+
+
+OWN_SPAN = "ftmon "
+"""Prefix of the names of steps and phases that ftmon's probe records as annotations."""
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    name: str
+    filename: str
+    line: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Actions of one device's allocator, oldest first; all columns have the same length."""
+
+    device: int
+    actions: bytes
+    """``B``: indices into ``ACTIONS``."""
+    addresses: bytes
+    """``Q``; 0 for ``oom``."""
+    sizes: bytes
+    """``q``: bytes *requested* for allocations, frees and ``oom``; the segment's size for segments."""
+    streams: bytes
+    """``q``"""
+    times: bytes
+    """``q``; 0 if the version of PyTorch records none."""
+    stacks: bytes
+    """``I``"""
+    notes: bytes
+    """``I``: index into ``Snapshot.notes`` of the entry's user metadata; 0: none."""
+    device_free: dict[int, int] = {}
+    """Free bytes on the device as the driver reports them, by index of the ``oom`` entry."""
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Memory that the driver allocated in one piece; of an expandable segment, one mapped range."""
+
+    device: int
+    address: int
+    size: int
+    stream: int
+    small: bool
+    """It serves requests of up to 1 MiB."""
+    expandable: bool
+    pool: str
+    """``""`` for the shared pool, else a private pool's identifier (CUDA graphs, ``MemPool``)."""
+    stack: int
+    first_block: int
+    blocks: int
+
+
+class Annotation(msgspec.Struct, frozen=True):
+    """A named span that was recorded with the trace."""
+
+    device: int
+    name: str
+    begin_us: int
+    end_us: int
+
+
+class StackColumns(msgspec.Struct, frozen=True):
+    """The stacks of a snapshot, the slowest part to read."""
+
+    frames: list[Frame]
+    stacks: list[list[int]]
+    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
+    traces: list[bytes]
+    """``I``, for each trace."""
+    blocks: bytes
+    """``I``"""
+    segments: list[int]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One snapshot: the allocator's final state, and the recorded actions before it.
+
+    While it is being read it may lack its stacks: ``stacks`` and the columns of indices into it are empty then.
+    """
+
+    path: str
+    segments: list[Segment]
+    block_addresses: bytes
+    """``Q``, the blocks of all segments in order."""
+    block_sizes: bytes
+    """``q``: size of the block, rounding included."""
+    block_requested: bytes
+    """``q``: size that the program requested; 0 for a free block."""
+    block_states: bytes
+    """``B``: indices into ``STATES``."""
+    block_stacks: bytes
+    """``I``"""
+    traces: list[Trace]
+    frames: list[Frame]
+    stacks: list[list[int]]
+    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
+    notes: list[str]
+    annotations: list[Annotation] = []
+    divisions: list[int] = []
+    """``roundup_power2_divisions`` for requests of 1, 2, 4 ... MiB; empty or below 2: none."""
+    max_split_size: int = -1
+    """Blocks of at least this size were not split, bytes; -1: no limit."""
+
+    def with_stacks(self, found: StackColumns) -> "Snapshot":
+        """Return the snapshot with its stacks."""
+        replace = msgspec.structs.replace
+        return replace(
+            self,
+            segments=[replace(one, stack=stack) for one, stack in zip(self.segments, found.segments, strict=True)],
+            traces=[replace(one, stacks=stacks) for one, stacks in zip(self.traces, found.traces, strict=True)],
+            block_stacks=found.blocks,
+            frames=found.frames,
+            stacks=found.stacks,
+        )
+
+    def devices(self) -> list[int]:
+        """Return the devices with segments or trace entries; device 0 if there are none."""
+        found = {segment.device for segment in self.segments} | {trace.device for trace in self.traces if len(trace)}
+        return sorted(found) or [0]
+
+    def trace(self, device: int) -> Trace | None:
+        """Return a device's trace, or None."""
+        return next((trace for trace in self.traces if trace.device == device), None)
+
+    def frames_of(self, stack: int) -> list[Frame]:
+        """Return a stack's frames, innermost first."""
+        return [self.frames[index] for index in self.stacks[stack]]
+
+
+# Numbers stacks: a million lists of frames become a column of numbers, and each distinct stack is kept once.
+
+
+_PIECE = 8192
+"""Entries processed at once: the identities of a million stacks would need hundreds of megabytes."""
+_HEAD = 6
+"""Innermost frames that distinguish most stacks; longer stacks are looked up by these, and then compared."""
+_LARGEST_LINE = 2**47
+
+
+class Stacks:
+    """All frames and stacks of a snapshot; ``stacks[0]`` is the empty one."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.stacks: list[list[int]] = [[]]
+        self._frame_of: dict[Frame, int] = {}
+        self._frame_by_id: dict[int, int] = {}
+        self._number_of: dict[tuple[int, ...], int] = {(): 0}
+        self._by_ids: dict[tuple[int, ...], int] = {(): 0}
+        self._by_head: dict[tuple[int, ...], int] = {}
+        self._raw: list[Any] = [[]]
+        # Identities are keys here, so their objects must stay alive.
+        self._kept: list[Any] = []
+        self._head = itemgetter(*range(_HEAD))
+
+    def column(self, stacks: Sequence[Any]) -> "array[int]":
+        """Return the numbers of a column of stacks, each a list of dictionaries, innermost first.
+
+        Entries share their frames' dictionaries, so a stack is identified by the frames' identities. A long stack is
+        looked up by its innermost frames, and the candidate compared with it: list comparison checks identities first.
+
+        Raises:
+            TypeError, ValueError, AttributeError, KeyError: a stack is invalid.
+        """
+        column: array[int] = array("I")
+        for begin in range(0, len(stacks), _PIECE):
+            column.extend(self._piece(stacks[begin : begin + _PIECE]))
+        return column
+
+    def number(self, frames: Any) -> int:
+        """Return the number of one stack."""
+        key = tuple(map(id, frames))
+        found = self._by_ids.get(key)
+        return self._new(key, frames) if found is None else found
+
+    def _piece(self, stacks: Sequence[Any]) -> list[int]:
+        long = [len(frames) > 2 * _HEAD for frames in stacks]
+        if not any(long):
+            return self._by_frames(stacks)
+        if all(long):
+            return self._by_heads(stacks)
+        short = iter(self._by_frames([frames for frames, is_long in zip(stacks, long, strict=True) if not is_long]))
+        rest = iter(self._by_heads([frames for frames, is_long in zip(stacks, long, strict=True) if is_long]))
+        return [next(rest) if is_long else next(short) for is_long in long]
+
+    def _by_frames(self, stacks: Sequence[Any]) -> list[int]:
+        found = list(map(self._by_ids.get, [tuple(map(id, frames)) for frames in stacks]))
+        if None in found:
+            return list(map(self.number, stacks))
+        return found  # type: ignore[return-value]  # no None is left
+
+    def _by_heads(self, stacks: Sequence[Any]) -> list[int]:
+        identities = map(id, chain.from_iterable(map(self._head, stacks)))
+        keys = list(zip(*[identities] * _HEAD, strict=True))
+        found = [self._by_head.get(key, 0) for key in keys]
+        same = list(map(eq, map(self._raw.__getitem__, found), stacks))
+        if all(same):
+            return found
+        for place, is_same in enumerate(same):
+            if not is_same:
+                found[place] = self.number(stacks[place])
+                self._by_head.setdefault(keys[place], found[place])
+        return found
+
+    def _new(self, key: tuple[int, ...], frames: Any) -> int:
+        self._kept.append(frames)
+        numbers = tuple([self._frame(frame) for frame in frames])
+        found = self._number_of.get(numbers)
+        if found is None:
+            found = self._number_of[numbers] = len(self.stacks)
+            self.stacks.append(list(numbers))
+            self._raw.append(frames)
+        self._by_ids[key] = found
+        return found
+
+    def _frame(self, raw: dict[str, Any]) -> int:
+        found = self._frame_by_id.get(id(raw))
+        if found is None:
+            name, filename, line = raw.get("name") or "", raw.get("filename") or "", raw.get("line") or 0
+            if not isinstance(name, str) or not isinstance(filename, str):
+                raise TypeError("a frame whose name is no text")
+            if not isinstance(line, int) or not 0 <= line < _LARGEST_LINE:
+                raise ValueError("a frame whose line is no number")
+            frame = Frame(sanitize(name, 300), sanitize(filename, 1000), line)
+            found = self._frame_of.setdefault(frame, len(self.frames))
+            if found == len(self.frames):
+                self.frames.append(frame)
+            self._frame_by_id[id(raw)] = found
+        return found
+
+
+# Errors of snapshot files: one line with the error, the place and the fix.
+
+
+class SnapshotError(FtmonError):
+    """A file that cannot be opened as a PyTorch memory snapshot; the command ends with status 2."""
+
+    exit_status = 2
+
 
 _LARGEST = 2**47
 """Sizes of 128 TiB and more are invalid."""
 _DIVISIONS = 16
-_STATES = {"inactive": model.FREE, "active_allocated": model.ALLOCATED}
-_ACTIONS = {name: index for index, name in enumerate(model.ACTIONS)}
+_STATES = {"inactive": FREE, "active_allocated": ALLOCATED}
+_ACTIONS = {name: index for index, name in enumerate(ACTIONS)}
 
 
 def compact(raw: Any, path: str) -> Snapshot:
@@ -101,7 +363,7 @@ class Compactor:
         number = {name: _ACTIONS.get(str(name), 0) for name in set(names)}
         actions = bytes(map(number.__getitem__, names))
         self._trace_frames.append([entry.get("frames") or () for entry in entries])
-        oom = [index for index, action in enumerate(actions) if action == model.OOM]
+        oom = [index for index, action in enumerate(actions) if action == OOM]
         return Trace(
             device,
             actions,
@@ -134,7 +396,7 @@ class Compactor:
     def _blocks(self, segments: list[Segment], raw: list[dict[str, Any]]) -> "_Blocks":
         # Column by column, because hundreds of thousands of blocks are common.
         sizes = _sizes([block["size"] for block in raw])
-        states = bytes([_STATES.get(str(block.get("state")), model.PENDING) for block in raw])
+        states = bytes([_STATES.get(str(block.get("state")), PENDING) for block in raw])
         addresses: list[Any] = [block.get("address") for block in raw]
         if None in addresses:
             addresses = [
@@ -156,7 +418,7 @@ class Compactor:
                 for size_asked, old, size in zip(asked, history, sizes, strict=True)
             ]
             frames = [old.get("frames") if found is None else found for found, old in zip(frames, history, strict=True)]
-        wanted = [0 if state == model.FREE else size for state, size in zip(states, asked, strict=True)]
+        wanted = [0 if state == FREE else size for state, size in zip(states, asked, strict=True)]
         self._block_frames = [found or () for found in frames]
         return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states)
 

@@ -1,18 +1,246 @@
 """Opens a snapshot file: a separate process unpickles it and returns columns."""
 
+import contextlib
+import gc
+import gzip
+import io
+import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import msgspec
 
+from ..host.machine import available_memory
 from ..text import sanitize
-from .child import REFUSED
-from .errors import SnapshotError
-from .model import Snapshot, StackColumns
+from .columns import Compactor, Snapshot, SnapshotError, StackColumns
+
+# Unpickles plain containers, strings and numbers only, within size limits.
+#
+# PyTorch's snapshots are pickles, and a pickle is a program. Only the literal opcodes are accepted: every opcode that
+# names a class or function calls ``find_class``, which raises.
+
+
+MOST_BYTES = 4 * 2**30
+"""Limit of a decompressed pickle: forty times the size of a million trace entries."""
+_BASE_COST = 8
+"""Memory per byte: a reference in a list or on the stack, or 4 bytes per character of a non-ASCII string."""
+_COSTS = {
+    24: b"\x94qrhjNK)2\x88\x89",  # places on the stack and in a list, in the memo, or half an entry of a dictionary
+    40: b"MJ\x8aILGF",  # a number
+    72: b"\x8cXCUTBVS\x85\x86\x87",  # a string, bytes, a tuple
+    104: b"]",  # a list with its first elements
+    240: b"}(",  # a dictionary with its first entries; what follows a mark may become one
+    1024: b"\x8f\x91",  # a set with its first elements
+}
+"""Maximum memory of an opcode's object in CPython, beyond ``_BASE_COST``. Such bytes within strings count as well, so
+the estimate is an upper bound: for real snapshots, three to four times their memory."""
+_ABOVE = 3
+
+_MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
+"""Real snapshots take 6 to 11 bytes of objects per byte, and gzip compresses them by a factor of 10 to 40."""
+
+_MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
+"""Limit on a decompressed gzip file: bytes per byte, plus a constant."""
+
+_GZIP = b"\x1f\x8b"
+_CHUNK = 2**20
+_DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise _WantsCodeError(f"{module_name}.{global_name}"[:80])
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        del pid
+        raise _WantsCodeError("a persistent object")
+
+
+class _WantsCodeError(Exception):
+    """The pickle names something that is not plain data."""
+
+
+def granted_memory(path: Path) -> int:
+    """Return the bytes of memory that a file's objects may take, by its size and the host's available memory."""
+    by_size = _SPARE_MEMORY + path.stat().st_size * (_MEMORY_PER_PACKED_BYTE if _is_packed(path) else _MEMORY_PER_BYTE)
+    return min(by_size, available_memory() // 2 or by_size)
+
+
+def granted_bytes(path: Path) -> int:
+    """Return the limit on a file's decompressed size, bytes."""
+    return min(MOST_BYTES, path.stat().st_size * _MOST_EXPANSION + _SPARE_BYTES) if _is_packed(path) else MOST_BYTES
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP
+
+
+def estimate(part: bytes) -> int:
+    """Return an upper bound on the memory of the objects of a pickle or a part of one (``_COSTS``), in bytes."""
+    length = len(part)
+    return _BASE_COST * length + sum(cost * (length - len(part.translate(None, of))) for cost, of in _COSTS.items())
+
+
+def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
+    """Read a whole pickle and estimate the memory of its objects before any is made.
+
+    Args:
+        path: the file, gzip-compressed or not.
+        most_bytes: limit on its decompressed size; 0: that of ``granted_bytes``.
+        most_memory: limit on the memory of its objects, bytes; 0: that of ``granted_memory``.
+
+    Raises:
+        SnapshotError: it exceeds a limit.
+        EOFError, gzip.BadGzipFile, zlib.error: its gzip data is damaged.
+    """
+    most_memory = most_memory or granted_memory(path)
+    cost = 0
+    with _opened(path, most_bytes) as file:
+        while part := file.read(_CHUNK):
+            cost += estimate(part)
+            if cost > _ABOVE * most_memory:
+                raise SnapshotError(
+                    f"{path}: refused: it asks for far more memory than its size justifies, or than half of what is "
+                    f"available here: more than {most_memory / 2**30:.3g} GiB"
+                )
+
+
+def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
+    """Return the content of a pickle of plain data, gzip-compressed or not; the caller checks its structure.
+
+    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process.
+
+    Raises:
+        SnapshotError: it cannot be read, would run code, is truncated, too large, or not a pickle.
+    """
+    collecting = gc.isenabled()
+    # A million dictionaries without a cycle: the collector would traverse them again and again.
+    gc.disable()
+    try:
+        check_cost(path, most_bytes, most_memory)
+        with _opened(path, most_bytes) as file:
+            found = _PlainUnpickler(file).load()
+            # gzip's checksum is checked only at the end of the file.
+            while file.read(_CHUNK):
+                pass
+        return found
+    except _WantsCodeError as error:
+        raise SnapshotError(
+            f"{path}: refused: this pickle would run code (it names {str(error)!r}); a snapshot holds plain data only"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error):
+        raise SnapshotError(f"{path}: its gzip data is damaged: copy the file again") from None
+    except EOFError:
+        raise SnapshotError(f"{path}: cut short: copy the file again") from None
+    except MemoryError:
+        raise SnapshotError(f"{path}: refused: it asks for far more memory than its size justifies") from None
+    except SnapshotError:
+        raise
+    except Exception as error:
+        # The unpickler raises almost any exception on bytes that are not a pickle.
+        if "truncated" in str(error) or "ran out" in str(error).lower():
+            raise SnapshotError(f"{path}: cut short: copy the file again") from None
+        raise SnapshotError(f"{path}: not a memory snapshot (no pickle of plain data): {_DUMP}") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _opened(path: Path, most_bytes: int) -> io.BufferedReader:
+    """Open a file for reading in pieces: a copy of it in memory would double the cost."""
+    with path.open("rb") as file:
+        magic = file.read(2)
+    if not magic:
+        raise SnapshotError(f"{path}: empty: {_DUMP}")
+    if magic == b"PK":
+        raise SnapshotError(f"{path}: not a memory snapshot but a zip file (as torch.save writes): {_DUMP}")
+    raw = gzip.GzipFile(path) if magic == _GZIP else path.open("rb", buffering=0)
+    return io.BufferedReader(_Bounded(raw, path, most_bytes or granted_bytes(path)), _CHUNK)
+
+
+class _Bounded(io.RawIOBase):
+    """Reads a file's bytes up to a limit, beyond which it raises."""
+
+    def __init__(self, file: io.FileIO | gzip.GzipFile, path: Path, most_bytes: int) -> None:
+        self._file, self._path, self._most, self._read = file, path, most_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._read += count
+        if self._read > self._most:
+            raise SnapshotError(f"{self._path}: refused: it unpacks to more than {self._most / 2**20:,.0f} MiB")
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+# The process that unpickles: ``python -m ftmon.protocol.snapshot.reader FILE`` writes a snapshot's columns to stdout.
+#
+# Restricting the names in a pickle does not bound its cost: one opcode can allocate gigabytes, and a tuple nested a
+# million times overflows the C stack when it is hashed. Here either ends only this process, whose end also returns the
+# memory of a million dictionaries to the system.
+
+
+REFUSED = 3
+_SPARE = 2**29
+_MOST_MEMORY = 64 * 2**30
+
+
+def main() -> int:
+    """Read a snapshot and write its columns; a refusal is one line on stderr and status ``REFUSED``."""
+    path = Path(sys.argv[1])
+    # Nothing here is cyclic, and a collection over a million dictionaries takes as long as reading them.
+    gc.disable()
+    try:
+        _limit_memory(path)
+        made = Compactor(str(path))
+        _write(made.snapshot(read_pickle(path)))
+        # The reader processes the first part meanwhile.
+        _write(made.stack_columns())
+    except (SnapshotError, OSError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except (MemoryError, RecursionError):
+        print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
+        return REFUSED
+    # A normal exit would first free a million dictionaries.
+    os._exit(0)
+
+
+def _write(part: msgspec.Struct) -> None:
+    """Write one part: its length in eight bytes, then msgpack."""
+    data = msgspec.msgpack.encode(part)
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        out.write(len(data).to_bytes(8, "little"))
+        out.write(data)
+
+
+def _limit_memory(path: Path) -> None:
+    """Limit this process's memory by the file's size; without ``resource`` only the check of the cost applies."""
+    try:
+        import resource
+    except ImportError:
+        return
+    # The estimate of the objects is an upper bound, but the columns and the interpreter add to it.
+    most = min(_MOST_MEMORY, granted_memory(path) * 3 // 2 + _SPARE)
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        if hard == resource.RLIM_INFINITY or hard > most:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
 
 _PATIENCE_SECONDS = 600
 _LARGEST_PART = 2**36
@@ -114,3 +342,7 @@ def _check(path: Path) -> None:
         raise SnapshotError(f"{path}: no permission to read it: chmod or copy it") from None
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror or error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from ..host.process import ProcessId
-from ..messages.bounds import Whole
+from ..messages.telemetry import Whole
 
 FORMAT = 1
 """Version of the file; other versions are refused."""

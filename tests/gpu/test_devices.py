@@ -7,11 +7,10 @@ import sys
 import threading
 
 import pytest
-from ftmon.protocol.analysis.health.gpus import Gpus
+from ftmon.protocol.analysis.health.machine import Gpus
 from ftmon.protocol.messages.telemetry import DeviceSample
-from ftmon.trainer.host.hardware.devices import DeviceSampler
-from ftmon.trainer.host.hardware.nvml import Nvml
-from ftmon.trainer.host.hardware.xids import Xids
+from ftmon.trainer.host.hardware.gpus import Nvml, Xids
+from ftmon.trainer.host.hardware.watch import DeviceSampler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import ftmon_home, lines_with
 from ports import free_port

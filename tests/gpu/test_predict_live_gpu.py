@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.messages.memory import Prediction
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.recipe.config import write
-from ftmon.trainer.recipe.demo import demo_config
 from ftmon.trainer.recipe.hardware import usable_gpus
+from ftmon.trainer.recipe.start import demo_config
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.prediction import compared_phases
 from ftmon_process import Ftmon, ftmon_home

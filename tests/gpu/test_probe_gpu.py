@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.memory import Cause
 from ftmon.protocol.messages.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.tui.model.snapshot_bands import bands_of
+from ftmon.tui.model.snapshot import bands_of
 from probe_collector import SCRIPTS
 
 pytestmark = pytest.mark.gpu

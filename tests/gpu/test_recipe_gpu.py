@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ftmon.trainer.recipe import command
+from ftmon.trainer.recipe import start
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA, demo_config
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA, demo_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 STEPS = 12
@@ -23,10 +23,10 @@ def train(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     resolved = resolve.resolve(demo_config([*words, *overrides]))
     path = folder / "train.yaml"
     path.write_text(write.dump(resolved.config))
-    environment = {**os.environ, **command.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
     environment.pop("FTMON_RUN", None)
     return subprocess.run(
-        [*command.launch_command(resolved), str(path)],
+        [*start.launch_command(resolved), str(path)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ pytest.importorskip("deepspeed")
 import torch
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.hardware import usable_gpus
-from ftmon.trainer.recipe.model import layers
+from ftmon.trainer.recipe.model import activations
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
@@ -42,7 +42,7 @@ class Measured:
         )
         with torch.device("cuda"):
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).train()
-        layers.set_up(model, load(None, ["model.config={model_type: llama}", *MODES[mode]]).config)
+        activations.set_up(model, load(None, ["model.config={model_type: llama}", *MODES[mode]]).config)
         ids = torch.randint(0, 512, (ROWS, LENGTH), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
         for _ in range(2):
             model.zero_grad(set_to_none=True)

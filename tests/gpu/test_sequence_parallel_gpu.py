@@ -7,9 +7,9 @@ import pytest
 import rank_jobs
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(usable_gpus()) < 2, reason="needs two GPUs")]
 PROGRAM = Path(__file__).parents[1] / "support" / "resume_ranks.py"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.sweep.store import read
 from ftmon.trainer.recipe.config import write
-from ftmon.trainer.recipe.demo import demo_config
 from ftmon.trainer.recipe.hardware import usable_gpus
+from ftmon.trainer.recipe.start import demo_config
 from ftmon_process import Ftmon, ftmon_home
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]

@@ -11,11 +11,11 @@ from ftmon.protocol.link import keys, sockets
 from ftmon.protocol.link.join import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Command, Result
-from ftmon.protocol.run import run_store
-from ftmon.trainer.agent import commands
-from ftmon.trainer.agent.commands import Commands
+from ftmon.protocol.run import rundir
+from ftmon.trainer.agent import agent
+from ftmon.trainer.agent.agent import Commands
 from ftmon.trainer.host.end.kill import Kill, Target
-from ftmon.trainer.host.mailbox import Mailbox
+from ftmon.trainer.host.loop import Mailbox
 
 AGENT = "agent-nodeb-7-70"
 LONG = 200_000
@@ -26,7 +26,7 @@ class Bench:
     """The hub's end of the ranks' channel, and an agent's commands beside one process that is its only rank."""
 
     def __init__(self, tmp_path: Path, rank: Target) -> None:
-        run = run_store.create("hosts", ["train.py"], "run")
+        run = rundir.create("hosts", ["train.py"], "run")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         pair = keys.agent_pair(run)
         self.authenticator = keys.start_authenticator(self.context, pair.public)
@@ -112,7 +112,7 @@ def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sen
             assert isinstance(failed, Result)
             assert (failed.ok, bench.commands.kills_under_way) == (False, 0), failed
             with monkeypatch.context() as patch:
-                patch.setattr(commands, "interrupt_ranks", no_thread)
+                patch.setattr(agent, "interrupt_ranks", no_thread)
                 bench.send("fails", "stop")
                 assert bench.answer() == Accepted("fails", True)
                 failed = bench.answer()

@@ -13,16 +13,15 @@ from ftmon.protocol.messages.telemetry import LogLine
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.app import FtmonApp, _run
 from ftmon.tui.screens.alerts import AlertList, AlertsScreen
-from ftmon.tui.screens.help import HelpScreen
+from ftmon.tui.screens.base import HelpScreen
 from ftmon.tui.screens.logs import LogList, LogsScreen
-from ftmon.tui.screens.oom.screen import OomScreen
-from ftmon.tui.screens.overview import OverviewScreen
-from ftmon.tui.screens.rank import RankScreen
+from ftmon.tui.screens.oom import OomScreen
+from ftmon.tui.screens.overview import OverviewScreen, RankScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.replay import ReplaySource
-from ftmon.tui.widgets.base.canvas import Canvas
-from ftmon.tui.widgets.ranks.rank_grid import RankGrid
-from ftmon.tui.widgets.state import app_state
+from ftmon.tui.widgets import state
+from ftmon.tui.widgets.base import Canvas
+from ftmon.tui.widgets.ranks import RankGrid
 from oomscenes import out_of_memory
 from scenes import hanging, recorded, settled, until
 from streams import Stream, write
@@ -255,7 +254,7 @@ async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
 async def test_going_to_a_step_and_to_one_that_is_not_there(
     source: ReplaySource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     async with opened(source) as (app, pilot):
         await pilot.press("g")
         await until(pilot, lambda: app.focused, "the prompt")
@@ -287,7 +286,7 @@ async def test_a_replay_plays_and_holds(eight: Path) -> None:
 async def test_a_replay_kills_and_stops_nothing_and_says_so(
     source: ReplaySource, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     async with opened(source) as (app, pilot):
         await pilot.press(key)
         await until(pilot, lambda: "a replay has no processes" in app.app_state.message[0], "the refusal")

@@ -17,9 +17,8 @@ from ftmon.tui.screens.kill import KillDialog
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.live import LiveSource
-from ftmon.tui.widgets.base.canvas import Canvas
-from ftmon.tui.widgets.base.panes import SummaryBar
-from ftmon.tui.widgets.state import app_state
+from ftmon.tui.widgets import state
+from ftmon.tui.widgets.base import Canvas, SummaryBar
 from hub_client import exit_of, fake_ranks, hub_of, members, started
 from scenes import until
 
@@ -84,7 +83,7 @@ async def test_the_screen_behind_a_dialog_goes_on_with_the_run(run: RunDir) -> N
 
 
 async def test_read_only_refuses_to_kill(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     source = LiveSource(run)
     app = FtmonApp(source, read_only=True)
     try:

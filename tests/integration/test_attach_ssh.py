@@ -15,10 +15,10 @@ import psutil
 import pytest
 from eventually import SECONDS, eventually
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.watch.ssh import SshSource, attach_ssh, command, parse_place
+from ftmon.tui.cli.remote import SshSource, attach_ssh, command, parse_place
 from ftmon.tui.source.ssh import SshEndpoint
 from ftmon_process import command_line
 from hub_client import App, exit_of, fake_ranks, hub_gone, started
@@ -68,7 +68,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             pumped(source, lambda: source.connection.state == "live")
             seen = source.model.leading_step
             pumped(source, lambda: source.model.leading_step > seen + 5)
-            sent = source.send(verbs.Kill())
+            sent = source.send(control.Kill())
             pumped(source, lambda: source.commands[sent].result is not None)
             result = source.commands[sent].result
             assert result is not None
@@ -90,7 +90,7 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
             pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
             (relay,) = relays()
             relay.suspend()  # it cannot report the end
-            source.send(verbs.Kill())
+            source.send(control.Kill())
             exit_of(run)
             hub_gone(run)
             relay.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import start_ranks
-from ftmon.protocol.messages.oom import OomReport
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 from ports import free_port

@@ -11,13 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol.link.join import JOIN_ENV, JoinFile, read_join, write_join
+from ftmon.protocol.link.join import JoinFile, read_join, write_join
 from ftmon.protocol.link.sockets import CHANNELS
-from ftmon.protocol.run import run_store
-from ftmon.protocol.run.environment import RUN_ENV
-from ftmon.protocol.run.rundir import ExitFile, RunDir
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import JOIN_ENV, RUN_ENV, ExitFile, RunDir
 from ftmon.trainer.host.end import cleanup
-from ftmon.trainer.launch.join import prepare
+from ftmon.trainer.launch.environment import prepare
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def hub() -> Iterator[socket.socket]:
 def join(tmp_path: Path, hub: socket.socket, monkeypatch: pytest.MonkeyPatch) -> JoinFile:
     """What another host's run brought here: its file, in a directory of the same name."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "there"))
-    run = run_store.create("two", ["train.py"], "run")
+    run = rundir.create("two", ["train.py"], "run")
     made = read_join(prepare(run, "127.0.0.1:7420"))
     here = RunDir(tmp_path / "here" / run.id)
     here.path.mkdir(mode=0o700, parents=True)
@@ -83,7 +82,7 @@ def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
 
 def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
     run = RunDir(join.run)
-    there = run_store.create("other", ["train.py"], "run").read_run()
+    there = rundir.create("other", ["train.py"], "run").read_run()
     run.write_run(msgspec.structs.replace(there, host="nodea"))
     run.write_exit(ExitFile(1, time.time(), "failed"))
     assert orphans(join) == [], "its agents have a moment to end what is left"

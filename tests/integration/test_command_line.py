@@ -12,15 +12,14 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.host.process import ProcessId
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.run import exits, run_store
+from ftmon.protocol.run import end, rundir
 from ftmon.protocol.run.rundir import HubFile, RunDir
-from ftmon.trainer.launch.join import prepare
-from ftmon.trainer.recipe.config.load import decode
+from ftmon.trainer.launch.environment import prepare
+from ftmon.trainer.recipe.config.load import decode, parse
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.config.yaml_nodes import parse
-from ftmon.tui.cli.access.control import ask
+from ftmon.tui.cli.access import ask
 from ftmon.tui.cli.main import main
 from hostile import HOSTILE, TRACES, examples
 from streams import RUN, STARTED
@@ -110,7 +109,7 @@ def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(wor
 def test_a_command_that_is_not_utf_8_is_wrong_usage() -> None:
     hub = HubFile(ProcessId(1, 1), {}, "0", "here", 0.0)
     with pytest.raises(UsageError):
-        ask(hub, verbs.Console(os.fsdecode(b"print('\xff')"), 0))
+        ask(hub, control.Console(os.fsdecode(b"print('\xff')"), 0))
 
 
 def read(text: str) -> Config:
@@ -145,7 +144,7 @@ def test_its_json_is_json_alone_whatever_libraries_print() -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return run_store.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
+    return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
 
 
 def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tm
     assert f"joining {run.id}" in done.stderr
     words[5] = str(tmp_path / "none.json")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == exits.RUN_USAGE
+    assert done.returncode == end.RUN_USAGE
     assert done.stderr.count("\n") == 1
 
 
@@ -196,7 +195,7 @@ def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
     )
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=200)
-    assert (process.returncode, output, errors) == (exits.INTERRUPTED, b"", b"")
+    assert (process.returncode, output, errors) == (end.INTERRUPTED, b"", b"")
 
 
 def maps_of(pid: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("datasets")
 
-from ftmon.trainer.recipe.demo import DATA
+from ftmon.trainer.recipe.start import DATA
 
 
 def check(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":

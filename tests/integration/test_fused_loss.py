@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.recipe.model.linear_cross_entropy import linear_cross_entropy
+from ftmon.trainer.recipe.model.loss import linear_cross_entropy
 
 
 @pytest.mark.usefixtures("compiling")

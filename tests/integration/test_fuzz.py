@@ -20,7 +20,7 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import RunDir, RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.model.run import RunModel
@@ -38,7 +38,7 @@ RUN = RunFile("fuzz", "fuzz", 1.78e9, ["true"], "/", "here", "run")
 
 def test_a_hub_lives_answers_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = run_store.create("fuzz", ["true"], "run")
+    run = rundir.create("fuzz", ["true"], "run")
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=this_process()))
     log = (run.logs / "hub.log").open("wb")
     hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import start_ranks
 from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.health import Compiles, DiskSpace
-from ftmon.protocol.messages.telemetry import Hello
+from ftmon.protocol.messages.telemetry import Compiles, DiskSpace, Hello
 from ftmon.protocol.messages.wire import Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir

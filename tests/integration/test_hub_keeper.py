@@ -5,7 +5,7 @@ import time
 
 import pytest
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.launch.hub_keeper import HubKeeper
+from ftmon.trainer.launch.launcher import HubKeeper
 
 
 def test_each_start_that_fails_is_followed_by_another_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

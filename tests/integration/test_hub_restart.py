@@ -15,8 +15,8 @@ from ftmon.protocol.errors import HubError
 from ftmon.protocol.messages.control import Alert, HubStats, RankState
 from ftmon.protocol.messages.telemetry import LogLine, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
-from ftmon.trainer.host.inspection.activity import switches
+from ftmon.protocol.run import rundir
+from ftmon.trainer.host.inspection.inspect import switches
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started
 
 
@@ -175,7 +175,7 @@ def test_a_run_that_is_over_needs_no_hub():
 
 
 def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
-    run = run_store.create("damaged", ["true"], "watch")
+    run = rundir.create("damaged", ["true"], "watch")
     run.recording.write_bytes(b"not a database at all" * 1000)
     hub = _hub(run)
     try:
@@ -190,7 +190,7 @@ def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
 
 
 def test_a_hub_whose_run_directory_was_removed_ends():
-    run = run_store.create("removed", ["true"], "watch")
+    run = rundir.create("removed", ["true"], "watch")
     hub = _hub(run)
     os.kill(hub.pid, signal.SIGSTOP)  # it writes into the directory
     shutil.rmtree(run.path)
@@ -199,7 +199,7 @@ def test_a_hub_whose_run_directory_was_removed_ends():
 
 
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
-    run = run_store.create("full", ["true"], "watch")
+    run = rundir.create("full", ["true"], "watch")
     # A limit on the size of files the hub writes: what it meets is the same as a full disk, an error from write(2).
     hub = _hub(run, limit=1_500_000)
     ranks = [

@@ -16,9 +16,9 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.messages.telemetry import Goodbye, Hello, LogLine, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.start_request import StartRequest, spawn_start, started_run
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import RunOptions
+from ftmon.protocol.run.start import StartRequest, spawn_start, started_run
 from ftmon.trainer.launch.start import spawn_launcher
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
 
@@ -197,7 +197,7 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
         port = holder.getsockname()[1]
         command = fake_ranks({})
         # Past the check at the start: the port is taken between it and the hub's own bind.
-        run = run_store.create("test", command, "run", RunOptions(logs=False, listen=f"127.0.0.1:{port - 1}"))
+        run = rundir.create("test", command, "run", RunOptions(logs=False, listen=f"127.0.0.1:{port - 1}"))
         spawn_launcher(run)
         try:
             with App(run) as app:

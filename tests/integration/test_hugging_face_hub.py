@@ -8,9 +8,9 @@ from pathlib import Path
 
 import fake_hub
 import pytest
-from ftmon.trainer.recipe.preflight.inputs import hub_refusal
+from ftmon.trainer.recipe.preflight.resolve import hub_refusal
 
-PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.push import push; "
+PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.export import push; "
 PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
 PUSH_LAST = """
 import sys

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ftmon.protocol.analysis.hub_facts import UnhookedFacts, without_hook
-from ftmon.trainer.host.import_hook import INJECT_DIR, find_unhooked
+from ftmon.trainer.host.processes import INJECT_DIR, find_unhooked
 
 MAPS = "import mmap; f = open('{}'); kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); print(flush=True); input()"
 

@@ -23,6 +23,6 @@ def test_importing_a_part_brings_nothing_heavy(module: str, forbidden: tuple[str
 def test_the_terminal_side_of_the_protocol_imports_where_there_is_no_fcntl() -> None:
     code = (
         "import sys; sys.modules['fcntl'] = None\n"
-        "import ftmon.protocol.run.run_store, ftmon.protocol.link.sockets, ftmon.protocol.recording.reader\n"
+        "import ftmon.protocol.run.rundir, ftmon.protocol.link.sockets, ftmon.protocol.recording.reader\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

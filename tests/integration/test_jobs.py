@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.jobs import Job
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Closing, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.tui.model.jobs import job_rows
+from ftmon.tui.model.runs import job_rows
 from ftmon.tui.source.load import describe, load
 from ftmon_process import Ftmon, ftmon_home, lines_with
 from hub_client import App, fake_ranks, hub_gone, started

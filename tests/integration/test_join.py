@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.link.join import join_path, read_join
-from ftmon.protocol.run.run_options import MultiHost
-from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.launch import join
-from ftmon.trainer.launch.join import prepare, push
+from ftmon.protocol.run.rundir import MultiHost, RunDir
+from ftmon.trainer.launch import environment
+from ftmon.trainer.launch.environment import prepare, push
 
 SSH = """\
 #!/bin/sh
@@ -60,7 +59,7 @@ def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(
         f'case "$*" in *" hangs "*) exec sleep 600 ;; esac\ncat > {got}; exit 0\n'
     )
     program.chmod(0o755)
-    monkeypatch.setattr(join, "_PUSH_SECONDS", 12.0)  # in which the host that answers has done so
+    monkeypatch.setattr(environment, "_PUSH_SECONDS", 12.0)  # in which the host that answers has done so
     environ = {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}
     try:
         problems = push(run, MultiHost(["hangs", "there"]), environ)

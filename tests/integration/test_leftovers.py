@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.hub_facts import left_process
-from ftmon.protocol.analysis.stalls.activity import Activity
+from ftmon.protocol.analysis.stalls.evidence import Activity
 from ftmon.protocol.run.rundir import RunFile
 from ftmon.trainer.host import processes
-from ftmon.trainer.host.inspection import activity
-from ftmon.trainer.hub.analyses.analysis import Analysis
-from ftmon.trainer.hub.detect.leftovers import Leftovers, facts_of
+from ftmon.trainer.host.inspection import inspect
+from ftmon.trainer.hub.analyses import Analysis
+from ftmon.trainer.hub.detect import Leftovers, facts_of
 
 # Between vfork and the child's end the kernel holds the parent in state D (vfork(2)).
 UNINTERRUPTIBLE = """
@@ -73,7 +73,7 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
 
 
 def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Process):
-    look = activity.measure(sleeper.pid, None, processes.table(), 1.0)
+    look = inspect.measure(sleeper.pid, None, processes.table(), 1.0)
     assert look.on_disk
     assert look._replace(time=2.0).work_since(look) == "disk"
     assert "uninterruptible" in left_process(facts_of(sleeper))
@@ -99,7 +99,7 @@ def running(script: str) -> Iterator[processes.Process]:
 
 
 def measure(process: processes.Process) -> Activity:
-    return activity.measure(process.pid, None, processes.table(), time.monotonic())
+    return inspect.measure(process.pid, None, processes.table(), time.monotonic())
 
 
 def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():

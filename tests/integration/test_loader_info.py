@@ -1,7 +1,7 @@
 """What the probe reads off a loader with workers."""
 
 import torch
-from ftmon.trainer.probe.link.slow_facts import loader_info
+from ftmon.trainer.probe.link.publisher import loader_info
 
 
 def test_the_settings_of_a_loader_with_workers_are_read_off_its_iterator():

@@ -16,12 +16,11 @@ from ftmon.protocol.messages.telemetry import AllocatorEvents, Stacks
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.app import FtmonApp
-from ftmon.tui.screens.events import EventsScreen
-from ftmon.tui.screens.memory import MemoryScreen
+from ftmon.tui.screens.memory import EventsScreen, MemoryScreen
 from ftmon.tui.screens.stacks import StackList, StacksScreen
 from ftmon.tui.source.live import LiveSource
-from ftmon.tui.widgets.base.canvas import Canvas
-from ftmon.tui.widgets.state import app_state
+from ftmon.tui.widgets import state
+from ftmon.tui.widgets.base import Canvas
 from ftmon_process import Ftmon
 from peaks import Explained
 from scenes import STACKS, until
@@ -35,7 +34,7 @@ HALF = next(index for index, frame in enumerate(FRAMES) if getattr(frame.message
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     run = RunDir(tmp_path / "runs" / RUN.id)
     run.path.mkdir(parents=True, mode=0o700)
     for folder in (run.logs, run.snapshots):

@@ -13,11 +13,11 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run.exits import RUN_USAGE
+from ftmon.protocol.run.end import RUN_USAGE
 from ftmon.protocol.run.notices import Notice, Notify
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.hub.control import notify
-from ftmon.trainer.hub.control.notify import DeliveryError, Notifier, deliver
+from ftmon.trainer.hub import notify
+from ftmon.trainer.hub.notify import DeliveryError, Notifier, deliver
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 
 NOTICE = Notice("oom", "train-1", "node", 5.0, "rank 0 out of memory", "try a smaller batch")

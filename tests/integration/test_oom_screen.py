@@ -7,17 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 from eventually import SECONDS
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Accepted
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.alerts import AlertsScreen
-from ftmon.tui.screens.oom.captured import CapturedScreen, file_of, place_words
-from ftmon.tui.screens.oom.release import ReleaseDialog
-from ftmon.tui.screens.oom.screen import OomScreen
+from ftmon.tui.screens.oom import CapturedScreen, OomScreen, ReleaseDialog, file_of, place_words
 from ftmon.tui.screens.overview import OverviewScreen
-from ftmon.tui.screens.snapshot.help import SnapshotHelp
-from ftmon.tui.widgets.base.canvas import Canvas
-from ftmon.tui.widgets.state import app_state
+from ftmon.tui.screens.snapshot import SnapshotHelp
+from ftmon.tui.widgets import state
+from ftmon.tui.widgets.base import Canvas
 from oomscenes import NAME, HeldRun, oom_of, out_of_memory
 from scenes import ReadyReplay, until
 
@@ -77,7 +75,7 @@ async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp
         await pilot.press(*"x.shapf", "backspace", "e", "enter")
         await shown(pilot, lambda: source.commands, "the command")
         (record,) = source.commands.values()
-        assert record.verb == verbs.Console("x.shape", 1)
+        assert record.verb == control.Console("x.shape", 1)
         source.answer(record.id, "torch.Size([4, 4736])\n\x1b[2J\x1b]0;owned\x07", "", place="model.py:143 forward")
         await shown(pilot, lambda: "torch.Size([4, 4736])" in text_of(app), "the output")
         assert "in model.py:143 forward" in text_of(app)
@@ -86,12 +84,12 @@ async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp
         # A block is continued until an empty line, and the history brings it back.
         await pilot.press(*"for i in y:", "enter", "tab", *"i", "enter", "enter")
         await shown(pilot, lambda: len(source.commands) == 2, "the second command")
-        assert source.commands["1"].verb == verbs.Console("for i in y:\n    i", 1)
+        assert source.commands["1"].verb == control.Console("for i in y:\n    i", 1)
         source.commands["1"].accepted = Accepted("1", False, "what was asked before is still running")
         await shown(pilot, lambda: "refused: what was asked before" in text_of(app), "the refusal")
         await pilot.press("up", "up", "home", "delete", "enter")
         await shown(pilot, lambda: len(source.commands) == 3, "the third command")
-        assert source.commands["2"].verb == verbs.Console(".shape", 1)
+        assert source.commands["2"].verb == control.Console(".shape", 1)
         await pilot.press("escape")
         await shown(pilot, lambda: "what to try" in text_of(app), "the report")
 
@@ -132,7 +130,7 @@ async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> No
         await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog again")
         await pilot.press("right", "enter")
         await shown(pilot, lambda: source.commands, "the command")
-        assert source.commands["0"].verb == verbs.Release([1])
+        assert source.commands["0"].verb == control.Release([1])
 
 
 async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_comes_back(tmp_path: Path) -> None:
@@ -175,7 +173,7 @@ data: {path: rows.jsonl}
 async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refuses_them_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", SECONDS)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     source = HeldRun(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "off"))

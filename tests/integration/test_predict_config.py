@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.estimates.largest import Largest
-from ftmon.protocol.analysis.estimates.live import predicted
-from ftmon.protocol.messages.prediction import Prediction
+from ftmon.protocol.analysis.estimates.ranking import Largest
+from ftmon.protocol.analysis.estimates.time import predicted
+from ftmon.protocol.messages.memory import Prediction
 from ftmon.protocol.run.rundir import RunDir, RunFile
+from ftmon.trainer.predict.answer import render
 from ftmon.trainer.predict.result import Prediction as Answer
-from ftmon.trainer.predict.show import render
-from ftmon.tui.model.what_if import Answer as WhatIfAnswer
+from ftmon.tui.model.peaks import Answer as WhatIfAnswer
 
 SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
 MIB = 1 << 20

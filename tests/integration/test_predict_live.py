@@ -9,11 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import RunDir
-from ftmon.protocol.run.start_request import StartRequest
+from ftmon.protocol.run.rundir import RunDir, RunOptions
+from ftmon.protocol.run.start import StartRequest
 from ftmon.trainer.launch.start import start_run
 from ftmon.trainer.predict.live import cache_file
 from hub_client import exit_of, fake_ranks, hub_gone, hub_of
@@ -56,7 +55,7 @@ def test_a_configuration_that_was_predicted_before_is_sent_and_kept_once_whateve
 
 BACKGROUND = """
 import os, sys, time
-from ftmon.trainer.host.low_priority import end_with_parent, lower_priority
+from ftmon.trainer.host.processes import end_with_parent, lower_priority
 end_with_parent(os.getppid())
 lower_priority()
 idle = os.sched_getscheduler(0) == os.SCHED_IDLE

@@ -45,15 +45,6 @@ LOOP = [
     "plain",
 ]
 TRAINER = ["torchrun", "--nproc_per_node=1", str(SCRIPTS / "dry_trainer.py"), "FOLDER", "auto", "out"]
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_machines: 1
-num_processes: 1
-deepspeed_config: {zero_stage: 1, gradient_accumulation_steps: 2}
-"""
-LAUNCHED = ["accelerate", "launch", "--config_file", "launch.yaml", str(SCRIPTS / "dry_accelerate.py"), "FOLDER"]
 OTHERS = {
     "never calls it": ("print('hello')\n", "ended without calling deepspeed.initialize"),
     "wrapped by DDP": (
@@ -91,12 +82,10 @@ def predictions(folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(MODEL))  # and no weights
     for name, settings in {"plain": PLAIN, "auto": AUTO}.items():
         (folder / name).write_text(json.dumps(settings))
-    (folder / "launch.yaml").write_text(ACCELERATE)
     own = ["--json", "--sequence-length=64", "--script", "--"]
     words = {
         "loop": [*own, *LOOP],
         "trainer": [*own, *TRAINER],
-        "accelerate": [*own, *LAUNCHED],
         "branches": [*own, *LOOP, "--branch"],
         "changed": ["--what-if", "--capacity=8000000000", *own, "python", str(SCRIPTS / "dry_composed.py"), "FOLDER"],
     }
@@ -125,10 +114,9 @@ def point(answer: dict[str, Any]) -> dict[str, Any]:
     return point
 
 
-@pytest.mark.parametrize("name", ["loop", "trainer", "accelerate"])
+@pytest.mark.parametrize("name", ["loop", "trainer"])
 def test_a_script_has_the_states_of_its_model_and_configuration(predictions: dict[str, Any], name: str) -> None:
-    # A Trainer of transformers has filled in what its configuration leaves to it (auto), under another ZeRO stage;
-    # a loop on Accelerate has all of its configuration from the launcher.
+    # A Trainer of transformers has filled in what its configuration leaves to it (auto), under another ZeRO stage.
     parts = point(predictions[name])["ranks"][0]["phases"]["optimizer"]["parts"]
     assert parts["master_copies"] == pytest.approx(4 * PARAMETERS, rel=0.03)
     assert parts["optimizer_states"] == pytest.approx(8 * PARAMETERS, rel=0.03)

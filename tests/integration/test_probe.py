@@ -31,7 +31,7 @@ from ftmon.protocol.messages.telemetry import (
 )
 from ftmon.protocol.messages.wire import LossCounter
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.trainer.launch.environment import executable_command
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
@@ -285,7 +285,7 @@ def watched(tmp_path, monkeypatch):
 
     def begun():
         assert job.poll() is None, (tmp_path / "output").read_text()
-        runs = run_store.all_runs()
+        runs = rundir.all_runs()
         return runs and runs[0].living_hub() and runs
 
     runs = eventually(begun, "a run with a hub")

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 from ftmon.protocol.messages.telemetry import Heartbeat, Hello, Step
-from ftmon.tui.model.phases import shares
+from ftmon.tui.model.rank import shares
 from ports import free_port
 from probe_collector import BIN, SCRIPTS
 

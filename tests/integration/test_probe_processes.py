@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from ftmon.protocol.run.rundir import RANK_PID_ENV
 from ftmon.trainer.host import processes
-from ftmon.trainer.host.inspection import activity
-from ftmon.trainer.launch.environment import INJECT_DIR as INJECT
+from ftmon.trainer.host.inspection import inspect
+from ftmon.trainer.host.processes import INJECT_DIR as INJECT
 from ftmon.trainer.launch.environment import executable_command
-from ftmon.trainer.probe.rank.roles import RANK_PID_ENV
 
 CODE = """
 import torch, torch.distributed as dist
@@ -136,8 +136,8 @@ def test_torchscript_compiles_the_functions_that_hooks_replace(tmp_path: Path):
 RUSAGE = """
 import os, resource, sys
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.device.cpu import CpuMemory
-from ftmon.trainer.probe.device.rusage import install, real_getrusage
+from ftmon.trainer.probe.device.memory import CpuMemory
+from ftmon.trainer.probe.device.memory import install, real_getrusage
 install()
 from resource import getrusage
 children = real_getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # not 0 where importing torch starts a process
@@ -196,7 +196,7 @@ def test_a_launcher_started_from_inside_a_rank_is_refused_in_words_before_it_imp
 DUMPED = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from ftmon.trainer.probe.link.stack_dump import Dumper
+from ftmon.trainer.probe.link.stacks import Dumper
 dumper = Dumper(Path(sys.argv[1]), threading.main_thread().ident)
 told, go = [], threading.Event()
 def publish():
@@ -241,7 +241,7 @@ def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_t
         def signalled() -> None:
             # Not while its main thread still runs Python, whose frames change while they are written.
             state = processes.table()[process.pid].state
-            if state == "S" and activity.wchan(process.pid, process.pid) in ("", "hrtimer_nanosleep"):
+            if state == "S" and inspect.wchan(process.pid, process.pid) in ("", "hrtimer_nanosleep"):
                 libc.tgkill(process.pid, receiver, number)
 
         eventually(found, "the stacks", each=signalled, every=0.2)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ftmon.trainer.launch.environment import INJECT_DIR
+from ftmon.trainer.host.processes import INJECT_DIR
 
 SCRIPT = """
 import logging, sys

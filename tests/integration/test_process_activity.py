@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.analysis.stalls.activity import Activity, Work
+from ftmon.protocol.analysis.stalls.evidence import Activity, Work
 from ftmon.protocol.messages.telemetry import SelfDump
 from ftmon.trainer.host import processes
-from ftmon.trainer.host.escaped import Origin, escaped, origin
-from ftmon.trainer.host.inspection import activity, file_locks
-from ftmon.trainer.host.inspection.gil_wait import RANKS_AT_ONCE
-from ftmon.trainer.host.inspection.rank_inspection import Inspection, inspect_ranks
-from ftmon.trainer.host.inspection.stack_dump import DumpTarget
+from ftmon.trainer.host.inspection import inspect
+from ftmon.trainer.host.inspection.inspect import RANKS_AT_ONCE, DumpTarget, Inspection, inspect_ranks
+from ftmon.trainer.host.processes import Origin, escaped, origin
 
 JUDGED_SECONDS = 0.7
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"
@@ -54,10 +52,10 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"up\n"
-        looks = [activity.measure(process.pid, None, processes.table(), time.monotonic())]
+        looks = [inspect.measure(process.pid, None, processes.table(), time.monotonic())]
 
         def seen() -> Work:
-            looks.append(activity.measure(process.pid, None, processes.table(), time.monotonic()))
+            looks.append(inspect.measure(process.pid, None, processes.table(), time.monotonic()))
             return looks[-1].work_since(looks[-2])
 
         # Between two looks the time passes that is judged. A child may still start in the first.
@@ -138,7 +136,7 @@ def test_a_process_blocked_on_a_file_lock_is_found_with_the_file_and_its_holder(
     waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         found = eventually(
-            lambda: waiter.pid in (held := file_locks.blocked(processes.table())) and held, "the lock's waiter"
+            lambda: waiter.pid in (held := inspect.lock_waiters(processes.table())) and held, "the lock's waiter"
         )
         assert (found[waiter.pid].holder, found[waiter.pid].path) == (holder.pid, str(path))
         assert holder.pid not in found

@@ -9,9 +9,8 @@ import pytest
 from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.end import kill as killer
-from ftmon.trainer.host.end.kill import Kill, KillScope, Outcome, Target
-from ftmon.trainer.host.end.terminate import sweep
-from ftmon.trainer.host.hardware.gpu_memory import GpuUse, verdict
+from ftmon.trainer.host.end.kill import Kill, KillScope, Outcome, Target, sweep
+from ftmon.trainer.host.hardware.gpus import GpuUse, verdict
 
 RANK = """
 import os, signal, subprocess, sys

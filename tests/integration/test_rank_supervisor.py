@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact
+from ftmon.protocol.analysis.stalls.tracker import ProcessFact
 from ftmon.protocol.host.process import start_ticks
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.supervisor import Supervisor

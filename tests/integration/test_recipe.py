@@ -13,8 +13,8 @@ pytest.importorskip("deepspeed")
 import torch
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA
 from safetensors.torch import load_file
 
 BASE = [

@@ -10,7 +10,7 @@ import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import LogLine, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording import batch as batch_module
+from ftmon.protocol.recording import writer as batch_module
 from ftmon.protocol.recording import writer as writer_module
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer

@@ -8,7 +8,7 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Hello, Step
-from ftmon.protocol.recording import removed
+from ftmon.protocol.recording import writer as removed
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
 from hub_client import App, exit_of, fake_ranks, hub_gone, started

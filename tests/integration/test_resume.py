@@ -13,13 +13,13 @@ pytest.importorskip("deepspeed")
 
 import torch
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.recipe.chat import source
-from ftmon.trainer.recipe.chat.load import load as load_chat
-from ftmon.trainer.recipe.checkpoint import folder
+from ftmon.trainer.recipe.chat import session
+from ftmon.trainer.recipe.chat.session import load as load_chat
+from ftmon.trainer.recipe.checkpoint import manifest
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.demo import DATA
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.start import DATA
 
 pytestmark = pytest.mark.timeout(1800)  # the jobs of all tests run in the first one's fixture
 STEPS = 7
@@ -213,7 +213,7 @@ def test_fewer_ranks_with_a_smaller_global_batch_are_refused_with_the_fix(runs: 
 def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
     for kind in ("z2-lora", "z3-lora"):
         path = runs.path / f"whole-{kind}" / "checkpoints" / "step-6"
-        found = folder.examine(path)[0]
+        found = manifest.examine(path)[0]
         assert found is not None
         assert found.manifest.base is not None
         assert all("lora_" in name for name in found.manifest.trained)
@@ -228,7 +228,7 @@ def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
 
 @pytest.mark.parametrize("kind", ["z0", "z2", "z3"])
 def test_a_checkpoint_loads_for_a_chat_with_the_weights_that_were_trained(runs: Runs, kind: str) -> None:
-    found = source.find(str(runs.path / f"whole-{kind}" / "checkpoints"))
+    found = session.find(str(runs.path / f"whole-{kind}" / "checkpoints"))
     assert found.is_checkpoint
     assert f"after step {STEPS}" in found.text
     loaded = load_chat(found, "auto")
@@ -240,7 +240,7 @@ def test_a_checkpoint_loads_for_a_chat_with_the_weights_that_were_trained(runs: 
 def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name(runs: Runs) -> None:
     assert "final model" in runs.text["named"]
     weights: dict[str, torch.Tensor] = load_chat(
-        source.find(str(runs.path / "named" / "checkpoints" / "step-2")), "cpu"
+        session.find(str(runs.path / "named" / "checkpoints" / "step-2")), "cpu"
     ).model.state_dict()
     base, final = runs.weights("whole-z2"), runs.weights("named")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -258,7 +258,7 @@ def test_adapters_saved_alone_on_random_weights_bring_those_weights_along(runs: 
     assert adapters
     assert all(bool((one != 0).any()) for one in adapters.values())
     with pytest.raises(UsageError, match="adapters of a model with random weights"):
-        load_chat(source.find(str(runs.path / "unmerged" / "checkpoints")), "cpu")
+        load_chat(session.find(str(runs.path / "unmerged" / "checkpoints")), "cpu")
 
 
 def test_the_final_model_has_a_card_and_its_own_settings(runs: Runs) -> None:

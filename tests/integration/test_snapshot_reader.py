@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.snapshot.errors import SnapshotError
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
+from ftmon.protocol.snapshot.columns import SnapshotError
 from ftmon.protocol.snapshot.reader import open_snapshot
 from snapshot_files import DATA, ELEMENTS, bomb, read_snapshot
 

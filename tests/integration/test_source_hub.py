@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
@@ -53,7 +53,7 @@ def test_a_run_is_watched_from_a_late_join_to_its_kill_and_its_replay_is_what_wa
         late.transport.live()
         pump(late, lambda: late.transport.mode == "live" and late.model.step >= 70)
 
-        record = late.commands[late.send(verbs.Kill())]
+        record = late.commands[late.send(control.Kill())]
         # The result is published too, and that may come before both answers.
         pump(late, lambda: record.result is not None and record.accepted is not None)
         assert record.accepted is not None

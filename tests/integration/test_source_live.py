@@ -12,17 +12,17 @@ import zmq
 from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.link import sockets
-from ftmon.protocol.messages import verbs
+from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Alert, HubStats
 from ftmon.protocol.messages.telemetry import Heartbeat, Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.status import status
-from ftmon.tui.source import feed as feed_module
+from ftmon.tui.model.run import status
+from ftmon.tui.source import live as feed_module
 from ftmon.tui.source.live import LiveSource
-from ftmon.tui.source.remote import TIMEOUT_S
+from ftmon.tui.source.ssh import TIMEOUT_S
 from small_hub import SmallHub
 from streams import Stream
 
@@ -220,7 +220,7 @@ def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
         source = LiveSource(run)
         source.start()
         pump(source, lambda: source.can_command)
-        record = source.commands[source.send(verbs.Stacks([1]))]
+        record = source.commands[source.send(control.Stacks([1]))]
         # The result is published too, and that may come before both.
         pump(source, lambda: record.done and record.accepted is not None)
         assert hub.commands[0].args == {"ranks": [1]}
@@ -235,7 +235,7 @@ def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
 def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
     source = LiveSource(run)
     source.start()
-    record = source.commands[source.send(verbs.Kill())]
+    record = source.commands[source.send(control.Kill())]
     pump(source, lambda: record.done)
     assert record.accepted is not None
     assert "hub is gone" in record.accepted.text

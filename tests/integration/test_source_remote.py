@@ -11,7 +11,7 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Answer, Query
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.tui.source.remote import RemoteReader
+from ftmon.tui.source.ssh import RemoteReader
 from small_hub import SmallHub
 from streams import Stream
 

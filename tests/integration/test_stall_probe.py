@@ -8,9 +8,9 @@ from typing import Any
 
 from eventually import eventually
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.host import flow, processes
+from ftmon.trainer.host import loop, processes
 from ftmon.trainer.host.end.kill import Target
-from ftmon.trainer.host.inspection import activity
+from ftmon.trainer.host.inspection import inspect
 from stall_bench import Bench
 
 
@@ -20,12 +20,12 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
         try:
             process = processes.read(child.pid)
             assert process is not None
-            eventually(lambda: "nanosleep" in activity.wchan(child.pid, child.pid), "it sleeps")
+            eventually(lambda: "nanosleep" in inspect.wchan(child.pid, child.pid), "it sleeps")
             target = Target(0, child.pid, process.start_ticks)
             bench.parts.targets = lambda: [target]
 
             def observe() -> None:
-                found = activity.measure(child.pid, None, processes.table(), time.monotonic())
+                found = inspect.measure(child.pid, None, processes.table(), time.monotonic())
                 bench.patch("_activity_of", lambda _: found)
                 bench.look({})
 
@@ -41,12 +41,12 @@ def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: An
                     eventually(lambda: is_in("S"), "it sleeps again")
                 return "Process 1: native", ""
 
-            monkeypatch.setattr("ftmon.trainer.host.inspection.stack_dump.native", pause)
+            monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.native", pause)
             observe()
-            before = activity.switches(child.pid, child.pid)
-            flow.start(bench.stall_probe.read_native([0], "why"))
+            before = inspect.switches(child.pid, child.pid)
+            loop.start(bench.stall_probe.read_native([0], "why"))
             eventually(lambda: bench.emitted, "its stacks")
-            assert activity.switches(child.pid, child.pid) > before
+            assert inspect.switches(child.pid, child.pid) > before
             observe()
         finally:
             child.kill()

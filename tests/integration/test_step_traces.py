@@ -13,13 +13,12 @@ from eventually import eventually
 from ftmon.protocol.host.process import ProcessId, is_alive
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import HubStats
-from ftmon.protocol.messages.memory import Composition
-from ftmon.protocol.messages.step_trace import StepMark, StepTrace
+from ftmon.protocol.messages.memory import Composition, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.host import processes
-from ftmon.trainer.hub.analyses.trace_analysis import TraceAnalysis
+from ftmon.trainer.hub.analyses import TraceAnalysis
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 
 STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"
@@ -105,7 +104,7 @@ def test_a_worker_that_is_killed_costs_its_trace_and_no_more(traces):
         [worker] = [
             process
             for process in processes.descendants([os.getpid()], processes.table())
-            if processes.runs_module(process.pid, "ftmon.trainer.hub.analyses.trace_worker")
+            if processes.runs_module(process.pid, "ftmon.trainer.hub.trace_worker")
         ]
         os.kill(worker.pid, signal.SIGKILL)
         eventually(lambda: not ((now := processes.same(worker)) and now.alive), "its end")

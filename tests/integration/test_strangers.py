@@ -24,9 +24,8 @@ from ftmon.protocol.link import keys
 from ftmon.protocol.link.sockets import peer_socket, secure_client
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Command, Result
-from ftmon.protocol.run import run_store
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import HubFile, RunDir
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import HubFile, RunDir, RunOptions
 from ftmon_process import Ftmon
 from hub_client import App, hub_of
 from ports import listen_address
@@ -55,7 +54,7 @@ def end_hub(hub: "subprocess.Popen[bytes]") -> None:
 @pytest.fixture(scope="module")
 def listening(home: Path) -> Iterator[RunDir]:
     """A run whose hub also listens on TCP."""
-    run = run_store.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
+    run = rundir.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
     # Without a launcher that lives, the hub would leave when a minute has brought no rank.
     launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = ProcessId(launcher.pid, start_ticks(launcher.pid) or 0)
@@ -79,7 +78,7 @@ def commands(run: RunDir) -> list[Command]:
 
 
 def test_a_run_that_was_not_told_to_listen_is_on_no_network(home: Path) -> None:
-    run = run_store.create("closed", ["true"], "watch")
+    run = rundir.create("closed", ["true"], "watch")
     hub = start_hub(run)
     try:
         assert psutil.Process(hub.pid).net_connections("inet") == []
@@ -251,7 +250,7 @@ def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir
 
 @pytest.mark.parametrize("case", ["open to others", "a symbolic link", "another user's"])
 def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_commands(home: Path, case: str) -> None:
-    run = run_store.create("planted", ["true"], "watch")
+    run = rundir.create("planted", ["true"], "watch")
     if case == "open to others":
         run.path.chmod(0o755)
     elif case == "a symbolic link":
@@ -287,7 +286,7 @@ def test_a_short_socket_directory_that_somebody_else_made_first_is_refused(
     deep = home / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("FTMON_HOME", str(deep))
-    run = run_store.create("long", ["true"], "watch")
+    run = rundir.create("long", ["true"], "watch")
     twin = Path(run.ipc_address("control").removeprefix("ipc://")).parent
     assert twin.stat().st_mode & 0o077 == 0
     os.chown(twin, 12345, 12345)

@@ -16,7 +16,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.sweep.rows import Row
 from ftmon.protocol.sweep.store import read
-from ftmon.trainer.recipe.demo import DATA
+from ftmon.trainer.recipe.start import DATA
 from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for
 

@@ -11,11 +11,11 @@ import pytest
 from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.host.process import ProcessId, start_ticks
 from ftmon.protocol.sweep.rows import Budget, Entry, Started
+from ftmon.tui.cli import train
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.train import sweep
 from ftmon.tui.model.sweep import SweepModel
-from ftmon.tui.screens.sweep.app import SweepApp
-from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.screens.sweep import SweepApp
+from ftmon.tui.widgets.base import Canvas
 from scenes import until
 from sweep_results import done, out_of_memory, planned, write_results
 
@@ -90,5 +90,5 @@ def test_a_sweep_that_is_refused_leaves_earlier_results_as_they_were_whatever_th
     path = written(tmp_path / "rows.log", ProcessId(1, 1))
     before = path.read_bytes()
     with pytest.raises(FtmonError):
-        sweep._start(path, parse(["sweep", str(tmp_path / "missing.yaml"), "--output", str(path)]))
+        train._start(path, parse(["sweep", str(tmp_path / "missing.yaml"), "--output", str(path)]))
     assert path.read_bytes() == before

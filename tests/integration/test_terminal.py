@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.run import run_store
+from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon_process import LONG_SECONDS, PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
@@ -92,7 +92,7 @@ def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     home: Ftmon, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTMON_HOME", str(home.home))
-    run = run_store.create("recorded", ["train.py"], "run")
+    run = rundir.create("recorded", ["train.py"], "run")
     write(run.recording, Stream(ranks=2, steps=20).frames())
     run.write_exit(ExitFile(0, Stream.started + 20, "finished", "exit code 0"))
     command(terminal, PROGRAM)

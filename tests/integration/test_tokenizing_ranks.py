@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from ftmon.trainer.recipe.config.schema import Config, Data, Tokenizer, Training
-from ftmon.trainer.recipe.data import handover, pipeline, prepare, sources
+from ftmon.trainer.recipe.data import pipeline
+from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.encode import Encoder
 from small_tokenizer import family_tokenizer
 
@@ -48,8 +49,8 @@ def test_other_ranks_wait_for_rank_0_without_a_limit_and_learn_of_its_end(tmp_pa
     first.communicate()
     assert waiting.stdout.readline() == "rank 0 ended while it prepared the data\n"
     assert waiting.wait(60) == 0
-    handover.leave(status, handover.Status(folder="there"))
-    assert handover.wait(status, first.pid).folder == "there"
+    pipeline.leave(status, pipeline.Status(folder="there"))
+    assert pipeline.wait(status, first.pid).folder == "there"
 
 
 def chats(path: Path, *answers: Any) -> Path:
@@ -121,7 +122,7 @@ def test_every_rank_has_the_template_that_rank_0_chose_and_texts_need_none(tmp_p
 
         def rank(number: int) -> Any:
             world: Any = ThreadWorld(number, shared, barrier)
-            made, _, examples = prepare.prepare(config, world, tmp_path, None)
+            made, _, examples = pipeline.prepare(config, world, tmp_path, None)
             assert len(examples.rows) == 2
             return made.chat_template
 

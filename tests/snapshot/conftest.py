@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
-from ftmon.tui.widgets.state import app_state
+from ftmon.tui.widgets import state
 from scenes import ReadyReplay, hanging, recorded, settled
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
@@ -34,7 +34,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def messages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what the key bar says for seconds until the picture is taken, however slow the machine."""
-    monkeypatch.setattr(app_state, "MESSAGE_SECONDS", 600.0)
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
-from ftmon.tui.screens.oom import captured
-from ftmon.tui.screens.oom.screen import OomScreen
+from ftmon.tui.screens import oom
+from ftmon.tui.screens.oom import OomScreen
 from oomscenes import TENSORS, HeldRun
 from scenes import until
 
@@ -22,8 +22,8 @@ def unanswered(source: HeldRun) -> str | None:
 def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Compare the screen of a held rank after some keys; what is typed is answered."""
     # Where the run lies differs from machine to machine.
-    monkeypatch.setattr(captured, "place_words", lambda *_: "~/ftmon/runs/llama3/snapshots/rank-1-oom.pickle")
-    monkeypatch.setattr("ftmon.tui.screens.oom.screen.place_words", captured.place_words)
+    monkeypatch.setattr(oom, "place_words", lambda *_: "~/ftmon/runs/llama3/snapshots/rank-1-oom.pickle")
+    monkeypatch.setattr("ftmon.tui.screens.oom.place_words", oom.place_words)
 
     def compare(size: tuple[int, int], *keys: str, answers: tuple[str, ...] = (), **options: Any) -> bool:
         source = HeldRun(tmp_path)

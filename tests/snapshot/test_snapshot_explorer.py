@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.tui.screens.snapshot.app import SnapshotApp
+from ftmon.tui.screens.snapshot import SnapshotApp
 from phasesnapshot import step_with_phases
 
 DATA = Path(__file__).parents[1] / "data"

@@ -18,23 +18,12 @@ from typing import Any
 import msgspec
 from ftmon.protocol.host import process
 from ftmon.protocol.link import join
-from ftmon.protocol.messages import (
-    blocks,
-    health,
-    hosts,
-    jobs,
-    memory,
-    oom,
-    prediction,
-    step_trace,
-    telemetry,
-    throughput,
-    verbs,
-    wire,
-)
+from ftmon.protocol.messages import control, hosts, memory, telemetry, throughput, wire
 from ftmon.protocol.recording import results
-from ftmon.protocol.run import end_request, notices, run_options, rundir, start_request
-from ftmon.protocol.snapshot import model
+from ftmon.protocol.run import end as end_request
+from ftmon.protocol.run import notices, rundir
+from ftmon.protocol.run import start as start_request
+from ftmon.protocol.snapshot import columns
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -46,25 +35,25 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     telemetry.PhaseRecord,
     telemetry.AllocatorPhase,
     telemetry.ProcessMemory,
-    health.DataLoaderInfo,
-    health.Compilation,
-    health.Volume,
+    telemetry.DataLoaderInfo,
+    telemetry.Compilation,
+    telemetry.Volume,
     memory.PhaseComposition,
-    step_trace.StepMark,
-    step_trace.Sightings,
-    model.Snapshot,
-    model.Trace,
-    model.Segment,
-    model.Annotation,
+    memory.StepMark,
+    memory.Sightings,
+    columns.Snapshot,
+    columns.Trace,
+    columns.Segment,
+    columns.Annotation,
     memory.StackGroup,
-    blocks.SegmentUse,
-    oom.OomVerdict,
-    oom.Remedy,
-    oom.RankMoment,
+    telemetry.SegmentUse,
+    memory.OomVerdict,
+    memory.Remedy,
+    memory.RankMoment,
     rundir.RunFile,
     rundir.Recipe,
-    run_options.RunOptions,
-    run_options.MultiHost,
+    rundir.RunOptions,
+    rundir.MultiHost,
     start_request.StartRequest,
     notices.Notify,
     end_request.EndRequest,
@@ -74,16 +63,16 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     process.ProcessId,
     hosts.KernelKill,
     hosts.ProcessState,
-    jobs.JobRank,
-    jobs.JobPhase,
-    prediction.PredictedPoint,
-    prediction.PredictedPhase,
+    hosts.JobRank,
+    hosts.JobPhase,
+    memory.PredictedPoint,
+    memory.PredictedPhase,
     join.JoinFile,
     results.RecordingInfo,
     results.MemoryColumn,
     results.StepPoint,
     results.TrainingPoint,
-    *(verb for verb in verbs.ALL if verb.__struct_fields__),
+    *(verb for verb in control.ALL if verb.__struct_fields__),
 )
 """What messages, files and answers consist of."""
 
@@ -94,8 +83,8 @@ _NAMES: Mapping[object, str] = {int: "int", float: "float", str: "str", bool: "b
 
 def heading(struct: type[msgspec.Struct]) -> str:
     """Return the heading under which a struct's table stands."""
-    if issubclass(struct, verbs.Verb):
-        return f"Arguments of `{verbs.name_of(struct)}`"
+    if issubclass(struct, control.Verb):
+        return f"Arguments of `{control.name_of(struct)}`"
     tag = struct.__struct_config__.tag
     return f"`{tag}` ({struct.__name__})" if tag else struct.__name__
 

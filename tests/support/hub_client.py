@@ -20,9 +20,8 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Result
 from ftmon.protocol.messages.telemetry import Hello
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.protocol.run.run_options import RunOptions
-from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
-from ftmon.protocol.run.start_request import StartRequest
+from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir, RunOptions
+from ftmon.protocol.run.start import StartRequest
 from ftmon.trainer.host import processes
 from ftmon.trainer.launch.start import start_run
 from run_picture import pictured

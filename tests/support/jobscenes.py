@@ -6,8 +6,8 @@ from pathlib import Path
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, Hello, Step
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.trainer.hub.jobs.job_table import JobTable
-from ftmon.trainer.hub.ranks.rank_link import identity_of
+from ftmon.trainer.hub.jobs import JobTable
+from ftmon.trainer.hub.ranks import identity_of
 from msgspec import structs
 from streams import STARTED, Stream, write
 

@@ -1,6 +1,5 @@
 """One example of every message with every field filled, none at its default: what golden bytes and documents cover."""
 
-from ftmon.protocol.messages.blocks import SegmentUse
 from ftmon.protocol.messages.control import (
     Accepted,
     Alert,
@@ -12,21 +11,22 @@ from ftmon.protocol.messages.control import (
     Result,
     RunState,
 )
-from ftmon.protocol.messages.health import (
-    Compilation,
-    Compiles,
-    DataLoaderInfo,
-    DeviceHealth,
-    DiskSpace,
-    Volume,
-    Xid,
+from ftmon.protocol.messages.hosts import AgentAck, AgentBeat, HostState, Job, JobPhase, JobRank, ProcessState
+from ftmon.protocol.messages.memory import (
+    Cause,
+    Composition,
+    OomReport,
+    OomVerdict,
+    PhaseComposition,
+    PredictedPhase,
+    PredictedPoint,
+    Prediction,
+    RankMoment,
+    Remedy,
+    Sightings,
+    StepMark,
+    StepTrace,
 )
-from ftmon.protocol.messages.hosts import AgentAck, AgentBeat, HostState, ProcessState
-from ftmon.protocol.messages.jobs import Job, JobPhase, JobRank
-from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.messages.oom import OomReport, OomVerdict, RankMoment, Remedy
-from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
-from ftmon.protocol.messages.step_trace import Sightings, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import (
     Activity,
     AllocatorEvents,
@@ -34,8 +34,13 @@ from ftmon.protocol.messages.telemetry import (
     Checkpoint,
     CheckpointFailed,
     Closing,
+    Compilation,
+    Compiles,
+    DataLoaderInfo,
+    DeviceHealth,
     DeviceInfo,
     DeviceSample,
+    DiskSpace,
     EarlyStop,
     Evaluation,
     Failure,
@@ -43,20 +48,24 @@ from ftmon.protocol.messages.telemetry import (
     Heartbeat,
     Hello,
     LogLine,
-    ModelFlops,
     Oom,
     PhaseRecord,
     Plan,
     ProcessMemory,
+    SegmentUse,
     SelfDump,
     SnapshotTaken,
     Span,
+    StackGroup,
     Stacks,
     Step,
     Update,
+    Volume,
+    Xid,
 )
+from ftmon.protocol.messages.throughput import ModelFlops
 from ftmon.protocol.messages.wire import Message
-from ftmon.protocol.snapshot.model import Annotation, Frame, Segment, Snapshot, Trace
+from ftmon.protocol.snapshot.columns import Annotation, Frame, Segment, Snapshot, Trace
 
 GIB = 2**30
 T = 1_780_000_000.25

@@ -4,19 +4,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.analysis.oom.verdict import OomContext
+from ftmon.protocol.analysis.oom.detector import OomContext
 from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
-from ftmon.protocol.messages.blocks import StackGroup
-from ftmon.protocol.messages.control import Accepted, Alert, RankState, Result
-from ftmon.protocol.messages.oom import OomReport, RankMoment
-from ftmon.protocol.messages.telemetry import Oom
-from ftmon.protocol.messages.verbs import Verb
+from ftmon.protocol.messages.control import Accepted, Alert, RankState, Result, Verb
+from ftmon.protocol.messages.memory import OomReport, RankMoment
+from ftmon.protocol.messages.telemetry import Oom, StackGroup
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
-from ftmon.tui.source.base import CommandRecord, Connection
-from ftmon.tui.source.transport import Transport
+from ftmon.tui.source.base import CommandRecord, Connection, Transport
 from streams import GIB, Stream, write
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftmon.protocol.messages.control import Alert, RankState, RunState
-from ftmon.protocol.messages.memory import Cause, Composition, PhaseComposition, StackGroup
-from ftmon.protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.messages.memory import (
+    Cause,
+    Composition,
+    PhaseComposition,
+    PredictedPhase,
+    PredictedPoint,
+    Prediction,
+)
 from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -24,6 +30,7 @@ from ftmon.protocol.messages.telemetry import (
     ProcessMemory,
     SnapshotTaken,
     Span,
+    StackGroup,
     Step,
 )
 from ftmon.protocol.messages.wire import Frame, Message
@@ -360,7 +367,7 @@ class Explained:
                     "cause_step": step,
                     "cause_pattern": "gradient_upcast",
                     "cause_where": "stage3.py:2040 _prepare_sub_group",
-                    "mend": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
+                    "remedy": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
                     "saves_bytes": 1416 * MIB,
                     "armed_us": 71_000,
                     "usual_us": 55_800,

@@ -5,7 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.snapshot.columns import compact
 
 STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"

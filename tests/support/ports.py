@@ -2,7 +2,7 @@
 
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.link.sockets import CHANNELS
-from ftmon.trainer.host.listen import check_free, parse_listen
+from ftmon.trainer.host.sockets import check_free, parse_listen
 from ftmon.trainer.recipe import hardware
 from ftmon.trainer.recipe.hardware import free_port
 

@@ -12,11 +12,11 @@ import zmq
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Command
-from ftmon.protocol.messages.step_trace import StepTrace
+from ftmon.protocol.messages.memory import StepTrace
 from ftmon.protocol.messages.telemetry import Goodbye, Hello
-from ftmon.protocol.run import run_store
-from ftmon.trainer.host.import_hook import INJECT_DIR
-from ftmon.trainer.hub.analyses import trace_worker
+from ftmon.protocol.run import rundir
+from ftmon.trainer.host.processes import INJECT_DIR
+from ftmon.trainer.hub import trace_worker
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 BIN = Path(sys.executable).parent
@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 class Collector:
     def __init__(self, home: Path):
         os.environ["FTMON_HOME"] = str(home)
-        self.run = run_store.create("probe-test", ["test"], "run")
+        self.run = rundir.create("probe-test", ["test"], "run")
         self.context = zmq.Context()
         self.telemetry = sockets.hub_socket(self.context, "telemetry")
         self.ranks = sockets.hub_socket(self.context, "ranks")

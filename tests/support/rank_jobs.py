@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eventually import eventually
-from ftmon.trainer.recipe import command
+from ftmon.trainer.recipe import start
 
 SERVER = Path(__file__).with_name("forked_ranks.py")
 START_SECONDS = 300
@@ -70,11 +70,11 @@ def sections(text: str) -> dict[str, str]:
 
 def environment_of(resolved: Any, cache: Path) -> dict[str, str]:
     """Return the environment of ranks outside of any run, with a folder of its own for prepared data sets."""
-    environment = {**os.environ, **command.launch_environment(resolved), "HF_DATASETS_CACHE": str(cache)}
+    environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(cache)}
     environment.pop("FTMON_RUN", None)
     return environment
 
 
 def launcher(resolved: Any) -> list[str]:
     """Return DeepSpeed's launcher for the ranks of a configuration, without the module that it would start."""
-    return [word for word in command.launch_command(resolved) if word != "--module"][:-1]
+    return [word for word in start.launch_command(resolved) if word != "--module"][:-1]

@@ -17,7 +17,8 @@ import threading
 from pathlib import Path
 
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.recipe import progress, termination
+from ftmon.trainer.recipe import step as progress
+from ftmon.trainer.recipe import trainer
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.monitor import Unwatched
@@ -29,7 +30,7 @@ class GivenUpError(Exception):
 
 
 def work(world: World, jobs: list[str]) -> None:
-    termination._LEAST_SECONDS = 200.0  # a step of two ranks on a busy host
+    trainer._LEAST_SECONDS = 200.0  # a step of two ranks on a busy host
     ask = Unwatched.stop_requested
     step = progress.ProgressLines.step
 

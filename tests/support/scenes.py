@@ -12,7 +12,7 @@ from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.load import QUICK_TAIL
 from ftmon.tui.source.replay import ReplaySource
-from ftmon.tui.widgets.base.canvas import Canvas
+from ftmon.tui.widgets.base import Canvas
 from streams import Stream, write
 
 HANG_SECONDS = 34.0

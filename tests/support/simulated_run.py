@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from ftmon.protocol.analysis.findings.alert_store import AlertStore
+from ftmon.protocol.analysis.findings.alerts import AlertStore
 from ftmon.protocol.analysis.pipeline import Detectors
-from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
+from ftmon.protocol.analysis.stalls.tracker import ProcessFact, RankTracker
 from ftmon.protocol.messages.control import Alert, RankState, RunState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Heartbeat, Hello, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame

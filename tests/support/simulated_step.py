@@ -1,8 +1,8 @@
 """A training step on the allocator in miniature, with the marks the probe would have left and its counters' figures."""
 
 from caching_allocator import CachingAllocator
-from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.phases.marks import Mark
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.phases.tracker import Mark
 
 
 class SimulatedStep(CachingAllocator):

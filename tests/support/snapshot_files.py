@@ -3,9 +3,8 @@
 import gzip
 from pathlib import Path
 
-from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.snapshot.model import Snapshot
-from ftmon.protocol.snapshot.unpickle import read_pickle
+from ftmon.protocol.snapshot.columns import Snapshot, compact
+from ftmon.protocol.snapshot.reader import read_pickle
 
 DATA = Path(__file__).parents[1] / "data"
 ELEMENTS = {"dict": b"}", "list": b"]", "mark": b"(", "empty": b")", "tuple": b"N\x85"}

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
-from ftmon.protocol.messages.control import Result
-from ftmon.protocol.messages.verbs import Verb
+from ftmon.protocol.analysis.stalls.tracker import TrackedRank
+from ftmon.protocol.messages.control import Result, Verb
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.host.flow import Reply
-from ftmon.trainer.host.inspection.rank_inspection import Inspection
-from ftmon.trainer.hub.ranks.rank_link import Answers
-from ftmon.trainer.hub.ranks.stall_probe import StallProbe
+from ftmon.trainer.host.inspection.inspect import Inspection
+from ftmon.trainer.host.loop import Reply
+from ftmon.trainer.hub.inspection import StallProbe
+from ftmon.trainer.hub.ranks import Answers
 
 STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py", line 7 in main\n'
 
@@ -49,7 +48,7 @@ class Bench:
         return self.inspected
 
     def patch(self, name: str, value: object) -> None:
-        self._monkeypatch.setattr(f"ftmon.trainer.hub.ranks.stall_probe.{name}", value)
+        self._monkeypatch.setattr(f"ftmon.trainer.hub.inspection.{name}", value)
 
     def look(self, says: dict[str, Any] | None) -> str:
         self.says = says

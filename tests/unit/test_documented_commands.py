@@ -2,12 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from ftmon.tui.cli.main import parse
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 SYMPTOMS = ("Out of memory", "NaN", "Hang", "Slow", "Loss does not fall", "Disk full")
 
 

@@ -8,5 +8,5 @@ import grimp
 def test_no_imports_go_round_in_a_circle() -> None:
     graph = grimp.build_graph("ftmon", exclude_type_checking_imports=False, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    assert len(imports) > 500
+    assert len(imports) > 250
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     if os.fork():
         os._exit(0)
     from ...protocol.errors import FtmonError
-    from ...protocol.host.streams import never_fail
+    from ...protocol.host.process import never_fail
     from .agent import serve
 
     never_fail()

@@ -5,8 +5,11 @@ senders' sequence numbers. On a new connection everything unconfirmed is resent,
 """
 
 import contextlib
+import socket
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import zmq
@@ -178,3 +181,130 @@ class Uplink:
             self._best_trip = trip
             self.round_trip = trip
             self.clock_offset = ack.time - (ack.beat + now) / 2
+
+
+# Forwards the hub's commands to the ranks of this host, and their answers back, unchanged.
+
+
+class Proxies:
+    """Connections to the hub's ``ranks`` channel, one per rank of this host, under that rank's identity.
+
+    ``ranks`` is the bound ROUTER that this host's ranks are connected to.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", join: JoinFile, ranks: "zmq.Socket[Any]") -> None:
+        self._context = context
+        self._join = join
+        self._ranks = ranks
+        self._address = ""
+        self._by_name: dict[bytes, zmq.Socket[Any]] = {}
+
+    def sockets(self) -> "Iterator[zmq.Socket[Any]]":
+        """Return the sockets that receive commands."""
+        return iter(self._by_name.values())
+
+    def connect(self, address: str) -> None:
+        """Reconnect all, because old connections may not have detected a cut yet."""
+        self._address = address
+        for name in list(self._by_name):
+            self._by_name.pop(name).close(linger=0)
+            self.add(name)
+
+    def add(self, name: bytes) -> "zmq.Socket[Any] | None":
+        """Add a rank and return its socket; None while the hub is unreachable."""
+        if not self._address or name in self._by_name:
+            return self._by_name.get(name)
+        socket = sockets.peer_socket(self._context, "ranks", name)
+        sockets.secure_client(socket, self._join.pair, self._join.server_key)
+        socket.connect(self._address)
+        self._by_name[name] = socket
+        return socket
+
+    def remove(self, name: bytes) -> None:
+        """Remove a rank whose process is gone."""
+        socket = self._by_name.pop(name, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def pass_commands(self) -> None:
+        """Forward commands of the hub to the ranks."""
+        for name, channel in self._by_name.items():
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    frames = channel.recv_multipart(zmq.NOBLOCK)
+                    # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's command then reaches its deadline.
+                    with contextlib.suppress(zmq.ZMQError):
+                        self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
+
+    def pass_answers(self) -> None:
+        """Forward answers of the ranks to the hub."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                name, *frames = self._ranks.recv_multipart(zmq.NOBLOCK)
+                socket = self.add(name)
+                if socket is not None:
+                    with contextlib.suppress(zmq.Again):
+                        socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for channel in self._by_name.values():
+            channel.close(linger=0)
+        self._by_name.clear()
+
+
+# Finds an address at which the hub answers, in a thread, because connecting takes seconds.
+
+
+_TRY_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0
+
+
+class Route(threading.Thread):
+    """Tries the hub's addresses on request, until one answers.
+
+    ``addresses`` are in order of preference; ``found`` is called, in this thread, with one that accepted a connection.
+    """
+
+    def __init__(self, addresses: list[str], port: int, found: Callable[[str], object]) -> None:
+        super().__init__(name="route", daemon=True)
+        self._addresses = list(dict.fromkeys(addresses))
+        self._port = port
+        self._found = found
+        self._wanted = threading.Event()
+        self._ending = threading.Event()
+
+    def search(self) -> None:
+        """Start a search for an address; ``found`` is called once it succeeds."""
+        self._wanted.set()
+
+    def avoid(self, address: str) -> None:
+        """Try this address last: it accepted a connection, but no hub of this run answered."""
+        if address in self._addresses:
+            self._addresses.remove(address)
+            self._addresses.append(address)
+
+    def stop(self) -> None:
+        """End the thread within a few seconds."""
+        self._ending.set()
+        self._wanted.set()
+
+    def run(self) -> None:
+        """Search on request until stopped."""
+        while True:
+            self._wanted.wait()
+            if self._ending.is_set():
+                return
+            answers = next((address for address in list(self._addresses) if self._answers(address)), None)
+            if answers is None:
+                self._ending.wait(_PAUSE_SECONDS)
+                continue
+            self._wanted.clear()
+            self._found(answers)
+
+    def _answers(self, address: str) -> bool:
+        try:
+            with socket.create_connection((address, self._port), timeout=_TRY_SECONDS):
+                return True
+        except OSError:
+            return False

@@ -7,16 +7,18 @@ Not psutil: it lacks start ticks, session and a zombie's wait status, and takes 
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import platform
 import signal
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ...protocol.run.environment import RANK_PID_ENV as RANK_PID_ENV
-from ...protocol.run.environment import RUN_ENV
+from ...protocol.analysis.hub_facts import UnhookedFacts
+from ...protocol.run.rundir import RANK_PID_ENV, RUN_ENV
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, in its first version of 64 bytes."""
@@ -252,3 +254,142 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
     if os.WIFSIGNALED(wait_status):
         return None, os.WTERMSIG(wait_status)
     return os.WEXITSTATUS(wait_status), None
+
+
+# Finds a rank's processes that no longer descend from it: daemons that forked twice, workers of a dead parent.
+#
+# They are attributed to the rank by one of: its pid in their environment (``RANK_PID_ENV``, after an exec); the run's
+# environment with the same stack address (kept by a fork without exec; the kernel randomizes it for each exec); descent
+# from such a process.
+
+
+_START_STACK = 25
+"""Index of field 28 of /proc/PID/stat in the fields after the name."""
+
+
+class Origin(NamedTuple):
+    """Properties that identify the children of one rank's process; read while it lives."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+    image: int
+    """Address of its stack; 0: unknown, or shared with its parent and thus not specific to this rank."""
+
+
+def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
+    """Return the properties that identify a rank's children; None if the process is gone."""
+    process = table.get(pid)
+    if process is None:
+        return None
+    image = _image(pid)
+    if image and image == _image(process.parent):
+        image = 0  # ranks that were forked from one process are alike
+    return Origin(rank, pid, process.start_ticks, image)
+
+
+def escaped(
+    origins: Iterable[Origin], table: Mapping[int, Process], known: Mapping[tuple[int, int], int] | None = None
+) -> dict[int, list[Process]]:
+    """Return, by rank, the living processes that the ranks started and that no longer descend from them.
+
+    ``known`` has the ranks of processes already attributed, by pid and start time.
+    """
+    wanted = list(origins)
+    if not wanted:
+        return {}
+    by_pid = {one.pid: one for one in wanted}
+    by_image = {one.image: one for one in wanted if one.image}
+    oldest = min(one.start_ticks for one in wanted)
+    below = {p.pid for p in descendants(by_pid, dict(table))}
+    found: dict[int, list[Process]] = {}
+    for process in table.values():
+        if process.pid in below or process.pid in by_pid or not process.alive or process.start_ticks < oldest:
+            continue
+        rank = (known or {}).get((process.pid, process.start_ticks))
+        if rank is None:
+            owner = _owner(process, by_pid, by_image)
+            rank = owner.rank if owner is not None else None
+        if rank is not None:
+            found.setdefault(rank, []).append(process)
+    return found
+
+
+def _owner(process: Process, by_pid: Mapping[int, Origin], by_image: Mapping[int, Origin]) -> Origin | None:
+    prefix = os.fsencode(f"{RANK_PID_ENV}=")
+    for variable in environment_of(process.pid):
+        if variable.startswith(prefix) and variable[len(prefix) :].isdigit():
+            return by_pid.get(int(variable[len(prefix) :]))
+    return by_image.get(_image(process.pid)) if by_image else None
+
+
+def _image(pid: int) -> int:
+    read = stat_fields(f"/proc/{pid}/stat")
+    return int(read[1][_START_STACK]) if read is not None else 0
+
+
+# The directory of ftmon's import hook, and a search for processes without it (whose command set ``PYTHONPATH``).
+
+
+INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
+"""Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
+
+_PYTORCH = b"/libtorch"
+
+
+def find_unhooked(run: Path, launcher: int) -> UnhookedFacts | None:
+    """Return a process of ``run`` below ``launcher`` that has loaded PyTorch but not the import hook, else None."""
+    for process in marked(run, descendants([launcher], table())):
+        given = variable_of(process.pid, "PYTHONPATH")
+        hooked = str(INJECT_DIR) in (given or "").split(os.pathsep)
+        if not hooked and _has_pytorch(process.pid):
+            return UnhookedFacts(process.pid, given)
+    return None
+
+
+def _has_pytorch(pid: int) -> bool:
+    try:
+        return _PYTORCH in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+
+
+# Makes this process a background process: low CPU and disk priority, first to be OOM-killed, ends with its parent.
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # ioprio_set(2) has no wrapper in glibc
+_IOPRIO_IDLE = 3 << 13
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent (by pid) ends; exit at once if the parent has ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def lower_priority(idle: bool = True) -> None:
+    """Lower this process's CPU and disk priority, and make it the first to be killed when memory runs out.
+
+    ``idle``: the idle class; otherwise only a low priority, because a user waits for the result.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if not idle:
+        _lower_priority(10)
+        return
+    _lower_priority(19)
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_IDLE)
+
+
+def _lower_priority(niceness: int) -> None:
+    """Raise the niceness, also if the parent has set one; never lower it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

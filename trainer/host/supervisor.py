@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...protocol.analysis.stalls.rank_tracker import ProcessFact
+from ...protocol.analysis.stalls.tracker import ProcessFact
 from . import processes
-from .hardware.kernel_log import KernelKills
+from .hardware.host import KernelKills
 
 _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0

@@ -5,7 +5,7 @@ import resource
 import sys
 
 from ...protocol.errors import FtmonError
-from ...protocol.host.streams import never_fail
+from ...protocol.host.process import never_fail
 from ...protocol.run.rundir import RunDir
 from .adopt import already_over
 from .hub import Hub

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...protocol.analysis.hub_facts import DamagedRecordingFacts
 from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.messages.control import RankState
-from ...protocol.messages.jobs import Job
+from ...protocol.messages.hosts import Job
 from ...protocol.messages.memory import Cause
 from ...protocol.messages.telemetry import (
     Activity,

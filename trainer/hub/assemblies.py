@@ -11,45 +11,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import NotNotifiedFacts, RefusedFacts
 from ...protocol.errors import FtmonError
 from ...protocol.messages.control import RankState
-from ...protocol.messages.step_trace import StepTrace
+from ...protocol.messages.memory import StepTrace
 from ...protocol.messages.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
 from ...protocol.messages.wire import Frame, Message
 from ...protocol.run.rundir import ExitFile, RunDir
 from ..host import processes
-from ..host.hardware.devices import DeviceSampler
-from ..host.hardware.watch import HostWatch
+from ..host.hardware.watch import DeviceSampler, HostWatch
 from ..host.log_tail import LogTail
 from ..host.supervisor import Supervisor
 from .adopt import of_the_last_job
-from .analyses.prediction import PredictionProcess
-from .analyses.trace_analysis import TraceAnalysis
-from .control.actions import Actions
-from .control.commands import Commands
-from .control.hang_policy import HangPolicy
-from .control.kill import Kills
-from .control.notify import Notifier, make_notifier
+from .agents import Agents
+from .analyses import PredictionProcess, TraceAnalysis
+from .commands import Actions, Commands, Kills
 from .core import Core
-from .detect.leftovers import Leftovers
-from .detect.missing_ranks import MissingRanks
-from .detect.port_watch import PortWatch
-from .detect.process_facts import ProcessFacts
-from .detect.unhooked import Unhooked
-from .end.end_detector import EndDetector
-from .end.run_end import RunEnd
-from .jobs.job_stream import JobStream
+from .detect import Leftovers, MissingRanks, PortWatch, ProcessFacts, Unhooked
+from .end import EndDetector, RunEnd
+from .hang_policy import HangPolicy
+from .history import Commits, HistoryServer, Stats
+from .inspection import HostInspection, StackRequests, StallProbe
+from .jobs import JobStream
+from .notify import Notifier, make_notifier
 from .poll_loop import PollLoop
-from .ranks.agents import Agents
-from .ranks.host_inspection import HostInspection
-from .ranks.stack_requests import StackRequests
-from .ranks.stall_probe import StallProbe
-from .telemetry.commits import Commits
-from .telemetry.history import HistoryServer
-from .telemetry.intake import Intake
-from .telemetry.stats import Stats
+from .telemetry import Intake
 
 TRACES_SECONDS = 10.0
 """Time limit at a run's end for analysing the traces of captured steps."""

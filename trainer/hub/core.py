@@ -6,15 +6,13 @@ from typing import Any
 
 from ...protocol.messages.wire import Message
 from ...protocol.run.rundir import RunDir
-from ..host.mailbox import Mailbox
+from ..host.loop import Mailbox
 from .adopt import open_recording, read_history
-from .analyses.analysis import Analysis
-from .end.oom_files import keeper
-from .ranks.rank_hosts import RankAccess, RankHosts
-from .ranks.rank_link import RankLink
-from .sockets.channels import Channels
-from .telemetry.recorder import Recorder
-from .telemetry.stream import Stream
+from .analyses import Analysis
+from .end import keeper
+from .ranks import RankAccess, RankHosts, RankLink
+from .sockets import Channels
+from .telemetry import Recorder, Stream
 
 
 class Core:

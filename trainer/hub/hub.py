@@ -9,7 +9,7 @@ import time
 from types import FrameType
 
 from ... import __version__
-from ...protocol.analysis.findings import Finding
+from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import NotListeningFacts, RestartFacts
 from ...protocol.host.process import this_process
 from ...protocol.run.rundir import HubFile, RunDir

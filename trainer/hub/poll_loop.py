@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from ..host.failures import Failures
+from ..host.loop import Failures
 
 TICK_SECONDS = 0.25
 

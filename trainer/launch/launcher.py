@@ -17,27 +17,166 @@ import sys
 import time
 import traceback
 from collections.abc import Generator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
+from ...protocol.analysis.deaths.logs import cancelled
 from ...protocol.errors import FtmonError
-from ...protocol.host.process import this_process
-from ...protocol.host.streams import never_fail
+from ...protocol.host.process import never_fail, this_process
 from ...protocol.link.join import join_path
-from ...protocol.run.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
-from ...protocol.run.endings import ending_in_words
-from ...protocol.run.job_log import print_own
+from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
-from ...protocol.run.starter import LauncherEnd, LauncherMessage
+from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub
 from ..host import processes
-from ..host.end.terminate import sweep
-from .environment import executable_command, job_environment
-from .hub_keeper import HubKeeper
-from .join import push
-from .slurm_notice import cancelled_in
-from .stopping import PASSED_ON, TO_THE_JOB, Requests
+from ..host.end.kill import sweep
+from .environment import executable_command, job_environment, push
+
+# Keeps a hub running during a job: starts it, and starts another one if it dies.
+
+
+_FIRST_DELAY_SECONDS = 0.2
+_LONGEST_DELAY_SECONDS = 30.0
+_HEALTHY_SECONDS = 60.0
+"""After a hub has run this long, the delay before the next start is reset."""
+
+
+class HubKeeper:
+    """Owns the hub process of one run. A hub that ends with status 0 ended on request and is not replaced."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._delay = _FIRST_DELAY_SECONDS
+        self._next_start = 0.0
+        self._failed = False
+        """Whether the last start failed."""
+        self.dismissed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The hub's pid, dead or alive; None before the first start."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the hub's process is running."""
+        return not self._failed and self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start a hub in a new session, with its output in ``logs/hub.log``."""
+        self._started = time.monotonic()
+        self._failed = False
+        try:
+            with self._log() as log:
+                self._process = spawn_hub(self._run, log)
+        except OSError as error:  # memory or processes are exhausted; the job continues without a hub
+            self._failed = True
+            print_own(f"the hub cannot be started: {error.strerror}; retrying")
+
+    def tend(self) -> float | None:
+        """Replace a dead hub when due; return the seconds until the next call (None: not before a signal arrives)."""
+        if self.dismissed or (self._process is None and not self._failed):
+            return None
+        status = -1 if self._failed or self._process is None else self._process.poll()
+        if status is None:
+            return None
+        now = time.monotonic()
+        if status == 0:
+            self.dismissed = True
+            return None
+        if self._next_start <= self._started:  # first poll since this hub died
+            if now - self._started >= _HEALTHY_SECONDS:
+                self._delay = _FIRST_DELAY_SECONDS
+            self._next_start = now + self._delay
+            self._delay = min(self._delay * 2, _LONGEST_DELAY_SECONDS)
+            if not self._failed:
+                print_own(f"the hub ended ({ending_in_words(status, None)}); starting another")
+        if now < self._next_start:
+            return self._next_start - now
+        self.start()
+        return self.tend() if self._failed else None
+
+    def _log(self) -> BinaryIO:
+        try:
+            return (self._run.logs / "hub.log").open("ab")
+        except OSError:  # the run directory was removed, or the disk is full: the job continues without a log
+            return open(os.devnull, "ab")
+
+    def note_reaped(self, pid: int, status: int) -> bool:
+        """Record that the launcher reaped the hub; return False if ``pid`` is not the hub."""
+        if self._process is None or self._process.pid != pid:
+            return False
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        return True
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the hub has ended, for ``timeout`` seconds at most."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                print_own("the hub has not ended yet; leaving it")
+
+
+# The signals that a launcher forwards to its job.
+
+
+TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Forwarded to the job's process only; its launcher (torchrun, deepspeed) decides what its children receive."""
+PASSED_ON = (signal.SIGINT, *TO_THE_JOB)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SECONDS = 0.5
+"""Window in which equal signals count as one. timeout(1) and systemd signal every process of a group or service, so a
+request reaches the launcher both directly and through the command that started the run."""
+
+
+class Requests:
+    """Signals waiting to be forwarded. ``note`` may be called from a signal handler."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[signal.Signals, float]] = []
+        self._last: dict[signal.Signals, float] = {}
+
+    def note(self, number: int) -> None:
+        """Record one signal."""
+        self._waiting.append((signal.Signals(number), time.monotonic()))
+
+    def drain(self) -> list[signal.Signals]:
+        """Return the signals to forward, in order; simultaneous requests to end count as one.
+
+        Several SIGTERM or SIGHUP that wait here are one request, however far apart this process took them. A second
+        SIGINT is another request, for a faster end.
+        """
+        waiting, self._waiting = self._waiting, []
+        found: list[signal.Signals] = []
+        for number, at in waiting:
+            last = self._last.get(number)
+            self._last[number] = at
+            same = last is not None and at - last <= _SAME_SECONDS
+            if number not in _ENDING or not (same or (number != signal.SIGINT and number in found)):
+                found.append(number)
+        return found
+
+
+# Reads SLURM's notice of a cancelled job in the job's output.
+
+
+_ENOUGH_BYTES = 65_536
+
+
+def cancelled_in(log: Path) -> str:
+    """Return ``cancelled`` for the last 64 KiB of a file; empty also if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH_BYTES))
+            return cancelled(file.read().decode("utf-8", "replace").splitlines())
+    except OSError:
+        return ""
+
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_AFTER_SECONDS = 0.3

@@ -18,17 +18,14 @@ from typing import NoReturn
 import msgspec
 
 from ...protocol.errors import FtmonError, StartError, UsageError
-from ...protocol.host import private_files
+from ...protocol.host import process
 from ...protocol.link.join import read_join
-from ...protocol.run import exits, run_store
+from ...protocol.run import end, rundir
 from ...protocol.run.notices import check_target, write_notify
 from ...protocol.run.rundir import Recipe, RunDir
-from ...protocol.run.spawn import spawn_module
-from ...protocol.run.start_request import StartRequest, print_started, read_request
-from ..host.listen import check_free, parse_listen
-from .environment import executable_command, joined_environment
-from .join import free_listen, prepare
-from .multihost import find_hosts
+from ...protocol.run.start import StartRequest, print_started, read_request, spawn_module
+from ..host.sockets import check_free, parse_listen
+from .environment import executable_command, find_hosts, free_listen, joined_environment, prepare
 
 _LAUNCHER = "ftmon.trainer.launch"
 
@@ -65,11 +62,11 @@ def start_run(
         check_free(parse_listen(options.listen))
     elif hosts is not None:
         options = msgspec.structs.replace(options, listen=free_listen())
-    run = run_store.create(name, list(command), request.kind, options, recipe)
+    run = rundir.create(name, list(command), request.kind, options, recipe)
     if options.listen:
         prepare(run, options.listen)
     if config is not None:
-        private_files.write_private(run.config, config.encode())
+        process.write_private(run.config, config.encode())
     if request.notify is not None:
         write_notify(run, request.notify)
     spawn_launcher(run, request.line, request.stdin)
@@ -147,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = start_run(request, request.name or default_name(request.command), request.command)
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return exits.of_error(error)
+        return end.of_error(error)
     print_started(run)
     return 0
 

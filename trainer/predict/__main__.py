@@ -20,12 +20,12 @@ from typing import Self
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.cost import epoch_cost
-from ...protocol.analysis.estimates.largest import Need
+from ...protocol.analysis.estimates.ranking import Need
+from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.text import duration, escape_json, sanitize
-from ..host.low_priority import end_with_parent, lower_priority
-from . import deepspeed_file, jobs, show
+from ..host.processes import end_with_parent, lower_priority
+from . import answer, deepspeed_file, jobs
 from .result import Prediction
 
 _DEEPSPEED = "deepspeed: "
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(escape_json(msgspec.json.encode(prediction).decode()))
     else:
-        print(show.render(prediction), end="")
+        print(answer.render(prediction), end="")
     return 0
 
 
@@ -67,17 +67,13 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Prediction:
-    """Return the prediction for the command's arguments.
-
-    Args:
-        arguments: those of the command.
-        tell: called with each activity before it begins.
+    """Return the prediction for the command's arguments; ``tell`` is called with each activity before it begins.
 
     Raises:
         ConfigError: the model or the configuration cannot be used.
     """
     from . import answer, ranks, what_if
-    from .script_changes import NOT_CHANGED
+    from .script import NOT_CHANGED
 
     allocator = _allocator()
     tell(_PREPARING)
@@ -85,18 +81,18 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     tell(_IMPORTING)
     ranks.warm()
     tell("the run as it is")
-    if not (arguments.what_if or arguments.data):
-        found = answer.predict(job, arguments.capacity, arguments.price)
-        return _with_largest(found, job, arguments, allocator, tell)
-    capacity = arguments.capacity or answer.capacity_of(job)
+    capacity = arguments.capacity
+    if arguments.what_if or arguments.data:
+        capacity = capacity or answer.capacity_of(job)
     if arguments.data:
-        job, found = _with_data(job, capacity, arguments, allocator, tell)
+        job, found = _with_data(job, capacity or 0, arguments, allocator, tell)
     else:
         found = answer.predict(job, capacity, arguments.price)
-    found = _with_largest(found, job, arguments, allocator, tell)
+    if arguments.largest:
+        found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:
         return found
-    rows = what_if.table(arguments, allocator, found, capacity, tell)
+    rows = what_if.table(arguments, allocator, found, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
@@ -108,17 +104,17 @@ def _with_data(
 
     Other runs prepared from the arguments have rows packed as in the data set, too.
     """
-    from . import answer, data_risk, documents
+    from . import answer, recipe, what_if
 
     config = job.config
     if config is None:
         raise UsageError("--data needs CONFIG.yaml, which names the data")
     tell("reading the data set")
-    records, examples = data_risk.read(config)
+    records, examples = what_if.read(config)
     epochs = config.training.epochs
-    steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(config, examples))
+    steps = job.steps or math.ceil(epochs * what_if.steps_an_epoch(config, examples))
     if config.data.packing:
-        arguments.documents = documents.of_rows(examples.rows.document_lengths())
+        arguments.documents = recipe.of_rows(examples.rows.document_lengths())
         job = jobs.prepare(arguments, allocator)
     found = answer.predict(job._replace(steps=steps), capacity, arguments.price)
 
@@ -127,7 +123,7 @@ def _with_data(
         points = answer.predict(job._replace(lengths=lengths), capacity).points
         return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
-    risk = data_risk.find(config, records, examples, capacity, run)
+    risk = what_if.find(config, records, examples, capacity, run)
     point = max(found.points, key=lambda one: one.sequence_length)
     if point.step_seconds:
         epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, arguments.price or 0.0)
@@ -136,26 +132,12 @@ def _with_data(
     return job, msgspec.structs.replace(found, data=risk)
 
 
-def _with_largest(
-    found: Prediction,
-    job: jobs.Prepared,
-    arguments: argparse.Namespace,
-    allocator: Settings,
-    tell: Callable[[str], None],
-) -> Prediction:
-    from . import largest
-
-    return largest.add(found, job, arguments, allocator, tell) if arguments.largest else found
-
-
 class Progress:
     """Prints on standard error what a prediction does, once it has taken 2 s; used as a context.
 
-    A call names what is done next. Something that takes long is printed again with its duration so far. Lines are
-    written by a thread, without Python's streams and their locks, which a forked process would inherit.
-
-    Args:
-        as_json: print each dry run at once as a JSON object, for the process that waits for a background prediction.
+    A call names the next activity; a long one is printed again with its duration so far. Lines are written by a
+    thread, without Python's streams, whose locks a forked process would inherit. ``as_json``: print each dry run at
+    once as a JSON object, for the process that waits for a background prediction.
     """
 
     def __init__(self, *, as_json: bool = False) -> None:

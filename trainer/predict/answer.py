@@ -5,18 +5,17 @@ from importlib.metadata import version
 
 import msgspec
 
-from ...protocol.analysis.estimates.beside_pytorch import beside_pytorch
-from ...protocol.analysis.estimates.cost import epoch_cost
-from ...protocol.analysis.estimates.curve import Piece, pieces
-from ...protocol.analysis.estimates.figure import Figure
-from ...protocol.analysis.estimates.host_and_disk import checkpoint_bytes
-from ...protocol.analysis.estimates.roofline import Operation, StepTime, Work, step_time
-from ...protocol.host.gpus import FIT_TABLE, Gpu
+from ...protocol.analysis.estimates.memory import Figure, Piece, beside_pytorch, checkpoint_bytes, pieces
+from ...protocol.analysis.estimates.ranking import Largest
+from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
+from ...protocol.analysis.words import describe_curve
+from ...protocol.host.machine import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
+from ...protocol.text import duration, gib, sanitize
 from ..recipe.optim import support
 from . import ranks
 from .jobs import Prepared
-from .result import Point, Prediction
+from .result import Point, Prediction, Rank, RiskyStep
 
 _GPUS_OF_A_HOST = 8
 _H200S = "peaks of DeepSpeed steps on H200s (bench/RESULTS.md); other kinds of GPU were not measured"
@@ -35,13 +34,9 @@ def predict(
     price_per_gpu_hour: float | None = None,
     only: Sequence[int] | None = None,
 ) -> Prediction:
-    """Run the ranks that can differ, and return the prediction.
+    """Run the ranks that can differ, or ``only`` some, and return the prediction.
 
-    Args:
-        job: the job.
-        capacity_bytes: limit of PyTorch's reserved memory on one GPU; None: no limit.
-        price_per_gpu_hour: price, in any currency.
-        only: the ranks to run; None: all that can differ.
+    ``capacity_bytes`` limits PyTorch's reserved memory on one GPU; prices are in any currency.
 
     Raises:
         ConfigError: a dry run was refused.
@@ -65,7 +60,7 @@ def predict(
         beside_pytorch=beside(job, job.gpu),
         notes=notes,
         capacity_bytes=capacity_bytes,
-        gpu=name_of(job.gpu),
+        gpu=job.gpu.name,
         trainable=first.trainable,
         positions=first.positions,
         checkpoint_bytes=_checkpoint_bytes(job, first),
@@ -95,15 +90,10 @@ def capacity_of(job: Prepared) -> int:
     return job.gpu.memory_bytes - round(beside(job, job.gpu).value)
 
 
-def name_of(gpu: Gpu) -> str:
-    """Return the display name of a kind of GPU."""
-    return gpu.name
-
-
 def beside(job: Prepared, gpu: Gpu) -> Figure:
     """Return the bytes used on a kind of GPU outside PyTorch's reserved memory: the CUDA context and NCCL's buffers."""
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
-    return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, name_of(gpu))
+    return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, gpu.name)
 
 
 def _point(
@@ -153,16 +143,15 @@ def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
     slowest = max(times, key=lambda time: time.total.value)
     if job.config is None or not job.config.data.packing or job.documents is not None:
         return slowest
-    without = (msgspec.structs.replace(one.work, operations=_no_attention(one.work)) for one in outcomes)
+    without = (
+        msgspec.structs.replace(one.work, operations=[each for each in one.work.operations if not each.attention])
+        for one in outcomes
+    )
     least = max(step_time(one, job.gpu, hosts=hosts).total.value for one in without)
     total = slowest.total
     basis = f"{total.basis}; each packed row is one document, and attention takes {1 - least / total.value:.0%} of it"
     total = Figure(total.value, max(total.error, 1 - least / total.value), basis)
     return msgspec.structs.replace(slowest, total=total)
-
-
-def _no_attention(work: Work) -> list[Operation]:
-    return [one for one in work.operations if not one.attention]
 
 
 def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
@@ -193,3 +182,248 @@ def curve(points: Mapping[int, Point]) -> list[Piece]:
             for value, point in points.items()
         }
     )
+
+
+# Renders a prediction as text.
+
+
+_PHASES = ("init", "forward", "backward", "optimizer")
+_GIB = 1 << 30
+_PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
+_MOST_ROWS = 4
+_LEAST_SHARE = 0.005
+"""Minimum share of a peak for a part of its own; smaller parts are shown together."""
+_BASIS = """\
+allocated: a dry run of DeepSpeed's engine on fake tensors; reserved: its trace through a model of PyTorch's allocator.
+NVML: reserved, and the CUDA context and NCCL's buffers as measured. Highest of a steady step.
+Method and errors: docs/predict.md.
+"""
+
+
+def render(prediction: Prediction) -> str:
+    """Return tables of the points: peaks of each phase, what the highest consists of, time, and whether it fits.
+
+    Names and keys of somebody else's configuration are in it, so each line is made safe for a terminal.
+    """
+    head = (
+        f"{prediction.model}: {prediction.parameters:,} parameters, {prediction.trainable:,} trained; "
+        f"{prediction.ranks} x {prediction.gpu}; GiB a rank\n"
+    )
+    names = ["tokens", "batch", "rank", *_PHASES, "reserved", "NVML", "host"]
+    if prediction.capacity_bytes is not None:
+        names.append("fits")
+    rows: list[list[str]] = []
+    for point in prediction.points:
+        for alike in _alike(point.ranks):
+            rank = alike[0]
+            row = [f"{point.sequence_length:,}", f"{point.micro_batch:,}", _numbers(alike)]
+            for name in _PHASES:
+                highest = "*" if name == rank.peak_phase else " "
+                row.append(f"{_gib(rank.phases[name].allocated_peak_bytes)}{highest}")
+            row += [_gib(rank.reserved_peak_bytes), _gib(rank.nvml_bytes), _gib(rank.host_bytes)]
+            if point.fits is not None:
+                row.append("yes" if point.fits else f"no: {point.fails_in}")
+            rows.append(row)
+    between = " (on average; between two lengths another phase may lead)" if len(prediction.points) == 2 else ""
+    curve = f"{describe_curve(prediction.pieces)}{between}\n" if prediction.pieces else ""
+    text = "".join(
+        (
+            head,
+            _table(names, rows),
+            "* the phase with the highest allocated memory\n",
+            curve,
+            *(_composition(point) for point in prediction.points),
+            *(_show_time(point, prediction) for point in prediction.points),
+            *(_fits(point) for point in prediction.points),
+            f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n",
+            _data(prediction),
+            _largest(prediction),
+            _what_if(prediction),
+            _errors(prediction),
+            *(f"note: {note}\n" for note in prediction.notes),
+            _BASIS,
+        )
+    )
+    return "\n".join(sanitize(line, 4 * len(line)) for line in text.split("\n"))
+
+
+def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
+    """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned."""
+    widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [names, *rows]
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _composition(point: Point) -> str:
+    """Return the composition of the highest peak."""
+    rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
+    peaks = {name: one.allocated_peak_bytes for name, one in rank.phases.items() if one.parts}
+    phase = max(peaks, key=lambda name: peaks[name], default="")
+    if not phase:
+        return ""
+    parts = rank.phases[phase].parts
+    least = _LEAST_SHARE * sum(parts.values())
+    words = [f"{_PARTS.get(part, part)} {_gib(size)}" for part, size in parts.items() if size >= least]
+    rest = sum(size for size in parts.values() if size < least)
+    return (
+        f"{point.sequence_length:,} tokens, {phase} of rank {rank.rank}: {' + '.join(words)}"
+        f"{f' + rest {_gib(rest)}' if rest >= _GIB / 200 else ''}\n"
+    )
+
+
+def _show_time(point: Point, prediction: Prediction) -> str:
+    if point.time is None or point.step_seconds is None or point.tokens_per_second is None:
+        return f"{point.sequence_length:,} tokens: no time, because no rates are known of {prediction.gpu}\n"
+    share = "" if point.mfu is None else f", MFU {point.mfu:.1%}"
+    paid = point.price_per_million_tokens
+    price = "" if paid is None else f", {paid:.4g} a million tokens at {prediction.price_per_gpu_hour:g} a GPU hour"
+    return (
+        f"{point.sequence_length:,} tokens: {point.step_seconds * 1e3:,.0f} ms a step "
+        f"(+- {point.time.total.error:.0%}; bound by {point.time.bound_by}), "
+        f"{point.tokens_per_second:,.0f} tokens/s{share}{price}{_run(point)}\n"
+    )
+
+
+def _run(point: Point) -> str:
+    if not point.run_seconds:
+        return ""
+    price = "" if point.run_price is None else f", {point.run_price:,.2f}"
+    return f"; the run {duration(point.run_seconds)}{price}"
+
+
+def _fits(point: Point) -> str:
+    needs = f"{point.sequence_length:,} tokens need {_gib(point.needed_bytes)} GiB for PyTorch: "
+    if not point.fits_on:
+        return f"{needs}more than any GPU of the table has\n"
+    larger = len(point.fits_on) - 3
+    more = f" and {larger} larger GPU{'s' if larger > 1 else ''}" if larger > 0 else ""
+    return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n"
+
+
+def _data(prediction: Prediction) -> str:
+    """Return the steps of the data set's first epoch that do not fit."""
+    risk = prediction.data
+    if risk is None:
+        return ""
+    if risk.epoch_seconds:
+        price = "" if risk.epoch_price is None else f", costs {risk.epoch_price:,.2f}"
+        epoch = f"an epoch: {risk.steps:,} steps, {duration(risk.epoch_seconds)}{price}\n"
+    else:
+        epoch = ""
+    if not risk.failing:
+        return f"{epoch}data: all {risk.steps:,} steps of an epoch fit; the longest is {_risky(risk.longest)}\n"
+    largest = "no length that occurs fits"
+    if risk.largest_length is not None:
+        largest = f"of the lengths that occur, {risk.largest_length:,} tokens is the largest that fits"
+    lines = [f"data: {risk.failing_steps:,} of {risk.steps:,} steps of an epoch do not fit; {largest}\n"]
+    return epoch + "".join([*lines, *(f"  does not fit at {_risky(step)}\n" for step in risk.failing)])
+
+
+def _risky(step: RiskyStep) -> str:
+    rows = "; ".join(
+        f"row {row:,} ({place})" for row, place in zip(step.rows[:_MOST_ROWS], step.places[:_MOST_ROWS], strict=True)
+    )
+    more = f" and {len(step.rows) - _MOST_ROWS} more" if len(step.rows) > _MOST_ROWS else ""
+    return f"step {step.step:,}, rank {step.rank}: {step.length:,} tokens, {rows}{more}"
+
+
+def _largest(prediction: Prediction) -> str:
+    """Return the table of the largest lengths and micro-batches."""
+    if not prediction.largest:
+        return ""
+    longest = max(prediction.points, key=lambda point: point.sequence_length)
+    names = ["largest that fits", "GiB for PyTorch", f"tokens at batch {longest.micro_batch:,}"]
+    names.append(f"batch at {longest.sequence_length:,} tokens")
+    rows = [
+        [
+            one.gpu or "the capacity",
+            _gib(one.capacity_bytes),
+            _value(one.sequence_length, " (the model's)" if prediction.positions else ""),
+            _value(one.micro_batch),
+        ]
+        for one in prediction.largest
+    ]
+    curve = describe_curve(prediction.batch_pieces, "row") if prediction.batch_pieces else ""
+    return _table(names, rows, left=(0,)) + (f"over the micro-batch: {curve}\n" if curve else "")
+
+
+def _value(found: Largest, highest: str = "") -> str:
+    if found.value is None:
+        return "none"
+    return f"{found.value:,}" if found.above is not None else f"{found.value:,}{highest or ' or more'}"
+
+
+def _what_if(prediction: Prediction) -> str:
+    """Return the table of changes, or a note on how to request it."""
+    if not prediction.what_if:
+        if any(point.fits is False for point in prediction.points):
+            return "it does not fit: --what-if predicts which changes would, and what they cost\n"
+        return ""
+    costs = ["1M tokens"] if prediction.price_per_gpu_hour is not None else []
+    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time a sample", *costs, "set"]
+    rows: list[list[str]] = []
+    for one in prediction.what_if:
+        if one.refused:
+            rows.append([one.name, *["-"] * (len(names) - 2), one.refused])
+            continue
+        paid = one.price_per_million_tokens
+        cost = [] if not costs else ["-"] if paid is None else [f"{paid:.4g}"]
+        time = f"{one.step_seconds * 1e3:,.0f}" if one.step_seconds else "-"
+        slower = f"x {one.slower:.2f}" if one.step_seconds else "-"
+        rows.append(
+            [
+                one.name,
+                "yes" if one.fits else "no",
+                _gib(one.needed_bytes),
+                _gib(one.host_bytes),
+                time,
+                slower,
+                *cost,
+                one.change,
+            ]
+        )
+    length = max(point.sequence_length for point in prediction.points)
+    head = (
+        f"changes at {length:,} tokens, the cheapest that fits first; memory in GiB, each from a dry run of its own\n"
+    )
+    return head + _table(names, rows, left=(0, len(names) - 1))
+
+
+def _errors(prediction: Prediction) -> str:
+    errors = prediction.expected_errors
+    beside = prediction.beside_pytorch
+    words = [f"{name.removesuffix('_peak_bytes')} {one.error:.0%}" for name, one in errors.items() if "peak" in name]
+    if beside is not None:
+        words.append(f"NVML's {_gib(round(beside.value))} GiB beside PyTorch {beside.error:.0%} ({beside.basis})")
+    return f"expected errors: {', '.join(words)}\n" if words else ""
+
+
+def _alike(ranks: list[Rank]) -> list[list[Rank]]:
+    """Return the ranks in groups with equal rows."""
+    groups: dict[tuple[str, ...], list[Rank]] = {}
+    for rank in ranks:
+        sizes = [rank.phases[name].allocated_peak_bytes for name in _PHASES]
+        key = tuple(_gib(size) for size in (*sizes, rank.reserved_peak_bytes, rank.host_bytes))
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def _numbers(ranks: list[Rank]) -> str:
+    """Return ranks as text: 0-3,7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank.rank == runs[-1][-1] + 1:
+            runs[-1].append(rank.rank)
+        else:
+            runs.append([rank.rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"

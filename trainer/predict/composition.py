@@ -6,22 +6,15 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from ...protocol.analysis.allocator.composition.attribution import Attribution
-from ...protocol.analysis.allocator.composition.timeline import Span, Timeline
-from ...protocol.analysis.allocator.snapshot.allocations import BEFORE
+from ...protocol.analysis.allocator.composition import Attribution, Span, Timeline
+from ...protocol.analysis.allocator.snapshot_replay import BEFORE
 from ...protocol.messages.memory import PARTS
-from ..probe.memory.composition.storages import Storages
-from ..probe.memory.composition.walk import Roots, walk, walk_buckets, walk_gradients
-from .memory import Recorder
-from .trace import ALLOCATE, END, FREE, MARK, Trace
+from ..probe.memory.composition import Roots, Storages, walk, walk_buckets, walk_gradients
+from .record import ALLOCATE, END, FREE, MARK, Recorder, Trace
 
 
 class Sightings:
-    """Records the storages of parameters, gradients, states and buckets, while ``watching``.
-
-    Args:
-        recorder: has the storages by their handle.
-    """
+    """Records the storages of parameters, gradients, states and buckets, while ``watching``."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.watching = False
@@ -53,9 +46,8 @@ class Sightings:
     def fetched(self, module: Any) -> None:
         """Record the parameters that ZeRO-3 has gathered."""
         if self.watching:
-            storages = self._storages()
-            storages.add("parameters", [parameter.data for parameter in module.parameters(recurse=False)])
-            self._keep(storages)
+            own = [parameter.data for parameter in module.parameters(recurse=False)]
+            self._note(lambda _, storages: storages.add("parameters", own))
 
     def _tap(self) -> None:
         wrapper = self._roots.wrapper
@@ -74,25 +66,16 @@ class Sightings:
 
     def _reducing(self, parameter: Any) -> None:
         """Record a gradient that ZeRO is about to reduce."""
-        storages = self._storages()
-        storages.add("gradients", getattr(parameter, "grad", None))
-        self._keep(storages)
+        self._note(lambda _, storages: storages.add("gradients", getattr(parameter, "grad", None)))
         if not self._seen_buckets:
             self._seen_buckets = True
             self._note(walk_buckets)
 
     def _note(self, look: Any) -> None:
-        storages = self._storages()
+        storages = _DryStorages(self._recorder)
         look(self._roots, storages)
-        self._keep(storages)
-
-    def _storages(self) -> "_DryStorages":
-        return _DryStorages(self._recorder)
-
-    def _keep(self, storages: Storages) -> None:
-        trace = self._recorder.trace
         for handle, held in storages.held.items():
-            trace.see(handle, held.part)
+            self._recorder.trace.see(handle, held.part)
 
 
 class _DryStorages(Storages):

@@ -49,11 +49,8 @@ class Batch(NamedTuple):
 def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without ``auto`` entries, which transformers' Trainer would fill in.
 
-    It is read as by DeepSpeed: Hjson, which allows comments, and refuses duplicate keys.
-
-    Args:
-        path: path of the file.
-        notes: receives a line for the ``auto`` entries, and for each key that DeepSpeed does not have.
+    It is read as by DeepSpeed: Hjson, which allows comments, and refuses duplicate keys. ``notes`` receives a line for
+    the ``auto`` entries, and for each key that DeepSpeed does not have.
 
     Raises:
         ConfigError: there is no such file, or it is no configuration; the text names the file and the key.
@@ -70,7 +67,9 @@ def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if notes is not None:
-        notes += (f"{path}: {text}" for text in [*_left_out(found), *unknown(settings)])
+        names = [".".join(one) for one in _autos(found)]
+        autos = [f"'auto' entries are left out: {', '.join(names)}"] if names else []
+        notes += (f"{path}: {text}" for text in [*autos, *unknown(settings)])
     return settings
 
 
@@ -82,12 +81,6 @@ def unknown(settings: Mapping[str, Any]) -> list[str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         found.append(f"unknown key {key} is ignored by DeepSpeed{hint}")
     return sorted(found)
-
-
-def _left_out(value: Mapping[str, Any]) -> list[str]:
-    """Return a line with the ``auto`` entries; empty without any."""
-    names = [".".join(path) for path in _autos(value)]
-    return [f"'auto' entries are left out: {', '.join(names)}"] if names else []
 
 
 def _autos(value: Any) -> Iterator[tuple[str, ...]]:
@@ -158,11 +151,9 @@ def check(settings: Any) -> None:
 
 
 def place(path: str, refusal: str) -> str:
-    """Return the place of a refusal in a file: ``ds.json:6``; only the file if no line is found.
+    """Return the place of DeepSpeed's refusal in a file: ``ds.json:6``; only the file if no line is found.
 
-    Args:
-        path: path of the file.
-        refusal: DeepSpeed's text, which begins with a dotted key or contains a value.
+    A refusal begins with a dotted key, or contains a value.
     """
     try:
         lines = Path(path).read_text().splitlines()

@@ -14,15 +14,14 @@ from typing import Any
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError
-from ...protocol.host.gpus import GPUS, Gpu
-from ..recipe.model.positions import positions
-from . import attention, fake_cuda, fake_deepspeed, fake_tensors, kernels
-from . import model as models
-from .memory import Recorder
+from ...protocol.host.machine import GPUS, Gpu
+from ..recipe.model.shape import positions
+from . import fake
+from . import result as models
+from .record import Event, Recorder, Trace
 from .result import Phase, Rank
-from .trace import Event, Trace
 
 H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
 _WARM_UP_LENGTH = 8
@@ -79,7 +78,7 @@ class DryRun:
         warnings.filterwarnings("ignore")
         self.job = job
         self._rank = rank
-        fake_deepspeed.prepare(job.ranks, rank)
+        fake.prepare(job.ranks, rank)
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -88,18 +87,18 @@ class DryRun:
                 importlib.import_module(name)
         from ..probe.values.model_flops import model_flops
         from .composition import Sightings
-        from .work import Counting
+        from .record import Counting
 
         self._torch = torch
         self.trace = Trace(job.allocator)
         self._counting = Counting(job.ranks, job.sequence_parallel_size)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._recorder = Recorder(self.trace, kernels.hidden(job.gpu.capability), self._counting, self._fake)
-        fake_cuda.Device(self._recorder, job.gpu).install()
-        attention.install(job.gpu.capability)
-        fake_deepspeed.join(job.ranks, rank)
-        fake_deepspeed.patch(self._counting.update, self._fetched)
-        fake_tensors.patch()
+        self._recorder = Recorder(self.trace, fake.hidden(job.gpu.capability), self._counting, self._fake)
+        fake.Device(self._recorder, job.gpu).install()
+        fake.install_attention(job.gpu.capability)
+        fake.join(job.ranks, rank)
+        fake.patch(self._counting.update, self._fetched)
+        fake.patch_tensors()
         self.engine: Any = None
         self._sightings = Sightings(self._recorder)
         self._phases: dict[str, Phase] = {}
@@ -113,7 +112,9 @@ class DryRun:
             # As in a script that makes it on the GPU, where an output layer exists in addition to its tied embedding.
             self._count("init", self._making_bytes, self._making_bytes)
             self.flops = model_flops(self.engine.module) if self.engine is not None else None
-            self.positions = _positions(self.engine.module) if self.engine is not None else 0
+            known = positions(getattr(self.engine.module, "config", None)) if self.engine is not None else None
+            self.positions = known.most if known is not None else 0
+            """Maximum sequence length of the model in tokens; 0: not known."""
 
     @contextlib.contextmanager
     def _mode(self) -> Generator[None]:
@@ -124,11 +125,7 @@ class DryRun:
         import deepspeed
 
         torch, job = self._torch, self.job
-        settings = copy.deepcopy(job.deepspeed)
-        settings["train_micro_batch_size_per_gpu"] = job.micro_batch
-        settings["gradient_accumulation_steps"] = job.accumulation
-        settings["train_batch_size"] = job.micro_batch * job.accumulation * job.ranks
-        settings["steps_per_print"] = 1 << 30
+        settings = self._batched_settings()
         stage = int(settings.get("zero_optimization", {}).get("stage", 0))
         partitioned = contextlib.nullcontext()
         if stage == 3:
@@ -138,22 +135,35 @@ class DryRun:
         with partitioned:
             model = models.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
         self._making_bytes = 0 if stage == 3 else self.trace.host_peak
-        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        trained: Any = self._count_parameters(model)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
 
+    def _batched_settings(self) -> dict[str, Any]:
+        """Return DeepSpeed's settings with the job's batch."""
+        job = self.job
+        return copy.deepcopy(job.deepspeed) | {
+            "train_micro_batch_size_per_gpu": job.micro_batch,
+            "gradient_accumulation_steps": job.accumulation,
+            "train_batch_size": job.micro_batch * job.accumulation * job.ranks,
+            "steps_per_print": 1 << 30,
+        }
+
+    def _count_parameters(self, model: Any) -> list[Any]:
+        """Count a model's parameters, and return the trained ones."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        return trained
+
     def measure(self, length: int, in_turn: bool = False) -> Measured:
-        """Return the memory and the work of a steady step at a sequence length.
+        """Return the memory and the work of a steady step at a sequence length in tokens.
 
         The first step allocates memory that later ones keep: optimizer states, workspaces, ZeRO-3's order of layers. It
         has the full length, as in a run: the kept memory is then placed in the large segments of freed activations, so
         later steps need more memory than in a process with a short first step.
 
-        Args:
-            length: sequence length in tokens.
-            in_turn: as in a process that measures one length after the other: its first step is a short one, and
-                cached memory is freed before each length. Without it, this must be the first measurement.
+        ``in_turn``: as in a process that measures one length after the other: its first step is a short one, and cached
+        memory is freed before each length. Without it, this must be the first measurement.
 
         Raises:
             ConfigError: an operation cannot run on fake tensors.
@@ -232,12 +242,6 @@ class DryRun:
         self._phases[phase] = Phase(allocated, reserved)
 
 
-def _positions(model: Any) -> int:
-    """Return a model's maximum sequence length in tokens; 0: not known."""
-    found = positions(getattr(model, "config", None))
-    return found.most if found is not None else 0
-
-
 def _dtype(settings: dict[str, Any], torch: Any) -> Any:
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if settings.get(name, {}).get("enabled"):
@@ -248,31 +252,20 @@ def _dtype(settings: dict[str, Any], torch: Any) -> Any:
 @contextlib.contextmanager
 def _refusals() -> Generator[None]:
     """Convert errors of DeepSpeed, transformers and fake tensors to one line."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    )
-
     try:
         yield
     except ConfigError:
         raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(f"{error.func}: its result depends on values, which a dry run does not have") from None
-    except UnsupportedOperatorException as error:
-        raise ConfigError(f"{error.func}: has no fake kernel, so a dry run cannot follow it") from None
     except Exception as error:  # DeepSpeed's errors have various classes, some derived from Exception itself
         if os.environ.get("FTMON_DEBUG"):
             raise
-        text = _plain(" ".join(str(error).split()))[:_MOST_CHARACTERS] or type(error).__name__
+        if text := fake.refusal(error):
+            raise ConfigError(text) from None
+        text = " ".join(str(error).split())
+        if found := _PYDANTIC.match(text):  # only key and message: "zero.stage: Input should be ..."
+            text = f"{found[1]}: {found[2]}"
+        text = text[:_MOST_CHARACTERS] or type(error).__name__
         raise ConfigError(f"{_place(error)}: {text}") from None
-
-
-def _plain(text: str) -> str:
-    """Return pydantic's message about a key, without its additions: ``zero.stage: Input should be ...``."""
-    found = _PYDANTIC.match(text)
-    return f"{found[1]}: {found[2]}" if found else text
 
 
 def _place(error: BaseException) -> str:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.host.gpus import FIT_TABLE, Gpu, find_gpu
-from ..recipe.model.positions import beyond
+from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
+from ..recipe.model.shape import beyond
 from . import deepspeed_file
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
-    from .documents import Documents
     from .dry import DryRun
+    from .recipe import Documents
 
 
 MOST_RANKS = 4096
@@ -85,14 +85,14 @@ def find(name: str) -> Gpu:
 
 
 def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
-    from . import configured
+    from . import recipe
 
     documents: Documents | None = getattr(arguments, "documents", None)
     given = arguments.sequence_length or []
-    config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given, data=arguments.data)
+    config = recipe.read(arguments.config, arguments.overrides, arguments.ranks, given, data=arguments.data)
     _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
     return Prepared(
-        lambda rank: configured.RecipeRun(config, allocator, gpu, documents, rank),
+        lambda rank: recipe.RecipeRun(config, allocator, gpu, documents, rank),
         config.model.name or str(config.model.config["model_type"]),
         config.run.ranks,
         config.zero.stage,
@@ -110,16 +110,13 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
 
 
 def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
-    from . import model
+    from . import result
     from .dry import DryRun, Job
 
     settings, notes = deepspeed(arguments)
     ranks = arguments.ranks or 1
-    try:
-        batch = deepspeed_file.batch(settings, ranks, arguments.micro_batch, arguments.accumulation)
-    except ValueError as error:
-        raise ConfigError(f"{arguments.deepspeed}: {error}") from None
-    shape = model.read_config(arguments.model)
+    batch = _batch(settings, ranks, arguments, f"{arguments.deepspeed}")
+    shape = result.read_config(arguments.model)
     lengths = arguments.sequence_length or [1024]
     if note := beyond(shape, max(lengths)):
         notes.append(note)
@@ -149,11 +146,11 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 
 
 def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
-    from . import launchers, ranks
+    from . import commands, ranks
     from .dry import Job
     from .script import ScriptInputs, ScriptRun
 
-    started = launchers.parse(arguments.command)
+    started = commands.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
     script_inputs: ScriptInputs | None = getattr(arguments, "script_inputs", None)
@@ -162,10 +159,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         script_inputs = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).inputs, ScriptInputs)
         arguments.script_inputs = script_inputs
     settings = deepspeed_file.with_changes(script_inputs.deepspeed, getattr(arguments, "changes", {}))
-    try:
-        batch = deepspeed_file.batch(settings, count, arguments.micro_batch, arguments.accumulation)
-    except ValueError as error:
-        raise ConfigError(f"{started.script}: its DeepSpeed configuration: {error}") from None
+    batch = _batch(settings, count, arguments, f"{started.script}: its DeepSpeed configuration")
     job = Job(
         shape=None,
         deepspeed=settings,
@@ -193,6 +187,13 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         gpu,
         notes,
     )
+
+
+def _batch(settings: dict[str, Any], ranks: int, arguments: argparse.Namespace, where: str) -> deepspeed_file.Batch:
+    try:
+        return deepspeed_file.batch(settings, ranks, arguments.micro_batch, arguments.accumulation)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def deepspeed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

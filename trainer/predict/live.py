@@ -20,12 +20,12 @@ import yaml
 
 from ... import __version__
 from ...protocol.errors import FtmonError
-from ...protocol.host import private_files
-from ...protocol.host.host_memory import available_memory
-from ...protocol.messages.prediction import PredictedPhase, PredictedPoint, Prediction
-from ...protocol.run import run_store
+from ...protocol.host import process
+from ...protocol.host.machine import available_memory
+from ...protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
+from ...protocol.run import rundir
 from ...protocol.run.rundir import RunDir
-from ..host.low_priority import end_with_parent, lower_priority
+from ..host.processes import end_with_parent, lower_priority
 
 _SHORTEST = 8
 _LENGTHS = 5
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             _keep(kept, found)
     else:
         found = msgspec.structs.replace(found, cached=True)
-    private_files.write_private(run.prediction, msgspec.json.encode(msgspec.structs.replace(found, config=config)))
+    process.write_private(run.prediction, msgspec.json.encode(msgspec.structs.replace(found, config=config)))
     return 0
 
 
@@ -132,7 +132,7 @@ def cache_file(config: str, gpu: str) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     versions = [version(name) for name in ("torch", "deepspeed", "transformers")]
     text = msgspec.json.encode([settings, gpu, allocator, versions, __version__], order="sorted")
-    return run_store.home() / "predictions" / f"{hashlib.sha256(text).hexdigest()[:32]}.json"
+    return rundir.home() / "predictions" / f"{hashlib.sha256(text).hexdigest()[:32]}.json"
 
 
 def _cached(path: Path) -> Prediction | None:
@@ -147,7 +147,7 @@ def _keep(path: Path, found: Prediction) -> None:
     """Cache a prediction for later runs, with the last used ones of the others; a full disk is ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private_files.write_private(path, msgspec.json.encode(found))
+        process.write_private(path, msgspec.json.encode(found))
         by_age = sorted(path.parent.glob("*.json"), key=lambda one: -one.stat().st_mtime)
         for old in by_age[_KEPT:]:
             old.unlink(missing_ok=True)

@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.messages.throughput import ModelFlops
-from ...protocol.run.endings import signal_name
-from ..host.low_priority import end_with_parent
-from . import trace
-from .dry import DryRun, Measured
+from ...protocol.run.end import signal_name
+from ..host.processes import end_with_parent
+from . import record
+from .dry import DryRun
 from .result import Rank
 
 _TOGETHER = 2
@@ -53,8 +52,6 @@ class RankRun(msgspec.Struct):
     """The model's maximum sequence length in tokens; 0: not known."""
     notes: list[str] = []
     outcomes: list[Outcome] = []
-    error: str = ""
-    """A refusal, in one line."""
 
 
 def differing(stage: int, ranks: int) -> list[int]:
@@ -119,14 +116,9 @@ def run(
     capacity_bytes: int | None = None,
     in_turn: bool = False,
 ) -> dict[int, RankRun]:
-    """Run some ranks at some lengths, two at a time, in forked processes.
+    """Run some ranks at some lengths, in this order, two ranks at a time, in forked processes.
 
-    Args:
-        make: makes one rank's dry run in its process.
-        ranks: ranks to run.
-        lengths: sequence lengths, measured in this order.
-        capacity_bytes: limit of PyTorch's reserved memory; None: no limit.
-        in_turn: as in a process that measures one length after the other (``DryRun.measure``).
+    ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``).
 
     Raises:
         ConfigError: a rank was refused, or its process ended.
@@ -150,7 +142,7 @@ def run(
                         selector.unregister(key.fd)
                         del children[key.fd]
                         os.close(key.fd)
-                        found[rank] = _ended(rank, child, bytes(text))
+                        found[rank] = _result(child, bytes(text), RankRun, f"the dry run of rank {rank}")
         finally:
             for reading, (_, child, _) in children.items():
                 os.close(reading)
@@ -168,29 +160,21 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
     Raises:
         ConfigError: the call was refused, or its process ended.
     """
-    reading, writing = os.pipe()
-    parent = os.getpid()
-    child = os.fork()
-    if not child:
-        try:
-            end_with_parent(parent)
-            os.close(reading)
-            with os.fdopen(writing, "wb") as pipe:
-                try:
-                    pipe.write(b"+" + msgspec.json.encode(call()))
-                except FtmonError as error:
-                    pipe.write(b"-" + str(error).encode())
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-            os._exit(_TRACEBACK)
-        finally:
-            os._exit(0)
-    os.close(writing)
+    reading, child = _fork(call)
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
+    return _result(child, text, kind, "the dry run")
+
+
+def _result(child: int, text: bytes, kind: type[T], what: str) -> T:
+    """Return the result that an ended process has sent.
+
+    Raises:
+        ConfigError: the call was refused, or the process ended without a result.
+    """
     _, status = os.waitpid(child, 0)
     if not text:
-        raise ConfigError(f"the dry run {_how(status)}")
+        raise ConfigError(f"{what} {_how(status)}")
     if text[:1] == b"-":
         raise ConfigError(text[1:].decode())
     return msgspec.json.decode(text[1:], type=kind)
@@ -205,8 +189,8 @@ def _how(status: int) -> str:
     return f"ended with exit status {code}, without a result"
 
 
-def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
-    """Start one rank's process; return the read end of a pipe for its result, and its process id."""
+def _fork(call: Callable[[], Any]) -> tuple[int, int]:
+    """Run a call in a forked process; return the read end of a pipe for its result or refusal, and the process id."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -217,7 +201,10 @@ def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
         end_with_parent(parent)
         os.close(reading)
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(msgspec.json.encode(measure()))
+            try:
+                pipe.write(b"+" + msgspec.json.encode(call()))
+            except FtmonError as error:
+                pipe.write(b"-" + str(error).encode())
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
         os._exit(_TRACEBACK)
@@ -228,43 +215,24 @@ def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
 def _measure(
     make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None, in_turn: bool
 ) -> RankRun:
-    result = RankRun()
-    try:
-        dry: Any = make(rank)
-        result.parameters, result.trainable, result.flops = dry.parameters, dry.trainable, dry.flops
-        result.positions = dry.positions
-        result.notes = list(getattr(dry, "notes", []))
-        before = 0.0
-        for number, length in enumerate(lengths, 1):
-            outcome = partial(_outcome, dry, length, capacity, in_turn)
-            # Each length starts from an engine before its first step.
-            found = outcome() if in_turn or number == len(lengths) else once(outcome, Outcome)
-            used = sum(os.times()[:4])
-            result.outcomes.append(msgspec.structs.replace(found, seconds=round(used - before, 2)))
-            before = used
-    except FtmonError as error:
-        result.error = str(error)
+    dry: Any = make(rank)
+    result = RankRun(dry.parameters, dry.trainable, dry.flops, dry.positions, list(getattr(dry, "notes", [])))
+    before = 0.0
+    for number, length in enumerate(lengths, 1):
+        outcome = partial(_outcome, dry, length, capacity, in_turn)
+        # Each length starts from an engine before its first step.
+        found = outcome() if in_turn or number == len(lengths) else once(outcome, Outcome)
+        used = sum(os.times()[:4])
+        result.outcomes.append(msgspec.structs.replace(found, seconds=round(used - before, 2)))
+        before = used
     return result
 
 
 def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> Outcome:
     measured = dry.measure(length, in_turn)
     allocator = dry.job.allocator
-    fails = "" if capacity is None else trace.failing_phase(measured.events, allocator, capacity)
-    return Outcome(length, _with_need(measured, allocator), fails, work=measured.work)
-
-
-def _with_need(measured: Measured, allocator: Settings) -> Rank:
+    fails = "" if capacity is None else record.failing_phase(measured.events, allocator, capacity)
     rank = measured.rank
     low, high = rank.allocated_peak_bytes, rank.reserved_peak_bytes
-    return msgspec.structs.replace(rank, needed_bytes=trace.needed_bytes(measured.events, allocator, low, high))
-
-
-def _ended(rank: int, child: int, text: bytes) -> RankRun:
-    _, status = os.waitpid(child, 0)
-    if not text:
-        raise ConfigError(f"the dry run of rank {rank} {_how(status)}")
-    result = msgspec.json.decode(text, type=RankRun)
-    if result.error:
-        raise ConfigError(result.error)
-    return result
+    needed = record.needed_bytes(measured.events, allocator, low, high)
+    return Outcome(length, msgspec.structs.replace(rank, needed_bytes=needed), fails, work=measured.work)

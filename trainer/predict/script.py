@@ -5,33 +5,63 @@ model from its configuration, without weights. Everything else before ``deepspee
 its data and writes its files.
 """
 
-import copy
+import contextlib
 import inspect
 import io
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.host.gpus import Gpu
-from . import deepspeed_file, foreign_training
+from ...protocol.host.machine import Gpu
+from . import deepspeed_file, fake
+from .commands import Launched
 from .dry import DryRun, Job
-from .launched import Launched
+
+# Refuses training without DeepSpeed in a script that is run up to ``deepspeed.initialize``.
+
+
+_NOT_PREDICTED = "{} is not predicted, only deepspeed.initialize is: --deepspeed with ZeRO stage {} is nearest to it"
+_REFUSED = {
+    "torch.nn.parallel.DistributedDataParallel.__init__": _NOT_PREDICTED.format("DistributedDataParallel", 0),
+    "torch.distributed.fsdp.FullyShardedDataParallel.__init__": _NOT_PREDICTED.format("FullyShardedDataParallel", 3),
+    "torch.distributed.fsdp.fully_shard": _NOT_PREDICTED.format("fully_shard", 3),
+    "torch.autograd.backward": "it trains without deepspeed.initialize; only training with it can be predicted",
+}
+
+
+@contextlib.contextmanager
+def refused(error: type[BaseException]) -> Generator[None]:
+    """Raise ``error`` in the body if a model is wrapped by DDP or FSDP, or gradients are computed.
+
+    ``torch.distributed.init_process_group`` does nothing there, as the dry run has joined its process group already.
+    """
+
+    def stop(text: str) -> Any:
+        def stopped(*_: Any, **__: Any) -> Any:
+            raise error(text)
+
+        return stopped
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch("torch.distributed.init_process_group", lambda *_, **__: None))
+        for target, text in _REFUSED.items():
+            patches.enter_context(patch(target, stop(text)))
+        yield
+
 
 _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900
 """Time limit within which a script must call ``deepspeed.initialize``."""
 _MOST_CHARACTERS = 240
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 ADAMS = ("Adam", "AdamW", "FusedAdam")
 """Optimizers of a script that DeepSpeed's CPUAdam can replace with the same result."""
 
@@ -56,33 +86,20 @@ class _StopError(BaseException):
     """Raised at an operation that a dry run does not support; the text names it. Passes ``except Exception``."""
 
 
-class _QuantizedError(ConfigError):
-    """The script loads a quantized model, which the flags refuse too."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "quantized models of a script cannot be predicted: their kernels do not run on fake tensors; for QLoRA use "
-            "CONFIG.yaml with model.quantization=nf4"
-        )
+_QUANTIZED = (
+    "quantized models of a script cannot be predicted: their kernels do not run on fake tensors; for QLoRA use "
+    "CONFIG.yaml with model.quantization=nf4"
+)
 
 
 class ScriptRun(DryRun):
-    """A dry run of a script's model under its DeepSpeed configuration; only one per process.
-
-    Args:
-        launched: the script.
-        job: the job with DeepSpeed's settings; None: only read the script's arguments.
-        ranks: number of ranks of the run.
-        allocator: settings of PyTorch's allocator.
-        gpu: the kind of GPU.
-        rank: this process's rank.
-    """
+    """A dry run of a script's model under its DeepSpeed configuration; without a ``job`` it only reads the inputs."""
 
     def __init__(
         self, launched: Launched, job: Job | None, ranks: int, allocator: Settings, gpu: Gpu, rank: int = 0
     ) -> None:
         self._launched = launched
-        self._settings = job.deepspeed if job is not None else None
+        self._only_inputs = job is None
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so its objects, alive."""
         self.inputs: ScriptInputs | None = None
@@ -105,7 +122,7 @@ class ScriptRun(DryRun):
 
         module.initialize = initialize
         _patch_weights()
-        with foreign_training.refused(_StopError):
+        with refused(_StopError):
             self._run()
         module.initialize = original
         if not given:
@@ -121,7 +138,7 @@ class ScriptRun(DryRun):
         launched = self._launched
         sys.argv = [launched.script, *launched.arguments]
         sys.path.insert(0, os.getcwd() if launched.is_module else str(Path(launched.script).resolve().parent))
-        os.environ.update(launched.environment, WANDB_MODE="disabled")
+        os.environ["WANDB_MODE"] = "disabled"
         sys.stdin = io.StringIO()
         signal.signal(signal.SIGALRM, _late)
         signal.alarm(_MOST_SECONDS)
@@ -138,12 +155,12 @@ class ScriptRun(DryRun):
                 raise ConfigError(
                     f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
                 ) from None
-        except _QuantizedError as error:
-            raise ConfigError(f"{_place(error, launched)}: {error}") from None
         except (Exception, _StopError) as error:
             if os.environ.get("FTMON_DEBUG"):
                 raise
-            raise ConfigError(f"{_place(error, launched)}: {_why(error)}; {_FLAGS}") from None
+            why = _why(error)
+            flags = "" if why == _QUANTIZED else f"; {_FLAGS}"  # which refuse such a model too
+            raise ConfigError(f"{_place(error, launched)}: {why}{flags}") from None
         finally:
             signal.alarm(0)
             _guard_values(None)
@@ -171,22 +188,17 @@ class ScriptRun(DryRun):
             made,
             _calls_trainer(self._kept),
         )
-        if self._settings is None:
+        if self._only_inputs:
             return
         job = self.job
-        settings = copy.deepcopy(self._settings)
-        settings |= dict(zip(_BATCH, (job.micro_batch * job.accumulation * job.ranks, job.micro_batch), strict=False))
-        settings["gradient_accumulation_steps"] = job.accumulation
-        settings["steps_per_print"] = 1 << 30
+        settings = self._batched_settings()
         if job.checkpointing and not self.inputs.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         model.config.use_cache = False
-        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        trained = self._count_parameters(model)
         kept = {key: given[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if given.get(key)}
         if "optimizer" not in kept and "model_parameters" not in kept:
             kept["model_parameters"] = trained
@@ -250,7 +262,7 @@ def _patch_weights() -> None:
             config = cls.config_class.from_pretrained(name)
         quantized = named.get("quantization_config") or getattr(config, "quantization_config", None)
         if quantized is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
-            raise _QuantizedError
+            raise ConfigError(_QUANTIZED)
         changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
         for key, value in changes.items():
             setattr(config, key, value)
@@ -322,17 +334,48 @@ def _place(error: BaseException, launched: Launched) -> str:
 
 def _why(error: BaseException) -> str:
     """Return in one line the meaning of a script's error for a dry run."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    )
-
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"{error.func} depends on values, which a dry run does not have"
-    if isinstance(error, UnsupportedOperatorException):
-        return f"{error.func} has no fake kernel, so a dry run cannot follow it"
+    if text := fake.refusal(error):
+        return text
     if isinstance(error, (ConfigError, _StopError)):
         return str(error)
     text = " ".join(str(error).split())[:_MOST_CHARACTERS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# Describes a remedy as changes of a user's own script: keys of DeepSpeed, arguments of ``Trainer``, calls.
+
+
+_OFFLOAD = "zero_optimization.offload_optimizer="
+NOT_CHANGED = (
+    "a script makes its model, optimizer and loss itself, so LoRA, other optimizers and a fused loss are not among the "
+    "changes; --model with --lora-rank or --optimizer predicts them"
+)
+
+
+def words(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
+    """Return the settings of the script for changes (assignments to DeepSpeed's keys, flags of ``predict``)."""
+    return " ".join(_one(change, script_inputs) for change in changes)
+
+
+def refusal(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
+    """Return the reason why these changes do not apply to the script; empty if they do."""
+    if not script_inputs.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
+        return ""
+    if deepspeed_file.offloads(script_inputs.deepspeed) or script_inputs.optimizer in ADAMS:
+        return ""
+    return f"the script makes {script_inputs.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
+
+
+def _one(change: str, script_inputs: ScriptInputs) -> str:
+    key, _, value = change.partition("=")
+    if key == "--checkpointing":
+        return "gradient_checkpointing=True" if script_inputs.trainer else "model.gradient_checkpointing_enable()"
+    if key == "--micro-batch":
+        if script_inputs.trainer:
+            return f"per_device_train_batch_size={value}"
+        return f"train_micro_batch_size_per_gpu={value} (and batches of {value} rows)"
+    if key == "--accumulation":
+        return f"gradient_accumulation_steps={value}"
+    if change.startswith(_OFFLOAD) and script_inputs.optimizer in ADAMS and not script_inputs.trainer:
+        return f"{change} deepspeed.ops.adam.DeepSpeedCPUAdam in place of its {script_inputs.optimizer}"
+    return change

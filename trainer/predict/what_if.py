@@ -2,17 +2,27 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.what_if_ranking import Option, Ranked, rank
+from ...protocol.analysis.estimates import ranking
+from ...protocol.analysis.estimates.ranking import Need, Option, Ranked, largest_that_fit, rank
 from ...protocol.errors import ConfigError, FtmonError
-from . import answer, jobs
+from ...protocol.host.machine import FIT_TABLE
+from ...protocol.text import counted
+from ..recipe.config.schema import Config
+from ..recipe.data import pipeline
+from ..recipe.data import records as sources
+from ..recipe.data.batches import Order, padded_length
+from ..recipe.data.encode import Encoder
+from ..recipe.data.pipeline import Examples
+from ..recipe.data.records import Records
+from . import answer, jobs, ranks
 from .jobs import Prepared
-from .result import Prediction, WhatIf
+from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
 
 
 class RunChange(NamedTuple):
@@ -37,14 +47,8 @@ def table(
 ) -> list[WhatIf]:
     """Return the table of all remedies, predicted at the longest length of ``base``.
 
-    Remedies that do not change the training are combined if none of them fits alone.
-
-    Args:
-        arguments: arguments of the command.
-        allocator: settings of the unchanged run.
-        base: prediction of the unchanged run.
-        capacity_bytes: limit of PyTorch's reserved memory on one GPU.
-        tell: called with the name of each remedy before its dry run.
+    Remedies that do not change the training are combined if none of them fits alone. ``tell`` is called with the name
+    of each remedy before its dry run.
     """
     point = max(base.points, key=lambda one: one.sequence_length)
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
@@ -114,8 +118,7 @@ def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChan
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         yield RunChange("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
     kinds = _assignments(given) if given.config else _flags(given)
-    for name, changes, combines in kinds:
-        yield _remedy(given, allocator, name, changes, combines)
+    yield from (_remedy(given, allocator, *kind) for kind in kinds)
 
 
 def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange]) -> RunChange | None:
@@ -130,31 +133,24 @@ def joined(given: argparse.Namespace, allocator: Settings, parts: list[RunChange
 def _remedy(
     given: argparse.Namespace, allocator: Settings, name: str, changes: tuple[str, ...], combines: bool
 ) -> RunChange:
-    make = changed(given, allocator, changes)
+    arguments = changed(given, changes)
     if not getattr(given, "command", None):
         shown = (change.removesuffix("=true") if change.startswith("--") else change for change in changes)
-        return RunChange(name, " ".join(shown), make, combines, changes)
-    from . import script_changes
+        return RunChange(name, " ".join(shown), lambda: jobs.prepare(arguments, allocator), combines, changes)
+    from . import script
 
-    refused = script_changes.refusal(changes, given.script_inputs)
-    change = script_changes.words(changes, given.script_inputs)
-    return RunChange(name, change, _refuser(refused) if refused else make, combines, changes)
+    def prepare() -> Prepared:
+        if refused := script.refusal(changes, given.script_inputs):
+            raise ConfigError(refused)
+        return jobs.prepare(arguments, allocator)
 
-
-def _refuser(text: str) -> Callable[[], Prepared]:
-    def refuse() -> Prepared:
-        raise ConfigError(text)
-
-    return refuse
+    return RunChange(name, script.words(changes, given.script_inputs), prepare, combines, changes)
 
 
-def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
-    """Return a function that prepares the job with changes.
+def changed(given: argparse.Namespace, changes: tuple[str, ...]) -> argparse.Namespace:
+    """Return the arguments with changes.
 
-    Args:
-        given: the arguments.
-        allocator: settings of the run.
-        changes: assignments to a configuration's keys; without a configuration, flags and keys of DeepSpeed's file.
+    Changes are assignments to a configuration's keys; without a configuration, flags and keys of DeepSpeed's file.
     """
     arguments = argparse.Namespace(**vars(given))
     if given.config:
@@ -165,7 +161,7 @@ def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, 
         for key, value in pairs:
             if key.startswith("--"):
                 setattr(arguments, key.removeprefix("--").replace("-", "_"), json.loads(value))
-    return lambda: jobs.prepare(arguments, allocator)
+    return arguments
 
 
 _GATHERED = "nothing kept gathered"
@@ -177,9 +173,9 @@ Kind = tuple[str, tuple[str, ...], bool]
 
 def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     """Yield remedies for a configuration of ftmon's own trainer, as assignments."""
-    from . import configured
+    from . import recipe
 
-    config = configured.read(given.config, given.overrides, given.ranks, given.sequence_length)
+    config = recipe.read(given.config, given.overrides, given.ranks, given.sequence_length)
     training, zero, optimizer = config.training, config.zero, config.optimizer
     if config.model.gradient_checkpointing == "none":
         yield "selective checkpointing", ("model.gradient_checkpointing=selective",), False
@@ -244,3 +240,202 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
         yield "compiled optimizer", ("optimizer.params.torch_adam=false",), True
     if not given.lora_rank and not command:
         yield "LoRA of rank 16", ("--lora-rank=16",), False
+
+
+# Finds by dry runs the largest sequence length and micro-batch that fit each kind of GPU, or a capacity.
+
+
+CONFIRMED = (0.99, 0.97, 0.95)
+"""Shares of a fitting length that must fit, too: memory does not grow evenly with the length."""
+_MOST_TOKENS = 1 << 24
+"""Maximum tokens of a micro-batch."""
+_MOST_POSITIONS = 1 << 20
+"""Maximum length if a model's own is not known."""
+_MOST_ROWS = 1024
+
+Run = Callable[[list[int]], dict[int, Point]]
+"""Predicts values of one axis."""
+
+
+def add(
+    found: Prediction,
+    job: Prepared,
+    arguments: argparse.Namespace,
+    allocator: Settings,
+    tell: Callable[[str], None],
+) -> Prediction:
+    """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
+
+    If ranks differ, only those are run that need most at one of the points. ``found`` and ``job`` are of the unchanged
+    run; a capacity in ``arguments`` replaces the kinds of GPU; ``tell`` is called before each round.
+
+    Raises:
+        ConfigError: a dry run was refused.
+    """
+    longest = max(found.points, key=lambda point: point.sequence_length)
+    highest = {max(point.ranks, key=lambda rank: rank.needed_bytes).rank for point in found.points}
+    run = ranks.differing(job.stage, job.ranks)
+    only = sorted({ranks.nearest(run, rank) for rank in highest})
+    given = argparse.Namespace(**{**vars(arguments), "sequence_length": [longest.sequence_length]})
+
+    def lengths(values: list[int]) -> dict[int, Point]:
+        tell(f"the largest sequence length: {_candidates(values)}")
+        points = answer.predict(job._replace(lengths=values), arguments.capacity, only=only).points
+        return {point.sequence_length: point for point in points}
+
+    def micro_batches(values: list[int]) -> dict[int, Point]:
+        points: dict[int, Point] = {}
+        for number, rows in enumerate(values, 1):
+            tell(f"the largest micro-batch: candidate {rows:,} ({number} of {len(values)} in this round)")
+            changes = (f"--micro-batch={rows}", f"--accumulation={job.accumulation}")
+            if arguments.config:
+                changes = (f"training.micro_batch={rows}", "training.total_batch=0")
+            other = jobs.prepare(changed(given, changes), allocator)
+            (points[rows],) = answer.predict(other, arguments.capacity, only=only).points
+        return points
+
+    positions = min(found.positions or _MOST_POSITIONS, _MOST_TOKENS // job.micro_batch)
+    rows = min(_MOST_ROWS, max(1, _MOST_TOKENS // longest.sequence_length))
+    by_length = {point.sequence_length: point for point in found.points}
+    by_rows = {job.micro_batch: longest}
+    kinds = _kinds(job, arguments.capacity)
+    long = _search(ranking.round_numbers(positions, job.sequence_parallel_size), kinds, lengths, by_length, CONFIRMED)
+    wide = _search(range(1, rows + 1), kinds, micro_batches, by_rows)
+    return msgspec.structs.replace(
+        found,
+        largest=[
+            Holds(gpu, capacity, length, batch)
+            for (gpu, capacity), length, batch in zip(kinds, long, wide, strict=True)
+        ],
+        pieces=answer.curve(by_length),
+        batch_pieces=answer.curve(by_rows),
+    )
+
+
+def _candidates(values: Sequence[int]) -> str:
+    shown = ", ".join(f"{value:,}" for value in values[:4])
+    return f"{counted(len(values), 'candidate')} ({shown}{', ...' if len(values) > 4 else ''})"
+
+
+def _kinds(job: Prepared, capacity: int | None) -> list[tuple[str, int]]:
+    """Return the kinds of GPU, and the limit of PyTorch's reserved memory on each."""
+    if capacity is not None:
+        return [("", capacity)]
+    return [(gpu.title, gpu.memory_bytes - round(answer.beside(job, gpu).value)) for gpu in FIT_TABLE]
+
+
+def _search(
+    values: Sequence[int],
+    kinds: list[tuple[str, int]],
+    run: Run,
+    points: dict[int, Point],
+    confirm: Sequence[float] = (),
+) -> list[ranking.Largest]:
+    """Search one axis; ``points`` has the known points, and receives the new ones."""
+
+    def needs(asked: list[int]) -> list[ranking.Need]:
+        new = [value for value in asked if value not in points]
+        points.update(run(new) if new else {})
+        return [_need(points[value], kinds) for value in asked]
+
+    return ranking.largest_that_fit(values, [capacity for _, capacity in kinds], needs, confirm)
+
+
+def _need(point: Point, kinds: list[tuple[str, int]]) -> ranking.Need:
+    # With a capacity, the allocator's own verdict counts.
+    fits = [bool(point.fits) if not gpu else point.needed_bytes <= capacity for gpu, capacity in kinds]
+    return ranking.Need(point.needed_bytes, fits)
+
+
+# Finds the steps of a run's first epoch that do not fit, from the padded micro-batches of its data set.
+#
+# Memory grows with the length of a micro-batch, so the occurring lengths are searched for the largest that fits.
+
+
+_MOST_NAMED = 3
+
+
+class Step(NamedTuple):
+    """The longest micro-batch of an optimizer step."""
+
+    step: int
+    """Number of the step, from 1."""
+    rank: int
+    """The first of the ranks that share the rows."""
+    rows: list[int]
+    length: int
+    """Padded length of its rows, in tokens."""
+
+
+def steps_an_epoch(config: Config, examples: Examples) -> int:
+    """Return the optimizer steps of an epoch.
+
+    Raises:
+        ConfigError: there are fewer examples than one step needs.
+    """
+    return Order(examples, config, 0, _data_ranks(config)).steps_per_epoch
+
+
+def _data_ranks(config: Config) -> int:
+    return config.run.ranks // config.training.sequence_parallel_size
+
+
+def read(config: Config) -> tuple[Records, Examples]:
+    """Return a configuration's records and training examples.
+
+    Raises:
+        ConfigError: the data or the tokenizer do not fit the configuration.
+    """
+    records = sources.read(config)
+    forms = pipeline.record_formats(records, config)
+    tokenizer = pipeline.load_tokenizer(config, records, forms)
+    folder = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)
+    return records, pipeline.examples(folder, records, config)
+
+
+def find(
+    config: Config,
+    records: Records,
+    examples: Examples,
+    capacity_bytes: int,
+    run: Callable[[list[int]], Sequence[Need]],
+) -> DataRisk:
+    """Return the steps of the first epoch that do not fit; ``run`` predicts whether lengths, in rising order, fit.
+
+    Raises:
+        ConfigError: from ``run``, or there are fewer examples than one step needs.
+    """
+    steps = _steps(config, examples)
+    lengths = sorted({step.length for step in steps})
+    largest = largest_that_fit(lengths, [capacity_bytes], run)[0].value
+    failing = [step for step in steps if largest is None or step.length > largest]
+
+    def named(step: Step) -> RiskyStep:
+        places = [", ".join(records.place(one) for one in examples.rows.records(row)) for row in step.rows]
+        return RiskyStep(step.step, step.rank, step.rows, places, step.length)
+
+    return DataRisk(
+        steps=len(steps),
+        longest=named(max(steps, key=lambda step: step.length)),
+        largest_length=largest,
+        failing_steps=len(failing),
+        failing=[named(step) for step in failing[:_MOST_NAMED]],
+    )
+
+
+def _steps(config: Config, examples: Examples) -> list[Step]:
+    """Return the longest micro-batch of each optimizer step of the first epoch, of all ranks."""
+    training, ranks = config.training, _data_ranks(config)
+    found: list[Step] = []
+    orders = [iter(Order(examples, config, rank, ranks)) for rank in range(ranks)]
+    for step in range(1, steps_an_epoch(config, examples) + 1):
+        batches = [(rank, next(order)) for _ in range(training.grad_accumulation) for rank, order in enumerate(orders)]
+        lengths = [max(int(examples.tokens[row]) for row in rows) for _, rows in batches]
+        longest = max(range(len(batches)), key=lambda number: lengths[number])
+        rank, rows = batches[longest]
+        limit = training.sequence_length
+        length = limit if config.data.packing else padded_length(lengths[longest], limit)
+        found.append(Step(step, rank * training.sequence_parallel_size, rows, length))
+    if not found:
+        raise ConfigError("data: an epoch has no step")
+    return found

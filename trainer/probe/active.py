@@ -5,7 +5,7 @@ from threading import get_ident
 
 import torch
 
-from .device import rusage
+from .device import memory
 from .events import TorchEvents
 from .guard import nothing
 from .phases.tracker import Counts
@@ -50,7 +50,16 @@ def switched_on() -> TorchEvents | None:
 def leave_to_parent() -> None:
     """Disable the probe in a fork of a rank; the parent keeps it."""
     global events, probe, forked
-    rusage.forget()
+    memory.forget()
     if events is not None:
         events = probe = None
         forked = True
+
+
+# Interface of the probe for code inside a rank: the recipe, ``ftmon.watch`` and the TrainerCallback use this alone.
+
+
+def current() -> Probe | None:
+    """Return this process's probe, or None if it is not watched (or the probe has switched itself off)."""
+    found = probe
+    return found if found is not None and found.guard.enabled else None

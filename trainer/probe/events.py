@@ -15,8 +15,7 @@ from .guard import guarded
 from .loop.training import Training
 from .phases.forwards import updates_parameters
 from .phases.tracker import DRIVEN
-from .rank.batch_share import BatchShare
-from .rank.hello import plain
+from .rank.context import BatchShare, plain
 from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_model
 from .values.batch import OnHost
 from .values.model_flops import model_flops

@@ -1,13 +1,17 @@
 """Protects the training: the probe's switch, and its own log of errors. Standard library only."""
 
+import dis
 import functools
+import inspect
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from threading import get_ident
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,3 +91,89 @@ def log_error(what: str, error: BaseException) -> None:
     """Append one line about an exception: the failed operation, the error, and its innermost frames."""
     places = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     log(f"{what}: {type(error).__name__}: {error} ({' < '.join(reversed(places))})".replace("\n", " "))
+
+
+# Replaces a function or method by one that calls it, once, keeping its name and signature.
+#
+# The hooks on PyTorch, DeepSpeed, accelerate and transformers use it. Direct assignments remain where it does not
+# fit: the functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep
+# (``device/cuda.py``, ``device/rusage.py``, ``start/ending.py``); a second name of a function that is replaced
+# already gets the same object (``memory/history.py``, ``hooks/collectives.py``); and a step capture undoes its
+# replacements, made anew for each step (``memory/composition/step_capture.py``).
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *, below: bool = False) -> None:
+    """Replace ``owner.name`` by ``make(original)``, once, keeping its name and signature.
+
+    Args:
+        owner: a module or class.
+        name: of the function or method.
+        make: makes the new function of the one before.
+        below: another hook replaces it too, and runs around this one.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, "_ftmon"):
+        return
+    wrapped: Any = functools.wraps(original)(make(original))
+    if not below:
+        wrapped._ftmon = True
+    setattr(owner, name, wrapped)
+
+
+def is_replaced(function: Any) -> bool:
+    """Return whether a function was made by ``replace``."""
+    return hasattr(function, "_ftmon")
+
+
+def replace_in_package(
+    module: ModuleType, name: str, make: Callable[[Any], Callable[..., Any]], packages: tuple[str, ...]
+) -> None:
+    """Replace a function in its module, if it is there, and in those of its packages that have imported it by name."""
+    original = getattr(module, name, None)
+    if original is None or is_replaced(original):
+        return
+    replace(module, name, make)
+    for place, other in list(sys.modules.items()):
+        if place.startswith(packages) and getattr(other, name, None) is original:
+            setattr(other, name, getattr(module, name))
+
+
+# The local variables of running frames, without keeping what they hold alive.
+
+
+_UNSHARED = 3
+"""References to the dictionary of a frame's variables without any by the script: the frame's, ours, the count's."""
+
+_USERS = frozenset(("eval", "exec", "locals", "vars"))
+"""Functions that give a script the dictionary of its variables, or keep variables of their own there."""
+
+
+def receiver_name(frame: FrameType) -> str:
+    """Return the name of the first parameter of the frame's function (``self``); empty without parameters."""
+    code = frame.f_code
+    return code.co_varnames[0] if code.co_argcount else ""
+
+
+def frame_locals(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a frame's variables; up to Python 3.12, none of a function that may have called ``locals``.
+
+    There a function's frame keeps the dictionary that ``f_locals`` makes, and with it all that the function held at
+    that moment, as batches and losses, until it returns. It is emptied here, unless something else has it. Reading it
+    would change what the script has from ``locals()``, and there is no other way to a frame's variables.
+    """
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    if _may_use_dictionary(frame.f_code):
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.getrefcount(kept) <= _UNSHARED:
+        kept.clear()
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _may_use_dictionary(code: CodeType) -> bool:
+    return not _USERS.isdisjoint(code.co_names) and any(
+        each.opname == "LOAD_GLOBAL" and each.argval in _USERS for each in dis.get_instructions(code)
+    )

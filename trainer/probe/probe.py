@@ -7,11 +7,10 @@ from typing import Any
 
 from ...protocol.messages.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
 from ...protocol.messages.throughput import perplexity
-from .device import device_values
+from .device import cuda
 from .guard import guarded
 from .loop.training import Training
-from .phases.marks import Counts
-from .phases.stop_request import StopRequest
+from .phases.tracker import BatchCounts, StopRequest
 
 
 class Probe:
@@ -106,7 +105,7 @@ class Probe:
             samples: rows, for ranks that share rows this one's part; None: as many as the forward's batch has.
         """
         labels = 0 if self._state.normalised_over_ranks else int(label_tokens)
-        self._tracker.notes.counts.append(Counts(int(tokens), labels, int(pairs), int(longest), samples))
+        self._tracker.notes.counts.append(BatchCounts(int(tokens), labels, int(pairs), int(longest), samples))
 
     def normalise_over_ranks(self) -> None:
         """Report that losses are divided by the label tokens of all ranks, so that ranks count alike in the mean."""
@@ -260,11 +259,11 @@ class Probe:
         if isinstance(loss, float):
             notes.reported_loss = loss
         elif loss is not None:
-            notes.reported.append(device_values.fetch(loss))
+            notes.reported.append(cuda.fetch_values(loss))
         if lr is not None:
             notes.lr = lr
         if grad_norm is not None:
-            notes.grad_norm = device_values.fetch(grad_norm)
+            notes.grad_norm = cuda.fetch_values(grad_norm)
         if loss_scale is not None:
             notes.loss_scale = loss_scale
         if step is not None:
@@ -272,7 +271,7 @@ class Probe:
         if batch_shape is not None:
             notes.shape = list(batch_shape)
         if attention_mask is not None:
-            notes.tokens.append(device_values.fetch_count(attention_mask))
+            notes.tokens.append(cuda.fetch_count(attention_mask))
         elif tokens is not None:
             notes.tokens.append(tokens)
         notes.samples += samples or 0

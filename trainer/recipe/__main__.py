@@ -8,8 +8,7 @@ import os
 import sys
 
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.run.environment import RUN_ENV
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.rundir import RUN_ENV, RunDir
 
 
 def main(arguments: list[str]) -> int:

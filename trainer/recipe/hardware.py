@@ -7,7 +7,7 @@ import socket
 from importlib import metadata, util
 from pathlib import Path
 
-from ...protocol.host.control_groups import ROOT, cpu_quota
+from ...protocol.host.machine import ROOT, cpu_quota
 from ...protocol.training_packages import TRAINING_PACKAGES
 
 

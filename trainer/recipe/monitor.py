@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
-from ..probe import api
-from ..probe.api import Probe
+from ..probe import active
+from ..probe.probe import Probe
 
 SEND_SECONDS = 0.5
 """Minimum interval of an activity's progress reports."""
@@ -38,7 +38,7 @@ _UNWATCHED = cast(Probe, Unwatched())
 
 def probe() -> Probe:
     """Return this process's probe; a null object if there is none, or once it has switched itself off."""
-    return api.current() or _UNWATCHED
+    return active.current() or _UNWATCHED
 
 
 class Progress:

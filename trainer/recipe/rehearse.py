@@ -6,6 +6,7 @@ weight changes; optimizer states, the schedule, the loss scale, counters and ran
 resumes is rehearsed before its checkpoint is loaded. Errors that would occur hours later occur now.
 """
 
+import gc
 import random
 import time
 from collections.abc import Callable, Generator
@@ -16,20 +17,19 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ...protocol.errors import FtmonError
+from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.text import duration
-from .checkpoint.save import Checkpoints
-from .checkpoint.trial import rehearse_checkpoint
-from .data.collate import Batch, Collate
+from .checkpoint.save import Checkpoints, rehearse_checkpoint
+from .data.batches import Batch, Collate, WithCounts
 from .data.pipeline import Examples
 from .engine.distributed import World
-from .engine.make import forget_module_order
+from .engine.engine import forget_module_order
 from .evaluation.evaluate import Evaluator
-from .model.compiling import compile_ahead
-from .model.layers import decoder_layers
+from .model.activations import compile_ahead, decoder_layers
+from .model.loss import IGNORED
 from .monitor import activity, probe
 from .state import TrainState
-from .step import Stepper
+from .step import ProgressLines, Stepper
 
 _TRIES = 24
 """Limit of updates with overflowing fp16 gradients, each of which halves the loss scale."""
@@ -229,3 +229,95 @@ def _named(what: str, setting: str) -> Generator[None]:
 
 def _listed(rows: list[int], most: int = 8) -> str:
     return ", ".join(map(str, rows[:most])) + (", ..." if len(rows) > most else "")
+
+
+# Measures several sequence lengths in one process, one after the other, for a sweep with ``one_process``.
+#
+# Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
+# each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
+# the figures that are not.
+
+
+Row = dict[str, Any]
+"""A row of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``."""
+
+
+def cut(row: Row, length: int) -> Row:
+    """Return the last ``length`` tokens of a row; a document that begins before them is shorter."""
+    found = {**row, "input_ids": row["input_ids"][-length:], "labels": row["labels"][-length:]}
+    if "lengths" in row:
+        starts = numpy.cumsum(row["lengths"]) - len(row["input_ids"]) + length
+        found["lengths"] = [int(one) for one in numpy.diff(numpy.maximum(starts, 0), prepend=0) if one]
+    return found
+
+
+def long_rows(data: Sampled, count: int, length: int) -> list[Row]:
+    """Return ``count`` rows of at least ``length`` tokens; shorter packed rows are joined.
+
+    Raises:
+        ConfigError: the data have no such rows.
+    """
+    found: list[Row] = []
+    for number in data.longest(len(data.examples.rows)):
+        row: Row = data.examples.rows[number]
+        if found and "lengths" in row and len(found[-1]["input_ids"]) < length:
+            last = found.pop()
+            row = {
+                "input_ids": numpy.concatenate([last["input_ids"], row["input_ids"]]),
+                "labels": numpy.concatenate([last["labels"], row["labels"]]),
+                "lengths": [*last["lengths"], *row["lengths"]],
+            }
+        found.append(row)
+        if len(found) == count and len(row["input_ids"]) >= length:
+            break
+    if len(found) < count or any(len(row["input_ids"]) < length for row in found):
+        raise ConfigError(
+            f"debug.lengths: the data have no {count} rows of {length} tokens; use data.packing=true, longer or more "
+            "documents"
+        )
+    return found
+
+
+def label_tokens(row: Row) -> int:
+    """Return the number of labels of a row that carry loss: those after a document's first position."""
+    learned = numpy.asarray(row["labels"]) != IGNORED
+    starts = numpy.cumsum([0, *row.get("lengths", [len(learned)])[:-1]])
+    learned[starts] = False
+    return int(learned.sum())
+
+
+def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
+    """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
+
+    Raises:
+        ConfigError: the data have no rows of the longest length.
+        torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
+    """
+    config, world = stepper.config, stepper.world
+    micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation
+    rows = long_rows(data, micro_batch * accumulation * world.data_ranks, max(config.debug.lengths))
+    collate = WithCounts(data.collate, world.sequence)
+    lines = ProgressLines(total_steps, config.output.log_every, world)
+    probe().plan(total_steps, 0.0, "")
+    probe().normalise_over_ranks()
+    stepper.engine.train()
+    step = 0
+
+    def fetch(own: list[Row]) -> Callable[[], Batch]:
+        return lambda: collate(own)
+
+    for length in config.debug.lengths:
+        cut_rows = [cut(row, length) for row in rows]
+        starts = [(micro * world.data_ranks + world.data_rank) * micro_batch for micro in range(accumulation)]
+        fetches = [fetch(cut_rows[start : start + micro_batch]) for start in starts]
+        labels = sum(label_tokens(row) for row in cut_rows)
+        stepper.engine.zero_grad()
+        gc.collect()
+        if world.on_gpu:
+            torch.cuda.empty_cache()
+        for _ in range(config.training.max_steps):
+            step += 1
+            lines.step(step, stepper.train_step(fetches, labels), length * len(rows))
+    lines.flush()
+    world.barrier()
+    world.log(f"measured {len(config.debug.lengths)} lengths, {step} steps; nothing is kept")

@@ -6,27 +6,114 @@ and prints one JSON line, ``{"run": "<run directory>"}``; a mistake is one line 
 """
 
 import argparse
+import base64
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.run import exits
+from ...protocol.run import end
 from ...protocol.run.rundir import Recipe, RunDir
-from ...protocol.run.start_request import StartRequest, print_started, read_request
+from ...protocol.run.start import StartRequest, print_started, read_request
 from ..launch import start
-from . import command, hardware
-from .checkpoint import folder as checkpoints
+from . import hardware
+from .checkpoint import manifest as checkpoints
 from .config import write
 from .config.load import Loaded, load
 from .config.schema import Config
-from .demo import demo_config
 from .faults import spec
-from .preflight.inputs import check_hub
-from .preflight.resolve import resolve
+from .hardware import free_port, usable_gpus
+from .preflight.resolve import Resolved, check_hub, resolve
+
+# The command that starts the ranks: DeepSpeed's launcher of one host, and the environment it needs.
+
+
+def launch_command(resolved: Resolved) -> list[str]:
+    """Return the command for all ranks of this host.
+
+    It is the launcher that ``deepspeed`` itself starts on one host; calling it directly saves one import of torch, and
+    no hostfile of another job is read.
+    """
+    slots = resolved.gpus or list(range(resolved.ranks))
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": slots}).encode()).decode()
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={world}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={resolved.config.run.master_port or free_port()}",
+        "--no_local_rank",
+        "--module",
+        "--log_level=warning",
+        "ftmon.trainer.recipe",
+    ]
+
+
+def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables of the ranks to add to ``base``."""
+    result = {
+        "DS_ACCELERATOR": resolved.device,
+        # The working directory must not shadow modules (such as a script called datasets.py).
+        "PYTHONSAFEPATH": "1",
+        # All ranks are on this host. Without it gloo resolves the host's own name, which often fails.
+        "GLOO_SOCKET_IFNAME": base.get("GLOO_SOCKET_IFNAME", "lo"),
+        "TOKENIZERS_PARALLELISM": base.get("TOKENIZERS_PARALLELISM", "false"),
+    }
+    threads = str(resolved.config.run.threads)
+    if resolved.device == "cpu":
+        result["OMP_NUM_THREADS"] = threads
+        result["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        result["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", threads)
+    return result
+
+
+# The demo: trains a small model with random weights on a small instruction data set of the package.
+
+
+DATA = Path(__file__).parent / "data" / "instructions.jsonl"
+
+_BOTH = """
+tokenizer: {vocab_size: 2048}
+data: {packing: true}
+zero: {stage: 2}
+"""
+_CPU = """
+model:
+  config: {model_type: qwen2, hidden_size: 256, intermediate_size: 768, num_hidden_layers: 6, num_attention_heads: 4,
+           num_key_value_heads: 2, tie_word_embeddings: true}
+evaluation: {share: 0.05, every: 40, samples: 1}
+optimizer: {lr: 1.5e-3, weight_decay: 0.05}
+schedule: {warmup_steps: 8}
+training: {max_steps: 120, micro_batch: 2, grad_accumulation: 2, sequence_length: 128}
+output: {log_every: 5}
+run: {name: demo, ranks: 2, device: cpu}
+"""
+_GPU = """
+model:
+  config: {model_type: qwen2, hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 16,
+           num_attention_heads: 16, num_key_value_heads: 8, tie_word_embeddings: true}
+evaluation: {share: 0.05, every: 100, samples: 1}
+optimizer: {lr: 3.0e-4, weight_decay: 0.05}
+schedule: {warmup_steps: 20}
+training: {max_steps: 400, micro_batch: 4, grad_accumulation: 2, sequence_length: 128}
+run: {name: demo, device: cuda}
+"""
+
+
+def demo_config(overrides: list[str]) -> Loaded:
+    """Return the demo's configuration: all GPUs if there are any, else two CPU ranks.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    on_cpu = "run.device=cpu" in overrides or not usable_gpus()
+    return load(None, [f"data.path={DATA}", *overrides], _BOTH + (_CPU if on_cpu else _GPU))
 
 
 def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
@@ -45,10 +132,10 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     check_hub(loaded)
     resolved = resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
-    os.environ.update(command.launch_environment(resolved))
+    os.environ.update(launch_environment(resolved))
     chosen = request.name or resolved.config.run.name or Path(loaded.source).stem
     described, recipe = write.dump(resolved.config), _recipe(request, resolved.config)
-    return start.start_run(request, chosen, command.launch_command(resolved), described, recipe)
+    return start.start_run(request, chosen, launch_command(resolved), described, recipe)
 
 
 def _recipe(request: StartRequest, config: Config) -> Recipe:
@@ -94,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = start_trainer(request, _demo(request) if request.kind == "demo" else _train(request))
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return exits.of_error(error, exits.WRONG_USAGE)
+        return end.of_error(error, end.WRONG_USAGE)
     except OSError as error:
         # A path of the configuration, such as one with a name too long for the file system.
         refusal = UsageError(f"{error.filename or 'the configuration'}: cannot be used: {error.strerror or error}")

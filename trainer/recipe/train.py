@@ -10,24 +10,22 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
-from ...protocol.run.environment import RUN_ENV
-from .checkpoint import identity
+from ...protocol.run.rundir import RUN_ENV
+from .checkpoint import manifest
 from .checkpoint.restore import find, planned
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
-from .data import prepare
-from .data.collate import Collate
-from .data.order import Order
+from .data import pipeline
+from .data.batches import Collate, Order
 from .data.pipeline import Examples
 from .engine.distributed import World
-from .engine.make import make_engine
-from .evaluation import examples as evaluation_examples
+from .engine.engine import make_engine
+from .evaluation import evaluate as evaluation_examples
 from .evaluation.evaluate import Evaluator
-from .lengths import measure_lengths
-from .model import fused, shape
-from .model.adapters import quiet_bitsandbytes
+from .model import loss, shape
+from .model.load import quiet_bitsandbytes
 from .monitor import probe
-from .rehearse import Sampled
+from .rehearse import Sampled, measure_lengths
 from .state import TrainState
 from .step import make_collate
 from .trainer import Course, Resuming, Trained, Trainer
@@ -61,15 +59,15 @@ def setup(config: Config, world: World) -> Trainer:
     if world.is_first:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):
-        tokens, documents, examples = prepare.prepare(config, world, output, found[0] if found else None)
+        tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
         held_out = evaluation_examples.held_out(config, world, tokens, documents)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1
         engine, model = make_engine(config, world, tokens, total)
-        fused_loss = fused.set_up(model, config, world)
+        fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
-        base = identity.base_of(engine.module, config, world)
+        base = manifest.base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
     # Rows cut to one of several lengths are not padded to the longest.

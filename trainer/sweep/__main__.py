@@ -17,24 +17,19 @@ from typing import Any
 import msgspec
 
 from ... import __version__
-from ...protocol.analysis.sweep.columns import value
-from ...protocol.analysis.sweep.order import order
-from ...protocol.analysis.sweep.summary import curves, fastest, pool
+from ...protocol.analysis.sweep.search import order
+from ...protocol.analysis.sweep.summary import curves, fastest, pool, value
 from ...protocol.errors import FtmonError
-from ...protocol.host.process import this_process
-from ...protocol.host.streams import never_fail
-from ...protocol.run import exits
+from ...protocol.host.process import never_fail, this_process
+from ...protocol.run import end as exits
 from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
-from . import jobs, spec
-from .one_process import measure_plan
-from .predictions import Predictor
-from .process import clear_lost
-from .searching import fits_the_goal, search
-from .session import Session, StopError
-from .show import Lines
-from .spec import Spec
+from . import plan as jobs
+from . import plan as spec
+from .plan import Lines, Spec
+from .run import Session, StopError, clear_lost, measure_plan
+from .search import Predictor, fits_the_goal, search
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,12 +9,9 @@ from importlib import import_module
 from typing import NoReturn
 
 from ...protocol.errors import FtmonError
-from ...protocol.run import exits
-from .output.printable import OutputError, guard_output
-from .parser import build_parser, split_command
-
-_FORMER = {"take": "capture"}
-"""Former names of commands, accepted until version 0.3."""
+from ...protocol.run import end
+from .arguments import build_parser, command_name, split_command
+from .output import OutputError, guard_output
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -27,13 +24,13 @@ def parse(argv: Sequence[str]) -> Namespace:
         SystemExit: wrong usage (status 2), or a request for help or version (status 0).
     """
     parser = build_parser()
-    words, command = split_command(_present_names(argv))
+    words, command = split_command(argv)
     arguments, rest = parser.parse_known_args(words)
     of_command: argparse.ArgumentParser = vars(arguments).pop("parser")
     if command is not None:
         if arguments.command:
             of_command.error(f"unexpected {arguments.command[0]!r} before '--'")
-        if not command and arguments.handler.startswith("train.predict:"):
+        if not command and arguments.handler.startswith("train:"):
             of_command.error("nothing after '--'; write a command, such as: deepspeed train.py")
         arguments.command = command
     if hasattr(arguments, "overrides"):
@@ -42,16 +39,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     if rest:
         of_command.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments
-
-
-def _present_names(argv: Sequence[str]) -> list[str]:
-    """Return the words with the present name of a renamed command, after a note."""
-    words = list(argv)
-    place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
-    if place is not None and words[place] in _FORMER:
-        former, words[place] = words[place], _FORMER[words[place]]
-        print(f"ftmon: note: 'ftmon {former}' is now 'ftmon {words[place]}'", file=sys.stderr)
-    return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parse(words)
         except SystemExit as refusal:
             sys.stdout.flush()
-            if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
-                raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
+            if refusal.code == end.WRONG_USAGE and command_name(words) == "run":
+                raise SystemExit(end.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
             raise
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
@@ -77,14 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return end.INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
         return 1
-
-
-def _starts_a_script(words: Sequence[str]) -> bool:
-    return next((word for word in words if not word.startswith("-")), "") == "run"
 
 
 def _handler(name: str) -> Callable[[Namespace], int]:

@@ -2,11 +2,10 @@
 
 from msgspec.structs import replace
 
-from ...protocol.analysis.estimates.live import Compared, compared, predicted
-from ...protocol.messages.memory import Composition
-from ...protocol.messages.prediction import PredictedPhase, Prediction
+from ...protocol.analysis.estimates.time import Compared, compared, predicted
+from ...protocol.messages.memory import Composition, PredictedPhase, Prediction
 from ...protocol.messages.telemetry import STEP_PHASES
-from ...protocol.recording.phase_peaks import PeakMark, size_of
+from ...protocol.recording.results import PeakMark, size_of
 from .rank import RankModel
 from .run import RunModel
 

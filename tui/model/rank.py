@@ -1,10 +1,18 @@
 """The state of one rank: a fold over its messages."""
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from ...protocol.analysis.stalls import evidence
 from ...protocol.messages.control import RankState, RankStateName
+from ...protocol.messages.memory import Cause, Composition
 from ...protocol.messages.telemetry import (
+    PHASES,
+    STEP_PHASES,
+    AllocatorEvents,
     Closing,
     Failure,
     Goodbye,
@@ -17,10 +25,381 @@ from ...protocol.messages.telemetry import (
     Step,
 )
 from ...protocol.messages.throughput import peak_flops
-from .events import AllocatorHistory
-from .memory import RankMemory
-from .phases import Shares, shares
+from ...protocol.recording.results import PeakMark, PhasePeaks
+from ...protocol.text import ranks_counted, sanitize
+from .peaks import PeakRanking, rank_phases
 from .timeline import EMPTY, Timeline
+
+# Explanations of one rank's memory: composition of its peaks, causes of spikes, and the phase with the peak.
+
+
+class RankMemory:
+    """The explanations of one rank's memory. ``version`` is incremented with every visible change."""
+
+    __slots__ = ("_lead", "_past", "_peaks", "_step", "causes", "highest", "latest", "version")
+
+    def __init__(self) -> None:
+        self.latest: Composition | None = None
+        """The last analysed step."""
+        self.highest: Composition | None = None
+        """The analysed step with the highest peak so far."""
+        self.causes: dict[str, Cause] = {}
+        """The last cause found for each phase."""
+        self.version = 0
+        self._peaks = PhasePeaks()
+        self._past: Sequence[PeakMark] = ()
+        """Marks of the whole run, also those after this state; filtered when used."""
+        self._step = 0
+        self._lead: tuple[int, PeakRanking | None] = (-1, None)
+
+    def on_step(self, step: Step) -> None:
+        """Fold a finished step."""
+        if step.step > self._step:
+            self._step = step.step
+        if self._peaks.see(step):
+            self.version += 1
+
+    def on_composition(self, composition: Composition) -> None:
+        """Fold a composition; after a seek they arrive in any order."""
+        if self.latest is None or composition.step >= self.latest.step:
+            self.latest = composition
+        if self.highest is None or highest_bytes(composition) > highest_bytes(self.highest):
+            self.highest = composition
+        self.version += 1
+
+    def on_cause(self, cause: Cause) -> None:
+        """Fold the cause of a transient."""
+        known = self.causes.get(cause.phase)
+        if known is None or cause.step >= known.step:
+            self.causes[cause.phase] = cause
+        self.version += 1
+
+    def adopt(self, marks: Sequence[PeakMark]) -> None:
+        """Add the marks of the whole run, in order, from before the steps that were applied here."""
+        self._past = marks
+        self.version += 1
+
+    @property
+    def marks(self) -> list[PeakMark]:
+        """All marks up to this state."""
+        return [*(mark for mark in self._past if mark.step <= self._step), *self._peaks.marks]
+
+    @property
+    def ranking(self) -> PeakRanking | None:
+        """Ranking of the phases by their peaks so far; None before the first step."""
+        if self._lead[0] != self.version:
+            self._lead = (self.version, rank_phases(self.marks))
+        return self._lead[1]
+
+    @property
+    def cause(self) -> Cause | None:
+        """The cause of the largest transient with a known cause."""
+        return max(self.causes.values(), key=lambda cause: cause.transient_bytes, default=None)
+
+
+def highest_bytes(composition: Composition) -> int:
+    """Return the highest peak of an analysed step."""
+    top = composition.peak_phase
+    return top.peak_bytes if top is not None else 0
+
+
+# The shares of a step's phases in its time.
+
+
+_OWN_SHARE = (*STEP_PHASES, "generate")
+SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
+"""The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of a step's time; fractions that add up to 1 (all 0 if unknown)."""
+
+    clock: Literal["device", "host"]
+    """The device's clock if every step has device times, else the host's."""
+    step_ms: float
+    """Mean duration of these steps, milliseconds."""
+    parts: dict[str, float]
+    """Fraction of the step for each name of ``SHARE_NAMES``. On the device's clock collectives run inside the phases'
+    kernels and cannot be separated from them, so ``wait`` is 0 there.
+    """
+
+
+def shares(steps: Iterable[Step]) -> Shares:
+    """Return the shares of these steps' phases, in device time if all steps have it, else in host time.
+
+    In host time, time inside collective calls is subtracted from its phase and counted as ``wait``. The record of
+    ``init`` in the first step is excluded, because it lies before that step.
+    """
+    chosen = list(steps)
+    clock: Literal["device", "host"] = "device" if chosen and all(_on_device(step) for step in chosen) else "host"
+    parts = dict.fromkeys(SHARE_NAMES, 0.0)
+    total = 0.0
+    for step in chosen:
+        known = 0
+        for record in step.phases:
+            if record.name == "init":
+                continue
+            wait = 0 if clock == "device" else min(record.collective_us, record.host_us)
+            time = record.device_us if clock == "device" and record.device_us is not None else record.host_us
+            parts[record.name if record.name in _OWN_SHARE else "other"] += time - wait
+            parts["wait"] += wait
+            known += time
+        whole = max(known, (step.device_us if clock == "device" else step.host_us) or 0)
+        parts["other"] += whole - known
+        total += whole
+    if total:
+        parts = {name: time / total for name, time in parts.items()}
+    return Shares(clock, total / len(chosen) / 1000 if chosen else 0.0, parts)
+
+
+def _on_device(step: Step) -> bool:
+    within = [record for record in step.phases if record.name != "init"]
+    return bool(within) and all(record.device_us is not None for record in within)
+
+
+# A figure over all steps of a run in bounded memory: buckets of 1, 2, 4, 8 ... steps that merge as the run grows.
+
+
+CAPACITY = 1024
+"""Maximum number of buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One bucket: the mean of the values of the steps from ``step`` on; ``count``: steps times ranks."""
+
+    step: int
+    mean: float
+    count: int
+
+
+class StepSeries:
+    """Values keyed by step number, from any number of ranks, in any order."""
+
+    def __init__(self) -> None:
+        self.per = 1
+        """Steps per bucket."""
+        self.version = 0
+        self._buckets: dict[int, tuple[float, int]] = {}
+        """Sum and number of the values."""
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, step: int, mean: float, count: int = 1) -> None:
+        """Add ``count`` values of a step, or of several that a recording has pooled; no NaN, no infinities."""
+        self._put(step // self.per, mean * count, count)
+        while len(self._buckets) > CAPACITY:
+            self._halve()
+        self.version += 1
+
+    def adopt(self, past: "StepSeries", before: int) -> None:
+        """Prepend the steps of ``past`` before ``before`` to those known here (which are not older).
+
+        ``past`` is not changed. Its buckets that reach to ``before`` or beyond are omitted.
+        """
+        while self.per < past.per:
+            self._halve()
+        for key, (total, count) in past._buckets.items():
+            if key < before // past.per:
+                self.add(key * past.per, total / count, count)
+        self.version += 1
+
+    def points(self) -> list[Point]:
+        """Return the buckets, oldest first."""
+        return [Point(key * self.per, total / count, count) for key, (total, count) in sorted(self._buckets.items())]
+
+    def means(self, width: int) -> list[float]:
+        """Return the whole run's means pooled into at most ``width`` values, oldest first: a sparkline."""
+        means = [point.mean for point in self.points()]
+        group = max(1, -(-len(means) // width))
+        return [
+            sum(means[index : index + group]) / len(means[index : index + group])
+            for index in range(0, len(means), group)
+        ]
+
+    def _put(self, key: int, total: float, count: int) -> None:
+        before = self._buckets.get(key, (0.0, 0))
+        self._buckets[key] = before[0] + total, before[1] + count
+
+    def _halve(self) -> None:
+        """Merge adjacent buckets, doubling the steps per bucket."""
+        self.per *= 2
+        old, self._buckets = self._buckets, {}
+        for key, (total, count) in old.items():
+            self._put(key // 2, total, count)
+
+
+# The stacks of all ranks as rows, grouped by equal stacks, the largest group first.
+
+
+RowKind = Literal["group", "frame", "thread", "native"]
+
+
+class Row(NamedTuple):
+    """One line. ``ranks`` are the ranks of its group."""
+
+    kind: RowKind
+    text: str
+    ranks: tuple[int, ...]
+
+
+def rows(
+    stacks: Mapping[int, Stacks], native: Mapping[int, Stacks] | None = None, unfolded: Collection[int] = ()
+) -> list[Row]:
+    """Return the rows: a head for each group, then its training thread's frames, innermost first.
+
+    Ranks of ``unfolded`` are shown with all threads, and py-spy's native frames if available, instead of their group's
+    frames.
+    """
+    found: list[Row] = []
+    for group in evidence.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):
+        ranks = tuple(group.ranks)
+        what = group.place.text or "no Python frames"
+        by_signal = any(stacks[rank].taken_by == "signal" for rank in ranks)
+        held = " (could not answer: native code holds Python's lock)" if by_signal else ""
+        found.append(Row("group", f"{ranks_counted(group.ranks)}: {what}{held}", ranks))
+        if not set(ranks) & set(unfolded):
+            found += [Row("frame", f"{frame.place}  {frame.function}", ranks) for frame in group.frames]
+            continue
+        for rank in sorted(set(ranks) & set(unfolded)):
+            found += _whole(rank, stacks[rank], (native or {}).get(rank), ranks)
+    return found
+
+
+def _whole(rank: int, stacks: Stacks, native: Stacks | None, ranks: tuple[int, ...]) -> list[Row]:
+    found = [Row("thread", f"rank {rank}, all threads", ranks)]
+    found += _lines("frame", stacks.text, ranks)
+    if native is not None:
+        found.append(Row("thread", f"rank {rank}, native frames by py-spy", ranks))
+        found += _lines("native", native.text, ranks)
+    return found
+
+
+def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
+    return [Row(kind, sanitize(line), ranks) for line in text.splitlines() if line.strip()]
+
+
+# Allocator events of one rank over its run: rates by phase, the largest allocations, retries, fragmentation.
+
+
+KEPT = 240
+"""Maximum number of sampled steps kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRates:
+    """Allocator activity in one phase of a sampled step; rates are per second of the phase."""
+
+    name: str
+    allocations: int
+    frees: int
+    allocated_bytes: int
+    largest: int
+    """The largest single allocation, bytes."""
+    segments: int
+    """cudaMalloc calls minus cudaFree calls."""
+    segment_bytes: int
+    """Growth of reserved memory."""
+    allocations_per_second: float | None
+    """None if the phase's duration is unknown."""
+    bytes_per_second: float | None
+
+
+class AllocatorHistory:
+    """The sampled steps of one rank, oldest first, and its retries."""
+
+    __slots__ = ("_past", "_recent", "_step", "last", "retries", "retry_steps", "version")
+
+    def __init__(self) -> None:
+        self._recent: deque[AllocatorEvents] = deque(maxlen=KEPT)
+        self._past: Sequence[AllocatorEvents] = ()
+        """Samples of the whole run, also those after this state."""
+        self.last: AllocatorEvents | None = None
+        """The latest sampled step."""
+        self.retries: int | None = None
+        """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
+        self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
+        """Steps with retries and their number, since every step was folded."""
+        self.version = 0
+        self._step = 0
+
+    def on_step(self, step: Step) -> None:
+        """Fold a finished step."""
+        before, self.retries = self.retries, step.retries
+        follows, self._step = step.step == self._step + 1, step.step
+        # If steps are missing in between (after a seek), it is unknown in which step the retries occurred.
+        if before is not None and step.retries > before and follows:
+            self.retry_steps.append((step.step, step.retries - before))
+            self.version += 1
+
+    def on_events(self, events: AllocatorEvents) -> None:
+        """Fold a sampled step."""
+        if self.last is None or events.step >= self.last.step:
+            self.last = events
+        if not self._recent or events.step > self._recent[-1].step:
+            self._recent.append(events)
+        self.version += 1
+
+    def adopt(self, samples: Sequence[AllocatorEvents]) -> None:
+        """Add samples of the whole run, by step, before those that were applied here."""
+        self._past = samples
+        self.version += 1
+
+    @property
+    def samples(self) -> list[AllocatorEvents]:
+        """All samples up to this state, oldest first, at most ``KEPT``."""
+        recent = list(self._recent)
+        if not self._past or not recent:
+            return recent
+        before = bisect_left(self._past, recent[0].step, key=lambda events: events.step)
+        return [*self._past[max(0, before - KEPT) : before], *recent][-KEPT:]
+
+
+def allocations(events: AllocatorEvents) -> int:
+    """Count the blocks allocated in a sampled step."""
+    return sum(phase.allocations for phase in events.phases)
+
+
+def allocated_bytes(events: AllocatorEvents) -> int:
+    """Return the bytes allocated in a sampled step, including those freed again."""
+    return sum(phase.allocated_bytes for phase in events.phases)
+
+
+def segment_bytes(events: AllocatorEvents) -> int:
+    """Return the growth of reserved memory in a sampled step, bytes."""
+    return sum(phase.segment_bytes for phase in events.phases)
+
+
+def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
+    """Return the allocator activity in each phase of a sampled step, in the order of phases.
+
+    ``steps``: recent ones, for probes that do not send phase durations with the sample.
+    """
+    order = {name: index for index, name in enumerate(PHASES)}
+    step = next((step for step in steps if step.step == events.step), None)
+    found: list[PhaseRates] = []
+    for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
+        record = step.phase(phase.name) if step is not None else None
+        time = phase.host_us
+        if record is not None and not time:
+            time = record.host_us if record.device_us is None else record.device_us
+        found.append(
+            PhaseRates(
+                name=phase.name,
+                allocations=phase.allocations,
+                frees=phase.frees,
+                allocated_bytes=phase.allocated_bytes,
+                largest=max(phase.largest, default=0),
+                segments=phase.segment_allocations - phase.segment_frees,
+                segment_bytes=phase.segment_bytes,
+                allocations_per_second=phase.allocations * 1e6 / time if time > 0 else None,
+                bytes_per_second=phase.allocated_bytes * 1e6 / time if time > 0 else None,
+            )
+        )
+    return found
+
 
 RECENT_STEPS = 240
 """Number of steps kept in full for tables and charts."""
@@ -261,3 +640,35 @@ class RankModel:
         self.reserved_bytes = reserved
         self.resident_bytes = resident
         self.timeline.current = (allocated, reserved, resident or EMPTY)
+
+
+# Judges whether a run fits: the highest peak over the ranks relative to their devices' capacity.
+
+
+TIGHT_FRACTION = 0.92
+"""Above this share of the device a run is called tight: fragmentation alone can then end it."""
+
+STEADY_STEPS = 2
+"""Steps after which a peak is representative: the first optimizer step creates Adam's states."""
+
+
+class Fit(NamedTuple):
+    """The verdict, and the rank nearest to its device's capacity."""
+
+    verdict: Literal["unknown", "fits", "tight", "failed"]
+    """``unknown``: too few steps, or no capacity; ``failed``: a rank ran out of memory."""
+    rank: int | None = None
+    capacity_bytes: int = 0
+
+
+def fit(ranks: Iterable[RankModel]) -> Fit:
+    """Judge whether the run fits, by the rank whose peak is the largest share of its device."""
+    ranks = list(ranks)
+    known = [(rank.peak.bytes / rank.capacity_bytes, rank) for rank in ranks if rank.peak and rank.capacity_bytes]
+    fraction, nearest = max(known, key=lambda one: one[0], default=(0.0, None))
+    where = (nearest.rank, nearest.capacity_bytes) if nearest is not None else (None, 0)
+    if any(rank.oom is not None for rank in ranks):
+        return Fit("failed", *where)
+    if nearest is None or all(rank.step < STEADY_STEPS for rank in ranks):
+        return Fit("unknown", *where)
+    return Fit("tight" if fraction > TIGHT_FRACTION else "fits", *where)

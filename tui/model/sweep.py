@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ...protocol.analysis.sweep import columns
-from ...protocol.analysis.sweep.budget import Remaining, left
+from ...protocol.analysis.sweep import summary
+from ...protocol.analysis.sweep.search import Remaining, left
 from ...protocol.analysis.sweep.summary import Pooled, curve_axis, pool
 from ...protocol.analysis.sweep.text import (
     VERDICTS,
@@ -185,7 +185,7 @@ class SweepModel:
             failed = next(row for row in one.rows if row.verdict != "done")
             return TableRow(cells, one.verdict, failure_text(failed))
         if self._wanted:
-            return TableRow([*cells, *(columns.pooled_text(one.rows, name) for name in self._wanted)], "done", "")
+            return TableRow([*cells, *(summary.pooled_text(one.rows, name) for name in self._wanted)], "done", "")
         peak = one.peak_bytes.median if one.peak_bytes else 0.0
         off = deviation_text(one.predicted, peak, one.on_cpu)
         return TableRow([*cells, gib(peak), off, spread_text(one.step_ms), one.peak_phase], "done", "")

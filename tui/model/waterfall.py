@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ...protocol.analysis.memory.footprint import footprint
-from ...protocol.analysis.text.words import PART_LABELS
-from ...protocol.messages.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
-from ...protocol.messages.telemetry import PHASES, DeviceSample, Step
+from ...protocol.analysis.memory.leak import footprint
+from ...protocol.analysis.words import PART_LABELS
+from ...protocol.messages.memory import PARTS, Composition, PhaseComposition
+from ...protocol.messages.telemetry import PHASES, DeviceSample, MemoryMeasure, Step
 from .rank import RankModel
 
 LABELS = PART_LABELS | {"other": "other, held by torch", "untraced": "not attributed"}

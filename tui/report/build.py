@@ -1,19 +1,28 @@
 """Makes a report of loaded data: charts with bands over ranks, fitted pieces, tables, time and cost."""
 
+import csv
+import io
+import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from ...protocol.analysis.estimates.curve import WHOLE_STEP, pieces
-from ...protocol.analysis.estimates.measured import bands
+import msgspec
+
+from ...protocol.analysis.estimates.memory import WHOLE_STEP, bands, pieces
 from ...protocol.analysis.sweep.summary import Curve as MeasuredCurve
 from ...protocol.analysis.sweep.summary import curve_axis, curves, pool
-from ...protocol.analysis.sweep.text import curve_lines, result_lines, settings_text, table, unit_of
-from ...protocol.analysis.text.curve import describe_curve
+from ...protocol.analysis.sweep.text import aligned, curve_lines, result_lines, settings_text, table, unit_of
+from ...protocol.analysis.words import describe_curve
+from ...protocol.errors import UsageError
+from ...protocol.host.process import write_private
 from ...protocol.recording.results import StepPoint
 from ...protocol.sweep.rows import RankRow, Row, Settings, key_of
-from ...protocol.text import counted, duration, gib
-from .load import CsvData, Data, RunData, SweepData
-from .model import OUT_OF_MEMORY, Chart, Curve, Report, Section
+from ...protocol.text import counted, duration, gib, sanitize
+from ..plotext_figure import draw, new_figure, rows
+from .data import OUT_OF_MEMORY, Chart, CsvData, Curve, Data, Report, RunData, Section, SweepData
 
 GIB = 2**30
 _LENGTHS = ("sequence_length", "seq", "seq_len", "length", "seq_length", "sequence", "len", "context", "tokens", "x")
@@ -52,8 +61,7 @@ def _together(sections: Sequence[Section]) -> Section | None:
 
 
 def _named(curve: Curve, name: str) -> Curve:
-    words = f"{name} {curve.name}".strip()
-    return Curve(words, curve.xs, curve.low, curve.median, curve.high, curve.predicted)
+    return msgspec.structs.replace(curve, name=f"{name} {curve.name}".strip())
 
 
 def _run(data: RunData, price: float | None) -> Section:
@@ -155,9 +163,9 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
             if row.predicted is not None and not on_cpu and (x := _whole(row, axis)) is not None
         }
         peaks.append(_curve(f"{name} predicted".strip(), predicted, predicted=True))
-        for title, figure in (("reserved", _reserved), ("NVML", _nvml)):
-            curve = _of_ranks(f"{name} {title}".strip(), done, axis, figure)
-            memory += [curve] if any(curve.high) else []
+        reserved = _of_ranks(f"{name} reserved".strip(), done, axis, lambda rank: rank.reserved_peak_bytes / GIB)
+        nvml = _of_ranks(f"{name} NVML".strip(), done, axis, lambda rank: rank.nvml_bytes / GIB)
+        memory += [curve for curve in (reserved, nvml) if any(curve.high)]
         times.append(_of_ranks(name, done, axis, lambda rank: rank.step_ms))
     failed = {x for row in rows if row.verdict == "out-of-memory" and (x := _whole(row, axis)) is not None}
     crossovers = {round(piece.end) for curve in fitted for piece in curve.pieces[:-1]}
@@ -206,14 +214,6 @@ def _csv(data: CsvData) -> Section:
     return Section(data.name, facts, charts)
 
 
-def _reserved(rank: RankRow) -> float:
-    return rank.reserved_peak_bytes / GIB
-
-
-def _nvml(rank: RankRow) -> float:
-    return rank.nvml_bytes / GIB
-
-
 def _others(row: Row, axis: str) -> Settings:
     return {name: value for name, value in row.settings.items() if name != axis}
 
@@ -227,3 +227,227 @@ def _x_name(axis: str) -> str:
     """Return the axis's name; sequence lengths have one name, independent of a file's name for them."""
     name = axis.rpartition(".")[2]
     return "sequence length" if name.lower() in _LENGTHS else name
+
+
+# Renders a report as lines of text, with charts by plotext.
+
+
+_HEIGHT = 16
+_MARKERS = "*o+x#@%&"
+
+
+def lines(report: Report, width: int, *, ascii_only: bool = False) -> Iterator[str]:
+    """Yield the lines of a report, charts ``width`` columns wide."""
+    for section in report.sections:
+        yield from _section(section, width, ascii_only)
+
+
+def _section(section: Section, width: int, ascii_only: bool) -> Iterator[str]:
+    title = sanitize(section.title, 200)
+    yield title
+    yield ("-" if ascii_only else "─") * min(width, len(title))
+    for name, value in section.facts:
+        yield f"{name}: {sanitize(value, 500)}"
+    for chart in section.charts:
+        yield ""
+        yield from chart_lines(chart, width, ascii_only=ascii_only)
+    if section.table:
+        yield ""
+        yield from (sanitize(line, 400) for line in aligned(section.table))
+    for note in section.notes:
+        yield sanitize(note, 500)
+    yield ""
+
+
+def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterator[str]:
+    """Yield a chart: title with its legend, plot, marks and notes. A band's ends are points around its line."""
+    figure = new_figure(width, _HEIGHT)
+    legend: list[str] = []
+    highest = 0.0
+    for number, curve in enumerate(chart.curves):
+        marker = _MARKERS[number % len(_MARKERS)]
+        several = len(chart.curves) > 1 or ascii_only
+        style = marker if several else "braille"
+        if curve.predicted and not ascii_only:
+            style = "braille"
+        draw(figure, curve.xs, curve.median, style, line=True)
+        if curve.has_band:
+            draw(figure, curve.xs, curve.low, "-", line=False)
+            draw(figure, curve.xs, curve.high, "-", line=False)
+        sign = f"{style if len(style) == 1 else '⠒'} " if several else ""
+        legend.append(f"{sign}{curve.name or 'median rank'}")
+        highest = max(highest, *curve.high, 0.0)
+    figure.ruler("y").lim(0, highest * 1.05 or 1.0)
+    xs = sorted({x for curve in chart.curves for x in curve.xs})
+    ticks = _ticks(xs)
+    figure.ruler("x").ticks(ticks, [f"{x:,.0f}" for x in ticks])
+    yield f"{chart.title}, {chart.unit}, by {chart.x_name}"
+    if any(curve.has_band for curve in chart.curves):
+        legend.append("- lowest and highest rank")
+    yield from _packed([sanitize(name, 300) for name in legend], width - 2)
+    for row in rows(figure, plain=True):
+        text = row.rstrip()
+        yield text.translate(_ASCII) if ascii_only else text
+    kinds = dict.fromkeys(text for _, text in chart.marks)
+    words = [f"{text} at {', '.join(f'{x:,.0f}' for x, one in chart.marks if one == text)}" for text in kinds]
+    if words:
+        yield f"  {sanitize('; '.join(words), 300)}"
+    for note in chart.notes:
+        yield f"  {sanitize(note, 500)}"
+
+
+def _packed(names: list[str], width: int) -> Iterator[str]:
+    """Yield indented lines of as many names as fit in each."""
+    line = names[0]
+    for name in names[1:]:
+        if len(line) + 3 + len(name) > width:
+            yield f"  {line}"
+            line = name
+        else:
+            line += f"   {name}"
+    yield f"  {line}"
+
+
+_ASCII = str.maketrans("┌┐└┘│─┤├┬┴┼", "++++|-+++++")
+
+
+def _ticks(xs: list[float]) -> list[float]:
+    """Return the values nearest to the quarters of the axis; a tick between values could not be labelled."""
+    quarters = [xs[0] + (xs[-1] - xs[0]) * part / 4 for part in range(5)] if xs else []
+    return sorted({min(xs, key=lambda x: abs(x - quarter)) for quarter in quarters})
+
+
+# Exports a report as a table for other programs: one row per rank and phase, as CSV or Parquet.
+
+
+_RANK = (
+    "rank", "steps", "step_ms", "step_ms_low", "step_ms_high", "tokens_per_second", "reserved_peak_bytes",
+    "nvml_bytes", "device", "loss",
+)  # fmt: skip
+_PHASE = ("allocated_peak_bytes", "reserved_peak_bytes", "resident_peak_bytes", "host_ms", "device_ms")
+
+Record = dict[str, Any]
+
+
+def records(found: Sequence[Data]) -> list[Record]:
+    """Return one record per rank and phase; of a failed run one with its verdict; of a CSV file its own.
+
+    Raises:
+        UsageError: a run has no measured steps.
+    """
+    return [record for data in found for record in _of(data)]
+
+
+def _of(data: Data) -> Iterator[Record]:
+    if isinstance(data, SweepData):
+        for row in data.results.answered().values():
+            yield from _of_row(data.name, row)
+    elif isinstance(data, CsvData):
+        for one in data.measurements:
+            sizes = {f"{figure}_bytes": size for figure, size in one.figures.items()}
+            yield {
+                "source": data.name,
+                data.mapping.length: one.length,
+                "rank": one.rank,
+                "iteration": one.iteration,
+            } | sizes
+    else:
+        measured = [rank for rank in data.ranks if rank.steps]
+        if not measured:
+            raise UsageError(f"{data.name}: no measured steps to write; --warm-up excludes the first ones of a run")
+        for rank in measured:
+            yield from _of_rank({"source": data.name}, rank)
+
+
+def _of_row(name: str, row: Row) -> Iterator[Record]:
+    base: Record = {"source": name, **row.settings, "repeat": row.repeat, "verdict": row.verdict, "run": row.run}
+    base |= {"seconds": row.seconds}
+    if row.predicted is not None:
+        base |= {"predicted_peak_bytes": row.predicted.peak_bytes, "predicted_phase": row.predicted.phase}
+    measured = [rank for rank in row.ranks if rank.steps]
+    if not measured:
+        yield {
+            **base,
+            "failed_in": row.phase,
+            "failed_rank": row.rank,
+            "asked_bytes": row.asked_bytes,
+            "text": row.text,
+        }
+    for rank in measured:
+        yield from _of_rank(base, rank)
+
+
+def _of_rank(base: Record, rank: RankRow) -> Iterator[Record]:
+    own = {name if name != "reserved_peak_bytes" else "rank_reserved_peak_bytes": getattr(rank, name) for name in _RANK}
+    for phase, figures in rank.phases.items():
+        yield {**base, **own, "phase": phase, **{name: getattr(figures, name) for name in _PHASE}}
+
+
+def to_csv(rows: Sequence[Record]) -> str:
+    """Return the records as CSV; missing columns of a record are empty."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def to_parquet(rows: Sequence[Record]) -> bytes:
+    """Return the records as Parquet.
+
+    Raises:
+        UsageError: pyarrow is not installed.
+    """
+    try:
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise UsageError("--parquet needs pyarrow; run: pip install pyarrow, or write --csv") from None
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = arrow.table({name: _column([row.get(name) for row in rows]) for name in columns})
+    buffer = arrow.BufferOutputStream()
+    parquet.write_table(table, buffer)
+    return buffer.getvalue().to_pybytes()
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Return a column with one type: an axis may mix numbers and words."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        return [None if value is None else str(value) for value in values]
+    return values
+
+
+def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
+    """Check that files (paths by option) can be written, and replace no source of the report, before writing any.
+
+    Raises:
+        UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
+    """
+    known = {os.path.realpath(path) for path in sources}
+    for option, name in outputs.items():
+        path, folder = os.path.realpath(name), os.path.dirname(os.path.realpath(name))
+        if not name:
+            raise UsageError(f"{option}: needs a file's name")
+        if os.path.isdir(path):
+            raise UsageError(f"{option}: {name} is a folder: name a file")
+        if not os.path.isdir(folder):
+            raise UsageError(f"{option}: {name} cannot be written: no such folder: {folder}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{option}: {name} cannot be written: no permission to write in {folder}")
+        if path in known:
+            raise UsageError(f"{option}: {name} would replace a file that is read or written too: name another")
+        known.add(path)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        write_private(path, data)
+        path.chmod(0o644)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None

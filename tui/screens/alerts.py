@@ -8,15 +8,12 @@ from textual.widget import Widget
 
 from ...protocol.messages.control import Alert
 from ...protocol.messages.memory import Cause
-from ..model.cause import cause_of_alert
-from ..widgets.base.canvas import Canvas
-from ..widgets.base.listing import Listing
-from ..widgets.base.panes import pressing
-from ..widgets.base.prompt import Prompt
-from ..widgets.drawing.line import Line
-from ..widgets.lines.alert_lines import alert_detail, alert_line
+from ..model.oom import cause_of_alert
+from ..widgets.alerts import alert_detail, alert_line
+from ..widgets.base import Canvas, Listing, Prompt, pressing
+from ..widgets.drawing import Line
 from .base import ListScreen, key
-from .kill_targets import suggested
+from .kill import suggested
 from .memory import MemoryScreen
 
 

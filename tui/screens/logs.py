@@ -6,12 +6,11 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ..model.logs import LogEntry
-from ..widgets.base.listing import Listing
-from ..widgets.base.prompt import Prompt
-from ..widgets.drawing.line import Line
-from ..widgets.drawing.theme import ruled
-from ..widgets.lines.log_lines import log_line
+from ..model.alerts import LogEntry
+from ..widgets.alerts import log_line
+from ..widgets.base import Listing, Prompt
+from ..widgets.drawing import Line
+from ..widgets.theme import ruled
 from .base import ListScreen, key
 
 

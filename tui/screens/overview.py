@@ -4,12 +4,19 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from textual.binding import BindingType
+from textual.containers import Container
 from textual.widget import Widget
 
-from ..widgets.base.panes import AlertStrip
-from ..widgets.ranks.rank_grid import RankGrid, plan
-from ..widgets.training.training_strip import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
-from .base import MonitorScreen, key
+from ..widgets.alerts import log_line
+from ..widgets.base import AlertStrip, Canvas
+from ..widgets.drawing import Line
+from ..widgets.memory import phase_table
+from ..widgets.plots import Chart, Series, chart_lines
+from ..widgets.ranks import RankGrid, figure_lines, grid_plan, title
+from ..widgets.state import AppState, rank_view
+from ..widgets.theme import ruled
+from ..widgets.training import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
+from .base import MonitorScreen, SelectedRankScreen, key
 
 
 class OverviewScreen(MonitorScreen):
@@ -58,7 +65,7 @@ class OverviewScreen(MonitorScreen):
         ranks, view = len(self.app_state.model.ranks), self.app_state.view
         if not ranks or width < FEWEST_COLUMNS or height < 4 * STRIP_LINES:
             return False
-        before, after = plan(ranks, width, height, view), plan(ranks, width, height - STRIP_LINES, view)
+        before, after = grid_plan(ranks, width, height, view), grid_plan(ranks, width, height - STRIP_LINES, view)
         return before.mode == after.mode and before.rows * before.columns <= after.rows * after.columns
 
     def action_move(self, dx: int, dy: int) -> None:
@@ -72,3 +79,123 @@ class OverviewScreen(MonitorScreen):
         self.app_state.next_view()
         self.app_state.show_message(f"view: {self.app_state.view}")
         self.tick()
+
+
+# One rank in detail: the phase table, its figures, charts of its steps, and the end of its log.
+
+
+class RankHead(Canvas):
+    """Title, figures and the phase table."""
+
+    def key(self) -> object:
+        rank = self.app_state.rank
+        if rank is None:
+            return ()
+        return (
+            rank.rank,
+            id(rank.last),
+            rank_view(self.app_state.model, rank),
+            rank.allocator.last is None,
+        )
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        rank = self.app_state.rank
+        if rank is None:
+            return [Line(" no rank yet", self.theme.style("dim"))]
+        view = rank_view(self.app_state.model, rank, with_host=True)
+        lines = [title(view, width, self.theme, True)]
+        lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
+        lines.append(Line())
+        table = phase_table(rank.phases, width, self.theme)
+        return [*lines, *table][:height]
+
+
+class StepChart(Canvas):
+    """Step time over the recent steps."""
+
+    def key(self) -> object:
+        return self.app_state.rank and (self.app_state.rank.rank, id(self.app_state.rank.last))
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        steps = list(self.app_state.rank.steps) if self.app_state.rank else []
+        times = [step.host_us / 1000 for step in steps]
+        chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
+        return chart_lines(chart, width, height, self.theme)
+
+
+class MemoryChart(StepChart):
+    """Each step's peak, with reserved or resident memory behind it."""
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        rank = self.app_state.rank
+        steps = [step for step in (rank.steps if rank else ()) if step.phases]
+        gib = 2**30
+        cpu = rank is not None and rank.on_cpu
+        peaks = [max(record.peak_span.peak for record in step.phases) / gib for step in steps]
+        if cpu:
+            held = [max(record.allocated.end for record in step.phases) / gib for step in steps]
+        else:
+            held = [max(record.reserved.peak for record in step.phases) / gib for step in steps]
+        series = [
+            Series("resident peak" if cpu else "peak", "peak", peaks),
+            Series("in use" if cpu else "reserved", "allocated", held),
+        ]
+        return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.theme)
+
+
+class RankLog(Canvas):
+    """The last lines of the rank's output."""
+
+    def key(self) -> object:
+        return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        theme = self.theme
+        lines = [ruled(Line(" output ", theme.style("dim")), Line(), width, theme)]
+        entries = self.app_state.model.logs.select(rank=self.app_state.selected, limit=height - 1)
+        if not entries:
+            return [*lines, Line(" no output yet", theme.style("dim"))]
+        return [*lines, *(log_line(entry, width, theme, with_rank=False) for entry in entries)]
+
+
+class RankScreen(SelectedRankScreen):
+    """The selected rank."""
+
+    NAME = "rank"
+    WHAT = (
+        "One rank: its last step phase by phase, with the memory at the start and the end of each phase and its peak. "
+        "Growth is memory that stays allocated (the first optimizer step creates Adam's states), transient is memory "
+        "freed within the phase. The charts show recent steps. Left and right select the neighbouring ranks."
+    )
+    LEGEND = ("phases", "states")
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("left,up", "rank(-1)", "previous", "the rank before"),
+        key("right,down", "rank(1)", "next rank", "the rank after"),
+        key(
+            "t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run", show=False
+        ),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
+        key("l", "app.logs", "logs", "the output of all ranks"),
+        key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
+        key("e", "app.events", "events", "what the allocator does, by phase", show=False),
+    ]
+
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
+        self._parts: list[Canvas] = []
+
+    def body(self) -> Iterable[Widget]:
+        charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
+        head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
+        self._parts = [*charts]
+        yield head
+        yield Container(*charts, id="charts")
+        yield log
+
+    def tick(self) -> None:
+        super().tick()
+        for part in self._parts:
+            part.tick()

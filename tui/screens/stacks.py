@@ -6,17 +6,17 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ...protocol.messages import verbs
+from ...protocol.messages import control
 from ...protocol.messages.telemetry import Stacks
 from ...protocol.text import counted
-from ..model.stacks import Row, rows
-from ..widgets.base.listing import Listing
-from ..widgets.drawing.line import Line
-from ..widgets.drawing.theme import ruled
-from ..widgets.lines.scrubber import time_of_day
-from ..widgets.state.app_state import AppState
+from ..model.rank import Row, rows
+from ..widgets.base import Listing
+from ..widgets.drawing import Line
+from ..widgets.header import time_of_day
+from ..widgets.state import AppState
+from ..widgets.theme import ruled
 from .base import ListScreen, key
-from .command_status import CommandStatus, refusal
+from .dialogs import CommandStatus, refusal
 
 
 class StackList(Listing):
@@ -121,15 +121,15 @@ class StacksScreen(ListScreen):
         super().tick()
 
     def action_again(self) -> None:
-        self._ask(verbs.Stacks(), "the stacks of all ranks are asked for")
+        self._ask(control.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
-            self._ask(verbs.Stacks([row.ranks[0]], native=True), f"rank {row.ranks[0]}: native frames are asked for")
+            self._ask(control.Stacks([row.ranks[0]], native=True), f"rank {row.ranks[0]}: native frames are asked for")
 
-    def _ask(self, verb: verbs.Stacks, words: str) -> None:
+    def _ask(self, verb: control.Stacks, words: str) -> None:
         self._asking.ask(verb, words)
         self.tick()
 

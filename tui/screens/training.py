@@ -7,13 +7,11 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ..model.chartview import ChartView
-from ..model.training import HistoryPoint
-from ..widgets.base.canvas import Canvas
-from ..widgets.drawing.line import Line
-from ..widgets.state.app_state import AppState
-from ..widgets.training.training_scene import GUTTER
-from ..widgets.training.training_view import training_lines
+from ..model.training import ChartView, HistoryPoint
+from ..widgets.base import Canvas
+from ..widgets.drawing import Line
+from ..widgets.state import AppState
+from ..widgets.training import GUTTER, training_lines
 from .base import MonitorScreen, key
 
 RESTS = 8.0

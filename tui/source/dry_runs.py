@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.run.endings import ending_in_words
+from ...protocol.run.end import ending_in_words
 from ...protocol.text import sanitize
-from ..model.what_if import Answer, WhatIf
+from ..model.peaks import Answer, WhatIf
 
 _MOST_BYTES = 64 << 20
 

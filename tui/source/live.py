@@ -1,27 +1,354 @@
 """A running run as a source: its live end and, with the same controls, its past."""
 
+import contextlib
+import queue
 import secrets
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
-from ...protocol.errors import FtmonError
-from ...protocol.messages.control import Accepted, Result
-from ...protocol.messages.verbs import Verb
+from ...protocol.errors import FtmonError, ProtocolError
+from ...protocol.link.sockets import peer_socket
+from ...protocol.messages import wire
+from ...protocol.messages.control import Accepted, Command, HubStats, Result, Verb
+from ...protocol.messages.wire import RESTART_LEAP, Frame, is_leap
 from ...protocol.run.rundir import RunDir
 from ..model.run import RunInfo, RunModel
-from .base import CommandRecord, Connection
-from .endpoint import Endpoint
-from .feed import Arrival, Feed
-from .history import History
-from .load import adopt
-from .playback import Playback
-from .remote import RemoteReader
-from .seek import marks
-from .transport import Request, Transport
+from .base import CommandRecord, Connection, ConnectionState, Request, Transport
+from .load import TAIL_FRAMES, Endpoint, History, Hub, Overview, adopt, load, read_overview
+from .replay import Playback, marks
+from .ssh import RemoteReader
+
+# Receives a live run's frames in a thread: subscribes, fetches missing frames, and reconnects to a new hub.
+#
+# Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
+# before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in
+# the numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
+
+
+_CHECK_S = 0.5
+"""Seconds between checks of the hub's process."""
+
+_SILENCE_S = 15.0
+"""Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
+
+_FETCH = 2000
+"""Frames per query."""
+
+_MAX_FETCHED = 40_000
+"""A gap of more frames is not fetched: the state is reloaded."""
+
+_GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
+_MAX_BATCH = 500
+_MOST_WAITING = 40
+"""Maximum number of batches not yet folded. Further messages stay in ZeroMQ's queue; if it overflows, the gap is
+fetched or the state reloaded."""
+_PAUSE_S = 0.02
+_CONNECT_MS = 5000
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A batch that the feed passes to the screen's thread."""
+
+    frames: list[Frame] = field(default_factory=list[Frame])
+    model: RunModel | None = None
+    overview: Overview | None = None
+    connection: Connection | None = None
+    answer: Accepted | Result | None = None
+
+
+class Feed(threading.Thread):
+    """Receives a live run's frames into ``arrivals``."""
+
+    def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
+        super().__init__(name="feed", daemon=True)
+        self.arrivals: deque[Arrival] = deque()
+        self.hub: Hub | None = None
+        """The connected hub; None if there is none."""
+        self._context = context
+        self._endpoint = endpoint
+        self._info = info
+        self._closing = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._last_seq = 0
+        self._joined = False
+        self._reported: tuple[ConnectionState, str, int] | None = None
+        self._lost = 0
+        self._unrecorded = False
+        """Whether the hub last reported that it could not record."""
+        self._pooled = False
+        """Whether only a part of the stream was loaded, so that older history must be read pooled."""
+
+    def close(self) -> None:
+        """End the thread; safe to call twice."""
+        self._closing.set()
+        self._nudge()
+        if self.is_alive():
+            self.join(timeout=5)
+
+    def send(self, command: Command) -> None:
+        """Send a command to the hub; its answers are arrivals. Any thread."""
+        self._commands.put(command)
+        self._nudge()
+
+    def run(self) -> None:
+        """Follow the run, also across hub restarts, until it is over or the source is closed."""
+        try:
+            self._follow_all()
+        except Exception as error:  # otherwise the thread would end unnoticed: the screen must show the error
+            if not self._closing.is_set():
+                self._report("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
+
+    def _follow_all(self) -> None:
+        self._report("connecting", "waiting for the run's hub")
+        while not self._closing.is_set():
+            hub = self._endpoint.hub()
+            if hub is not None:
+                self._follow(hub)
+            elif self._endpoint.ended():
+                self._finish()
+                return
+            elif self._joined:
+                self._report_gone(self._endpoint.trouble or _GONE)
+            self._refuse_commands()
+            self._closing.wait(_CHECK_S)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+    def _report(self, state: ConnectionState, text: str = "") -> None:
+        if (state, text, self._lost) != self._reported:
+            self._reported = (state, text, self._lost)
+            self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
+
+    def _report_gone(self, text: str) -> None:
+        """Report that the hub is gone, unless the run is over; from here on it takes no commands."""
+        self.hub = None
+        if not self._closing.is_set() and not self._endpoint.ended():
+            self._report("hub-gone" if self._joined else "connecting", text)
+
+    def _follow(self, hub: Hub) -> None:
+        """Follow one hub until it is gone."""
+        stream = peer_socket(self._context, "stream")
+        control = peer_socket(self._context, "control")
+        # A kill command for a hub that is gone must not be queued and reach the next one.
+        control.setsockopt(zmq.IMMEDIATE, 1)
+        history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
+        try:
+            stream.connect(hub.addresses["stream"])
+            control.connect(hub.addresses["control"])
+            self._join(history)
+            self.hub = hub
+            self._report("live")
+            self._read_older(hub)
+            self._listen(hub, stream, control, history)
+        except FtmonError as error:
+            self._report_gone(str(error))
+        finally:
+            self.hub = None
+            for each in (stream, control):
+                each.close()
+            history.close()
+
+    def _is_over(self, hub: Hub) -> bool:
+        return self._closing.is_set() or not self._endpoint.is_alive(hub)
+
+    def _join(self, history: History) -> None:
+        """Load the run's recorded state, or only the new part if an earlier hub was followed before."""
+        if self._joined:
+            self._fetch(history, None)
+        else:
+            self._load(history)
+            self._joined = True
+
+    def _load(self, history: History) -> None:
+        info = history.info()
+        model = load(history, info.last_t, self._info)
+        self._pooled = info.last_seq > TAIL_FRAMES
+        self._last_seq = max(model.last_seq, info.last_seq)
+        self.arrivals.append(Arrival(model=model))
+        if self.hub is not None:  # reloaded after a long gap
+            self._read_older(self.hub)
+
+    def _read_older(self, hub: Hub) -> None:
+        """Read the history before the loaded part of the stream, in a thread."""
+        if not self._pooled:
+            return
+
+        def read() -> None:
+            history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
+            try:
+                overview = read_overview(history, history.info(), lambda: self._is_over(hub))
+                self.arrivals.append(Arrival(overview=overview))
+            except FtmonError:
+                pass  # the next hub is asked again; without it only older history is missing from the graphs
+            finally:
+                history.close()
+
+        threading.Thread(target=read, name="overview", daemon=True).start()
+
+    def _listen(self, hub: Hub, stream: "zmq.Socket[Any]", control: "zmq.Socket[Any]", history: History) -> None:
+        poller = zmq.Poller()
+        poller.register(stream, zmq.POLLIN)
+        poller.register(control, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        checked = received = time.monotonic()
+        while not self._closing.is_set():
+            ready = dict(poller.poll(round(_CHECK_S * 1000)))
+            now = time.monotonic()
+            if stream in ready:
+                received = now
+                if len(self.arrivals) < _MOST_WAITING:
+                    self._receive(stream, history)
+                else:
+                    self._closing.wait(_PAUSE_S)
+            if control in ready:
+                self._receive_answer(control)
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+                self._send_commands(control)
+            if now - checked > _CHECK_S:
+                checked = now
+                silent = not self._endpoint.local and now - received > _SILENCE_S
+                if silent or not self._endpoint.is_alive(hub):
+                    self._drain(stream, history)
+                    self._report_gone(self._endpoint.trouble or _GONE)
+                    return
+
+    def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
+        """Receive the last messages of a hub."""
+        while stream.poll(0):
+            self._receive(stream, history)
+
+    def _receive(self, stream: "zmq.Socket[Any]", history: History) -> None:
+        """Receive one batch of messages, with any gap before it filled."""
+        frames: list[Frame] = []
+        while len(frames) < _MAX_BATCH:
+            try:
+                parts = stream.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(parts) != 2:
+                continue
+            header = wire.decode_header(parts[0])
+            if header.seq <= self._last_seq:
+                continue
+            missed = header.seq - self._last_seq - 1
+            if missed:
+                self._flush(frames)
+                frames = []
+                self._fill(history, self._last_seq, header.seq, missed)
+            # Advance only after the gap is filled, so that the next hub can be queried if this one dies.
+            self._last_seq = max(self._last_seq, header.seq)
+            try:
+                message = wire.decode_body(parts[1])
+            except ProtocolError:
+                continue  # one damaged message does not end the view of a run
+            if message is not None:
+                frames.append(Frame(header.seq, header.t, message))
+        self._flush(frames)
+
+    def _flush(self, frames: list[Frame]) -> None:
+        if frames:
+            self.arrivals.append(Arrival(frames=frames))
+        for frame in frames:
+            if isinstance(frame.message, HubStats):
+                self._unrecorded = bool(frame.message.recording_error)
+
+    def _fill(self, history: History, after: int, before: int, missed: int) -> None:
+        if is_leap(missed):
+            missed = max(0, missed - RESTART_LEAP)
+        if missed > _MAX_FETCHED:
+            self._load(history)
+            return
+        unrecorded = self._unrecorded
+        left = missed - self._fetch(history, before, after)
+        # The only frames missing from a recording are heartbeats, which are not needed later.
+        if left > 0 and (unrecorded or self._unrecorded):
+            self._lost += left
+            self._report("live")
+
+    def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
+        """Fetch recorded frames after one number and before another; return how many there were."""
+        last = self._last_seq if after is None else after
+        count = 0
+        while frames := history.frames(last, _FETCH):
+            last = frames[-1].seq
+            wanted = frames if before is None else [frame for frame in frames if frame.seq < before]
+            count += len(wanted)
+            self._flush(wanted)
+            if before is None:
+                self._last_seq = last
+            elif last >= before:
+                break
+            if count > _MAX_FETCHED:  # loading the present state is faster than folding all frames before it
+                self._load(history)
+                break
+        return count
+
+    def _send_commands(self, control: "zmq.Socket[Any]") -> None:
+        while not self._commands.empty():
+            command = self._commands.get()
+            try:
+                control.poll(_CONNECT_MS, zmq.POLLOUT)
+                control.send_multipart(wire.encode("app", 0, time.time(), command), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self._refuse(command)
+
+    def _receive_answer(self, control: "zmq.Socket[Any]") -> None:
+        parts = control.recv_multipart()
+        if len(parts) != 2:
+            return
+        wire.decode_header(parts[0])
+        answer = wire.decode_body(parts[1])
+        if isinstance(answer, Accepted | Result):
+            self.arrivals.append(Arrival(answer=answer))
+
+    def _refuse_commands(self) -> None:
+        while not self._commands.empty():
+            self._refuse(self._commands.get())
+
+    def _refuse(self, command: Command) -> None:
+        text = "the hub is gone: commands fail until a new hub starts; retry in a few seconds"
+        self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
+
+    def _finish(self) -> None:
+        """Complete the shown state from the recording after the run and its hub have ended."""
+        history: History | None = None
+        text = ""
+        try:
+            history = self._endpoint.open_recording()
+            if self._joined:
+                self._fetch(history, None)
+            else:
+                self._load(history)
+            if self._pooled:
+                overview = read_overview(history, history.info(), self._closing.is_set)
+                self.arrivals.append(Arrival(overview=overview))
+        except FtmonError as error:
+            text = str(error)
+        finally:
+            if history is not None:
+                history.close()
+        self._refuse_commands()
+        self._report("ended", text)
+        self._refuse_until_closed()
+
+    def _refuse_until_closed(self) -> None:
+        """Refuse commands until closed."""
+        while not self._closing.wait(_CHECK_S):
+            self._refuse_commands()
+
 
 ANSWER_S = 10.0
 """Seconds after which a command that the hub has not accepted counts as failed."""

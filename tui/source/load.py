@@ -1,18 +1,226 @@
 """Loads the state of a run at any time from its recording, for seeks and late joins."""
 
+import contextlib
 import copy
 import gc
-from collections.abc import Callable, Generator, Iterable
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from math import ceil, floor
+from dataclasses import dataclass
+from math import ceil, floor, inf
+from pathlib import Path
+from typing import Protocol
 
-from ...protocol.messages.telemetry import Checkpoint, Evaluation, Step
+from ...protocol.analysis.allocator.snapshot_replay import Replay
+from ...protocol.errors import FtmonError, RecordingError, RunNotFoundError
+from ...protocol.host.process import ProcessId, is_alive
+from ...protocol.messages.control import Alert
+from ...protocol.messages.hosts import Job
+from ...protocol.messages.telemetry import AllocatorEvents, Checkpoint, Evaluation, Step
 from ...protocol.messages.wire import RESTART_LEAP, Frame
-from ...protocol.recording.results import RecordingInfo
-from ..model.max_pyramid import Level
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, StepPoint, TrainingPoint
+from ...protocol.run import rundir
+from ...protocol.run.rundir import RunDir
+from ...protocol.snapshot.reader import SnapshotReading
+from ..model.rank import KEPT, StepSeries
 from ..model.run import RunInfo, RunModel
-from .history import History
-from .overview import Overview, fine_begin, read_memory
+from ..model.timeline import EMPTY, RATIO, Level
+from ..model.training import TrainingHistory
+
+# Interface to a run's history: its recording, opened here or queried through the hub.
+
+
+class History(Protocol):
+    """The methods common to ``protocol.recording.Reader``, which documents them, and ``RemoteReader``."""
+
+    def info(self) -> RecordingInfo: ...
+    def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]: ...
+    def state_at(self, t: float) -> list[Frame]: ...
+    def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]: ...
+    def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]: ...
+    def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]: ...
+    def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]: ...
+    def logs(
+        self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
+    ) -> list[Frame]: ...
+    def marks(self) -> list[PeakMark]: ...
+    def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]: ...
+    def jobs(self) -> list[Frame]: ...
+    def step_time(self, step: int) -> float | None: ...
+    def seq_at(self, t: float) -> int: ...
+    def close(self) -> None: ...
+
+
+# Reads a whole run once at a coarse resolution, so that a seek can show the run's past at once.
+
+
+MAX_COLUMNS = 512
+MAX_CELLS = 40_000
+"""Maximum number of columns of all ranks together; with many ranks each has fewer."""
+
+MAX_SAMPLES = 3_000
+FEWEST_SAMPLES = 8
+"""Sampled steps: the maximum of all ranks together, and the minimum per rank, below which none are read."""
+
+SERIES_POINTS = 512
+FEWEST_RANKS = 4
+JOBS_READ = 16
+"""Maximum number of jobs whose curves are read, and the minimum number of ranks per job."""
+
+COURSE_POINTS = 2048
+COURSE_RANKS = 4
+"""Number of training points read, and of ranks: the other ranks are assumed to be similar."""
+
+RESULTS_READ = 1000
+"""Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
+
+SERIES_RANKS = 64
+"""Maximum number of ranks whose losses are read."""
+
+
+_RESULT_KINDS = ("evaluation", "checkpoint")
+
+
+class Curves:
+    """Losses, training figures and results of one job."""
+
+    def __init__(self) -> None:
+        self.losses = StepSeries()
+        self.course = TrainingHistory()
+        self.results: list[Frame] = []
+        """Evaluations and checkpoints, in the order of the stream."""
+
+
+class Overview:
+    """Memory of every rank in aligned columns, and losses; copies of its parts go into models."""
+
+    def of(self, job: int) -> Curves | None:
+        """Return the curves of a job; of a run with one job its only ones."""
+        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
+
+    def __init__(self, begin: float, end: float, ranks: int) -> None:
+        columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
+        self.span = 1
+        """Seconds per column: a power of four, as in a timeline."""
+        while (floor(end / self.span) - floor(begin / self.span) + 1) > columns:
+            self.span *= RATIO
+        self.first = floor(begin / self.span)
+        self.columns = floor(end / self.span) - self.first + 1
+        self.end = end
+        """Time up to which it was read."""
+        self.memory: dict[int, Level] = {}
+        self.curves: dict[int, Curves] = {}
+        """By job; a run without jobs has one part, under 0."""
+        self.marks: dict[int, list[PeakMark]] = {}
+        """By rank: the steps in which a phase reached a new peak."""
+        self.events: dict[int, list[AllocatorEvents]] = {}
+        """By rank: sampled steps, by step."""
+
+
+def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
+    """Read the overview of a recording; takes up to a second for a long one."""
+    end = info.last_t
+    overview = Overview(info.first_t, end, len(info.ranks))
+    overview.memory = read_memory(history, overview.first, overview.columns, overview.span)
+    spans = _job_spans(history, info)
+    for job, (begin, until) in spans.items():
+        curves = overview.curves[job] = Curves()
+        for rank in info.ranks[: max(FEWEST_RANKS, SERIES_RANKS // len(spans))]:
+            if cancelled():
+                break
+            for point in history.series(rank, begin, until, SERIES_POINTS):
+                if point.loss is not None:
+                    curves.losses.add(point.step, point.loss, point.count)
+        with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
+            _read_course(curves.course, history, info.ranks[:COURSE_RANKS], (begin, until), cancelled)
+    _read_results(overview, spans, history, info.ranks)
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version has neither query
+        _read_explanations(overview, history, info.ranks, cancelled)
+    return overview
+
+
+def _read_course(
+    course: TrainingHistory,
+    history: History,
+    ranks: list[int],
+    span: tuple[float, float],
+    cancelled: Callable[[], bool],
+) -> None:
+    for rank in ranks:
+        if cancelled():
+            return
+        for point in history.training(rank, *span, COURSE_POINTS):
+            course.add(point)
+
+
+def _read_results(
+    overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
+) -> None:
+    """Read evaluations and checkpoints of the first rank, which reports them, into the jobs they belong to."""
+    found = [frame for kind in _RESULT_KINDS for frame in history.sampled(kind, min(ranks, default=0), RESULTS_READ)]
+    for frame in sorted(found, key=lambda frame: frame.seq):
+        for job, (begin, until) in spans.items():
+            if begin <= frame.t <= until:
+                overview.curves[job].results.append(frame)
+
+
+def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
+    """Return the span of each of the last jobs in the stream; of a run with one job, under 0, all of it."""
+    jobs: list[Job] = []
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
+        jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
+    if len(jobs) < 2:
+        return {0: (info.first_t, info.last_t)}
+    ends = [*(job.started for job in jobs[1:]), info.last_t]
+    spans = {job.number: (job.started, end) for job, end in zip(jobs, ends, strict=True)}
+    return dict(list(spans.items())[-JOBS_READ:])
+
+
+def _read_explanations(overview: Overview, history: History, ranks: list[int], cancelled: Callable[[], bool]) -> None:
+    for mark in history.marks():
+        overview.marks.setdefault(mark.rank, []).append(mark)
+    limit = min(KEPT, MAX_SAMPLES // max(len(ranks), 1))
+    for rank in ranks if limit >= FEWEST_SAMPLES else ():
+        if cancelled():
+            break
+        found = [frame.message for frame in history.sampled("events", rank, limit)]
+        samples = [message for message in found if isinstance(message, AllocatorEvents)]
+        overview.events[rank] = sorted(samples, key=lambda events: events.step)
+
+
+def read_memory(history: History, first: int, columns: int, span: int, until: float = inf) -> dict[int, Level]:
+    """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank.
+
+    A rank's begin with its first data. A single column may end early, at ``until``.
+    """
+    levels: dict[int, Level] = {}
+    if columns <= 0:
+        return levels
+    found = history.memory(float(first * span), min(float((first + columns) * span), until), columns)
+    begins: dict[int, int] = {}
+    for column in found:
+        begins[column.rank] = min(begins.get(column.rank, column.index), column.index)
+    for column in found:
+        level = levels.get(column.rank)
+        if level is None:
+            level = levels[column.rank] = Level(span, first + begins[column.rank])
+        level.reach(first + column.index)
+        level.lift(
+            first + column.index,
+            first + column.index,
+            column.allocated_peak,
+            column.reserved_peak,
+            EMPTY if column.resident_peak is None else column.resident_peak,
+        )
+    return levels
+
+
+def fine_begin(t: float, seconds: int, span: int) -> int:
+    """Return the begin of the one-second columns that end at ``t``: a multiple of 16 s, not within the first column."""
+    step = min(span, RATIO * RATIO)
+    return ceil((floor(t) - seconds) / step) * step
+
 
 TAIL_FRAMES = 1200
 """Maximum number of frames before the requested time that are folded individually, for recent steps and memory."""
@@ -198,3 +406,152 @@ def _load_memory(history: History, begin: float, t: float, model: RunModel, over
 def _adopt(model: RunModel, levels: dict[int, Level]) -> None:
     for rank, level in levels.items():
         model.rank(rank).timeline.adopt(level)
+
+
+# Finds the recording that a command-line argument refers to.
+
+
+_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
+"""Suffixes of files that a command-line argument may name."""
+
+
+def recording_file(name: str) -> Path | None:
+    """Return the recording for the path of a file or of a run directory; None if it is neither."""
+    path = Path(name)
+    try:
+        if os.path.isdir(path):
+            found = RunDir(path).recording
+            return found if name and (found.exists() or (path / "run.json").exists()) else None
+        return path if os.path.lexists(path) else None
+    except (OSError, ValueError):  # too long for a file's name
+        return None
+
+
+def find_recording(name: str) -> Path:
+    """Return the recording of a file, a run directory or a run's name.
+
+    Raises:
+        RunNotFoundError: it is neither, or several runs match.
+    """
+    found = recording_file(name)
+    if found is not None:
+        return found
+    try:
+        return rundir.find(name).recording
+    except RunNotFoundError:
+        if os.path.isdir(name):
+            raise RunNotFoundError(
+                f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
+            ) from None
+        if os.sep in name or Path(name).suffix.lower() in _SUFFIXES:  # meant as a file's name
+            raise RunNotFoundError(f"{name}: no such file") from None
+        raise
+
+
+def find_run(name: str) -> RunDir | None:
+    """Return the run of a run directory or of a run's name; None for a recording on its own.
+
+    Raises:
+        RunNotFoundError: it is neither, or several runs match.
+    """
+    recording = find_recording(name)
+    alone = recording == Path(name) or not (recording.parent / "run.json").exists()
+    return None if alone else RunDir(os.path.abspath(recording.parent))
+
+
+# Reads a memory snapshot, and replays its devices.
+
+
+def open_replays(
+    path: str | Path,
+    choose: Callable[[list[int]], list[int]] = list,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[Replay]:
+    """Read a snapshot and replay its devices concurrently, which is faster, since a replay needs the stacks last.
+
+    ``choose`` gets the snapshot's devices and returns those to replay; ``meanwhile`` is called while the file is read.
+
+    Raises:
+        SnapshotError: one line about the error in the file.
+    """
+    with SnapshotReading(Path(path)) as reading:
+        if meanwhile is not None:
+            meanwhile()
+        first = reading.snapshot()
+        replays = [Replay(first, device) for device in choose(first.devices())]
+        whole = first.with_stacks(reading.stacks())
+    for replay in replays:
+        replay.complete(whole)
+    return replays
+
+
+# Locates a run's hub, by its run directory on this host or by addresses.
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A hub to connect to; a different process at the same addresses is a different hub."""
+
+    addresses: Mapping[str, str]
+    process: ProcessId | None = None
+    read_only: bool = False
+
+
+class Endpoint:
+    """Finds a run's hub, checks whether it is alive, and opens the recording if it is local."""
+
+    def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
+        """Use a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
+        if (run is None) == (addresses is None):
+            raise ValueError("give a run directory or addresses")
+        self._run = run
+        self._addresses = addresses
+
+    @property
+    def local(self) -> bool:
+        """Whether the hub's process is on this host."""
+        return self._run is not None
+
+    @property
+    def trouble(self) -> str:
+        """Why no hub is found, if the reason is not that the hub is gone; else empty."""
+        return ""
+
+    def hub(self) -> Hub | None:
+        """Return the living hub, or None if there is none."""
+        if self._run is None:
+            assert self._addresses is not None
+            return Hub(self._addresses)
+        try:
+            self._run.check()
+            found = self._run.living_hub()
+        except FtmonError:
+            return None
+        return Hub(found.addresses, found.process, found.read_only) if found else None
+
+    def is_alive(self, hub: Hub) -> bool:
+        """Return whether this hub process is alive; True for a hub on another host, where it is unknown."""
+        return hub.process is None or is_alive(hub.process)
+
+    def ended(self) -> bool:
+        """Return whether the run has ended, and no process would start a hub any more.
+
+        A launcher outlives its job until a hub has recorded the end, even if that hub starts after the end.
+        """
+        if self._run is None:
+            return False
+        try:
+            launcher = self._run.read_run().launcher
+            return self._run.read_exit() is not None if launcher is None else not is_alive(launcher)
+        except FtmonError:
+            return True
+
+    def open_recording(self) -> History:
+        """Open the recording file.
+
+        Raises:
+            RecordingError: it is not on this host, or cannot be read.
+        """
+        if self._run is None:
+            raise RecordingError("the recording is on another host, and its hub is gone")
+        return Reader(self._run.recording)

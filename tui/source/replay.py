@@ -1,20 +1,500 @@
 """A recorded run as a source."""
 
 import os
+import queue
+import re
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
-from ...protocol.messages.control import Accepted
+from ...protocol.errors import FtmonError, UsageError
+from ...protocol.messages.control import Accepted, Alert, Verb
 from ...protocol.messages.telemetry import Hello, Step
-from ...protocol.messages.verbs import Verb
+from ...protocol.messages.wire import Frame
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
-from ..model.run import RunModel
-from .base import CommandRecord, Connection
-from .load import describe
-from .playback import Playback
-from .transport import Request, Transport
+from ..model.run import RunInfo, RunModel
+from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
+from .load import History, Overview, Superseded, adopt, describe, load, read_overview
+
+# Finds the times of alerts, to seek to them.
+
+
+_LATEST_S = 60.0
+"""Maximum seconds between an alert's own time and its first message."""
+
+_FIRST_BATCH = 128
+"""Frames searched at first; most alerts are raised within a second."""
+
+_BATCH = 2048
+
+
+def marks(alerts: Iterable[Alert]) -> list[AlertMark]:
+    """Return the marks of alerts, by time."""
+    found = [AlertMark(each.time, each.severity, each.kind, each.id, each.title) for each in alerts]
+    return sorted(found, key=lambda mark: (mark.time, mark.alert_id))
+
+
+def alert_time(history: History, mark: AlertMark) -> float:
+    """Return the hub time of an alert's first message, which is later than the alert's own time."""
+    after = max(history.seq_at(mark.time) - 1, 0)
+    batch = _FIRST_BATCH
+    while frames := history.frames(after, batch, mark.time + _LATEST_S):
+        for frame in frames:
+            if isinstance(frame.message, Alert) and frame.message.id == mark.alert_id:
+                return frame.t
+        after = frames[-1].seq
+        batch = min(2 * batch, _BATCH)
+    return mark.time
+
+
+# Parses positions in a recording as typed by a user: ``812``, ``12:03:10``, ``+90s``, ``50%``.
+
+
+_CLOCK = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[ T])?(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?")
+_JUMP = re.compile(r"([+-])((?:\d+(?:\.\d+)?[dhms]?\s*)+)")
+_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)")
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+FIX = "type a step (812), a time (12:03:10), a jump (-2m) or a share (50%)"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A position to seek to: a step, or a time in seconds since the epoch."""
+
+    step: int | None = None
+    time: float = 0.0
+
+
+def parse(text: str, position: float, first: float, last: float) -> Position:
+    """Parse a position from the "go to" dialog.
+
+    Args:
+        text: the typed text; ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the
+            recording that is nearest to the position.
+        position: the displayed time, seconds since the epoch.
+        first: the recording's first time.
+        last: the recording's last time.
+
+    Raises:
+        UsageError: the text has none of these forms; the message lists them.
+    """
+    typed = text.strip().lower()
+    step = re.fullmatch(r"(?:step|#)?\s*(\d[\d,_]*)", typed)
+    if step:
+        return Position(step=int(re.sub("[,_]", "", step[1])))
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", typed)
+    if share:
+        return Position(time=first + (last - first) * min(float(share[1]), 100.0) / 100.0)
+    jump = _JUMP.fullmatch(typed)
+    if jump:
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(jump[2]))
+        return Position(time=_within(position + (seconds if jump[1] == "+" else -seconds), first, last))
+    clock = _CLOCK.fullmatch(text.strip())
+    if clock:
+        return Position(time=_within(_time_of_day(clock, text, position, first, last), first, last))
+    raise UsageError(f"cannot go to {text!r}: {FIX}")
+
+
+def _time_of_day(clock: re.Match[str], text: str, position: float, first: float, last: float) -> float:
+    year, month, day, hour, minute, second = clock.groups()
+    base = datetime.fromtimestamp(position)
+    try:
+        whole = float(second or 0)
+        if year:
+            base = datetime(int(year), int(month), int(day))
+        at = base.replace(hour=int(hour), minute=int(minute), second=int(whole), microsecond=round(whole % 1 * 1e6))
+    except ValueError:
+        raise UsageError(f"cannot go to {text!r}: there is no such time; {FIX}") from None
+    if year:
+        return at.timestamp()
+    days = [(at + timedelta(days=offset)).timestamp() for offset in (0, -1, 1)]
+    inside = [candidate for candidate in days if first <= candidate <= last]
+    return min(inside or days, key=lambda candidate: abs(candidate - position))
+
+
+def _within(time_: float, first: float, last: float) -> float:
+    return min(max(time_, first), last)
+
+
+# Plays a recording: a thread that reads ahead of the screen, and plays, seeks and steps on request.
+
+
+TICK_S = 0.1
+"""Seconds between moves of a playing position."""
+
+MAX_FRAMES = 3000
+"""Playing over more frames at once becomes a seek, because the screen could not fold them in time."""
+
+SEEK_FRAMES = 1000
+"""A move over more frames becomes a seek, which is faster than reading and folding them."""
+
+_SETTLE_S = 0.4
+"""Seconds without a request after a seek before the recent steps that it omitted are loaded."""
+
+_MAX_WAITING = 4
+"""Maximum number of batches not yet folded by the screen; then playing waits."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update from the thread to the screen: a new model or more frames, and the position."""
+
+    model: RunModel | None = None
+    frames: list[Frame] = field(default_factory=list[Frame])
+    overview: Overview | None = None
+    marks: list[AlertMark] | None = None
+    span: tuple[float, float] | None = None
+    message: str | None = None
+    ended_live: bool = False
+    position: float = 0.0
+    playing: bool = False
+    speed: float = 1.0
+    handled: int = 0
+    """Number of requests executed so far."""
+
+
+class Playback:
+    """Plays a history into a model.
+
+    Args:
+        open_history: opens the history, in the thread that uses it; its argument returns True once the result is no
+            longer needed.
+        info: initial information about the run for the models.
+        transport: the transport to update; its requests are passed to ``request``.
+        start: start position, seconds since the epoch; None for the beginning.
+        live_end: for the past of a live run, the time of the live end; playing ends there (see ``reached_live``).
+        model: the model to show until something was read.
+    """
+
+    def __init__(
+        self,
+        open_history: Callable[[Callable[[], bool]], History],
+        info: RunInfo,
+        transport: Transport,
+        start: float | None = None,
+        live_end: Callable[[], float] | None = None,
+        model: RunModel | None = None,
+    ) -> None:
+        self.model = model or RunModel(info)
+        self.reached_live = False
+        """Whether a live run's past was played up to the live end."""
+        self.error = ""
+        """Reason why the history cannot be read; else empty."""
+        self._open = open_history
+        self._info = info
+        self._transport = transport
+        self._live_end = live_end
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._updates: deque[_Update] = deque()
+        self._showing: _Update | None = None
+        """An update whose frames are not all applied yet."""
+        self._sent = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="playback", daemon=True)
+        # The attributes below are used by the playback's thread only.
+        self._position = -1.0 if start is None else start
+        self._playing = False
+        self._speed = 1.0
+        self._last_seq = 0
+        self._step = model.leading_step if model else 0
+        self._loaded = False
+        self._quick = False
+        """Whether the shown state is from a quick seek, with few recent steps."""
+        self._first = self._last = 0.0
+        self._overview: Overview | None = None
+        self._new_overview: Overview | None = None
+        self._marks: list[AlertMark] = []
+        self._at_alert: int | None = None
+        self._handled = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, wait: bool = True) -> None:
+        """End the thread, with ``wait`` after waiting for it; safe to call twice."""
+        self._closing.set()
+        self._requests.put(None)
+        if wait and self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def request(self, request: Request) -> None:
+        """Queue a request for the thread."""
+        self._sent += 1
+        moves = request.kind not in ("faster", "pause") or not self._thread.is_alive()
+        self._transport.seeking = self._transport.seeking or moves
+        self._requests.put(request)
+
+    def pump(self, budget_s: float) -> bool:
+        """Apply the thread's updates, on the caller's thread; return whether something changed."""
+        deadline = time.monotonic() + budget_s
+        changed = False
+        while self._showing is not None or self._updates:
+            try:
+                update = self._showing or self._updates.popleft()
+            except IndexError:  # the thread has just dropped updates made stale by a seek
+                break
+            self._showing = update
+            self._show(update)
+            changed = True
+            for done, frame in enumerate(update.frames, 1):
+                self.model.apply(frame)
+                if done % 64 == 0 and time.monotonic() > deadline:
+                    del update.frames[:done]
+                    return True
+            self.model.tick(update.position)
+            self._transport.seeking = self._transport.seeking and update.handled < self._sent
+            self._showing = None
+            if time.monotonic() > deadline:
+                break
+        return changed
+
+    def _show(self, update: _Update) -> None:
+        transport = self._transport
+        transport.position, transport.playing, transport.speed = update.position, update.playing, update.speed
+        if update.model is not None:
+            self.model, update.model = update.model, None
+        if update.overview is not None:
+            adopt(self.model, update.overview, now=update.position)
+            update.overview = None
+        if update.marks is not None:
+            transport.marks = update.marks
+        if update.span is not None:
+            transport.first, transport.last = update.span
+        if update.message is not None:
+            transport.message = update.message
+        self.reached_live = self.reached_live or update.ended_live
+
+    # The rest runs in the thread.
+
+    def _run(self) -> None:
+        history: History | None = None
+        try:
+            history = self._open(self._closing.is_set)
+            self._begin(history)
+            self._loop(history)
+        except Exception as error:  # a thread's error is not visible: the screen must show it
+            known = isinstance(error, FtmonError)
+            self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
+            self._put(_Update(message=self.error))
+        finally:
+            if history is not None:
+                history.close()
+
+    def _begin(self, history: History) -> None:
+        self._read_span(history)
+        start = self._first if self._position < 0 else self._position
+        if self._live_end is not None:  # the live end's clock is ahead of the last message
+            self._last = max(self._last, start)
+        self._position = min(max(start, self._first), self._last)
+        if self._requests.empty():
+            self._load(history)
+        if self._live_end is None:  # the screen already has a live run's marks
+            self._marks = marks(history.alerts())
+            self._put(_Update(marks=self._marks))
+        self._put(_Update(span=(self._first, self._last)))
+        # On a long recording this takes a while; a seek must not wait for it.
+        threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
+
+    def _read_overview(self) -> None:
+        """Read the whole run coarsely, over this thread's own connection, and pass it to the playback's thread."""
+        history: History | None = None
+        try:
+            history = self._open(self._closing.is_set)
+            self._new_overview = read_overview(history, history.info(), self._closing.is_set)
+            self._requests.put(Request("overview"))
+        except Exception as error:  # a thread's error is not visible
+            words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
+            self._put(_Update(message=f"older history cannot be read: {words}"))
+        finally:
+            if history is not None:
+                history.close()
+
+    def _read_span(self, history: History) -> None:
+        info = history.info()
+        self._first = info.first_t
+        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
+
+    def _loop(self, history: History) -> None:
+        moved_at = time.monotonic()
+        while not self._closing.is_set():
+            wait = _SETTLE_S if self._quick else None
+            if self._playing:
+                wait = max(0.0, moved_at + TICK_S - time.monotonic())
+            requests = self._wait_for_requests(wait)
+            now = time.monotonic()
+            try:
+                if requests:
+                    self._carry_out(history, requests)
+                elif self._playing and len(self._updates) < _MAX_WAITING:
+                    self._play_on(history, (now - moved_at) * self._speed)
+                elif self._quick and not self._playing:
+                    self._complete(history)
+            except FtmonError as error:
+                self._playing = False
+                self._put(_Update(message=str(error)))
+            moved_at = time.monotonic() if requests else now  # the time of a seek is not played
+
+    def _wait_for_requests(self, wait: float | None) -> list[Request]:
+        """Wait for requests and return all that are waiting, so that a held key costs a single seek."""
+        found: list[Request] = []
+        try:
+            request = self._requests.get(timeout=wait)
+            while request is not None:
+                found.append(request)
+                request = self._requests.get_nowait()
+        except queue.Empty:
+            pass
+        return found
+
+    def _carry_out(self, history: History, requests: list[Request]) -> None:
+        target: float | None = None
+        message: str | None = None
+        if self._live_end is not None:
+            self._last = max(self._last, self._live_end())
+            if any(request.kind in ("alert", "mark") for request in requests):
+                self._marks = marks(history.alerts())
+        for request in requests:
+            message = message if request.kind == "overview" else ""
+            try:
+                found = self._target(history, request, self._position if target is None else target)
+            except FtmonError as error:
+                message = str(error)
+                continue
+            target = target if found is None else found
+        self._handled += sum(request.kind != "overview" for request in requests)
+        if target is not None or not self._loaded:
+            target = min(max(self._position if target is None else target, self._first), self._last)
+            if self._loaded and history.seq_at(target) - self._last_seq > SEEK_FRAMES:
+                self._loaded = False  # without reading the frames in between
+            self._go(history, target)
+        self._put(_Update(span=(self._first, self._last), message=message))
+
+    def _target(self, history: History, request: Request, position: float) -> float | None:
+        """Return the target of a request, or None if it does not move; sets playing and speed."""
+        if request.kind == "overview":
+            self._overview = self._new_overview
+            if self._loaded:
+                self._put(_Update(overview=self._overview))  # applied frames are kept, as they are finer than a load
+            return None
+        if request.kind == "faster":  # from the speed requested last, which the screen may not have received yet
+            self._speed = next_speed(self._speed, up=request.number > 0)
+            return None
+        if request.kind == "play":
+            self._playing = True
+            return self._first if position >= self._last and self._live_end is None else None
+        if request.kind == "pause":
+            self._playing = False
+            return None
+        alert, self._at_alert = self._at_alert, None
+        if request.kind == "skip":
+            return position + request.number
+        if request.kind == "goto":
+            place = parse(request.text, position, self._first, self._last)
+            return place.time if place.step is None else self._step_time(history, place.step)
+        self._playing = False
+        if request.kind == "step":
+            return self._step_time(history, max(self._step + int(request.number), 1))
+        if request.kind == "mark":
+            mark = next((mark for mark in self._marks if mark.alert_id == request.number), None)
+        else:
+            mark = _neighbour(self._marks, position, int(request.number), alert)
+        if mark is None:
+            self._at_alert = alert
+            raise FtmonError("no alert after this" if request.number > 0 else "no alert before this")
+        self._at_alert = mark.alert_id
+        return alert_time(history, mark)
+
+    def _step_time(self, history: History, step: int) -> float:
+        found = history.step_time(step)
+        if found is None:
+            raise FtmonError(f"no step {step} in this recording")
+        self._step = step  # so that a held key continues from here
+        return found
+
+    def _play_on(self, history: History, seconds: float) -> None:
+        if self._live_end is not None:
+            self._last = max(self._last, self._live_end())
+        target = self._position + seconds
+        if target >= self._last:
+            target = self._last
+            self._playing = False
+            self._go(history, target)
+            self._put(_Update(ended_live=self._live_end is not None))
+        else:
+            self._go(history, target)
+
+    def _go(self, history: History, target: float) -> None:
+        """Move to a time, by folding the frames in between if they are few and ahead, else by a seek."""
+        if target < self._position or not self._loaded:
+            self._position = target
+            self._load(history)
+            return
+        frames = history.frames(self._last_seq, MAX_FRAMES, target)
+        self._position = target
+        if len(frames) == MAX_FRAMES:
+            self._load(history)
+            return
+        if frames:
+            self._last_seq = frames[-1].seq
+            self._step = max([self._step, *(each.message.step for each in frames if isinstance(each.message, Step))])
+        self._put(_Update(frames=frames))
+
+    def _load(self, history: History) -> None:
+        model = load(history, self._position, self._info, self._overview, quick=True)
+        self._step = model.leading_step
+        self._quick = True
+        self._show_model(model)
+
+    def _complete(self, history: History) -> None:
+        """Load the steps omitted by a quick seek; the next request cancels it."""
+        self._quick = False  # also if it cannot be read: one attempt is enough
+        try:
+            model = load(
+                history, self._position, self._info, self._overview, superseded=lambda: not self._requests.empty()
+            )
+        except Superseded:
+            self._quick = True
+            return
+        self._show_model(model)
+
+    def _show_model(self, model: RunModel) -> None:
+        self._last_seq = model.last_seq
+        self._loaded = True
+        # Pending updates are from before the seek, but not what they report; marks and span are sent again.
+        message, ended = None, False
+        while True:
+            try:
+                stale = self._updates.popleft()
+            except IndexError:  # `pump` takes from the same queue
+                break
+            message = message if stale.message is None else stale.message
+            ended = ended or stale.ended_live
+        marks, span = self._marks or None, (self._first, self._last)
+        self._put(_Update(model=model, marks=marks, span=span, message=message, ended_live=ended))
+
+    def _put(self, update: _Update) -> None:
+        update.position, update.playing, update.speed = self._position, self._playing, self._speed
+        update.handled = self._handled
+        self._updates.append(update)
+
+
+def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert: int | None) -> AlertMark | None:
+    """Return the next or previous mark; ``at_alert`` is the shown one, whose time may be before the position."""
+    here = next((index for index, mark in enumerate(known) if mark.alert_id == at_alert), None)
+    if here is not None:
+        index = here + direction
+        return known[index] if 0 <= index < len(known) else None
+    if direction > 0:
+        return next((mark for mark in known if mark.time > position), None)
+    return next((mark for mark in reversed(known) if mark.time < position), None)
+
 
 AT_ITS_END = "this run failed: its end is shown; N: alert before, space: play from the start"
 """Shown when a replay begins at a run's end."""

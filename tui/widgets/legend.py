@@ -5,11 +5,10 @@ from collections.abc import Callable
 from rich.style import Style
 
 from ..model.waterfall import LABELS
-from .drawing.line import Line
-from .drawing.theme import Theme
-from .memory.peak_bars import PART_FILLS
-from .plots.phase_bar import FILLS, SHORT
-from .plots.plot import sign_of
+from .drawing import Line
+from .memory import PART_FILLS
+from .plots import FILLS, SHORT, sign_of
+from .theme import Theme
 
 STATE_WORDS = {
     "starting": "its process is up, no step is finished yet",

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from ...messages.hosts import KernelKill
-from ...run.endings import ending_in_words, exhausted_memory, signal_name
+from ...run.end import ending_in_words, exhausted_memory, signal_name
 from ...text import counted, duration, first_line, gib, ranks_in_words, sanitize
-from ..findings import Finding
-from ..findings.alert_store import RANKS_LISTED
-from ..findings.kind import Kind, Shown
-from ..text.words import Added, Words, sentence, stop
-from .facts import (
+from ..findings.alerts import RANKS_LISTED
+from ..findings.finding import Finding, Kind, Shown
+from ..words import Added, Words, sentence, stop
+from .detector import (
     Ended,
     EndedEarly,
     Followed,

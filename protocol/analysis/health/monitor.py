@@ -4,37 +4,35 @@ A rank's hello from another process starts another job of the run and resets all
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ...messages.health import Compiles
-from ...messages.telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
-from ..findings import Finding
-from ..findings.detector import Detector, Handler
-from ..findings.kind import Kind
-from . import checkpoints, compiles, data_wait, divergence, gradients, nonfinite, plateau, scaler
-from .checkpoints import Checkpoints
-from .compiles import Recompilation
-from .data_wait import DataWait
-from .divergence import Divergence
-from .gradients import Gradients
-from .joined import Join
-from .nonfinite import NonFinite
-from .plateau import Plateau
-from .scaler import FLOOR, Scaler
+import msgspec
+
+from ...messages.control import HubStats
+from ...messages.telemetry import Checkpoint, CheckpointFailed, Compiles, DeviceSample, Hello, Plan, Step
+from ...text import counted
+from ..findings.alerts import RANKS_LISTED
+from ..findings.finding import Condition, Detector, Finding, Handler, Kind, Resolution, Shown, resolved
+from ..words import Words
+from . import gradients, loss, machine, speed
+from .gradients import FLOOR, Gradients, Scaler
+from .loss import Divergence, Join, NonFinite, Plateau
+from .machine import Checkpoints
+from .speed import DataWait, Recompilation
 
 
 class HealthMonitor(Detector):
     """The detectors of one run that compare steps."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
-        *nonfinite.KINDS,
-        *divergence.KINDS,
-        *plateau.KINDS,
+        *loss.KINDS,
+        *loss.DIVERGENCE_KINDS,
+        *loss.PLATEAU_KINDS,
         *gradients.KINDS,
-        *scaler.KINDS,
-        *data_wait.KINDS,
-        *compiles.KINDS,
-        *checkpoints.KINDS,
+        *gradients.SCALER_KINDS,
+        *speed.KINDS,
+        *speed.COMPILES_KINDS,
+        *machine.KINDS,
     )
     replays = (Hello, Plan, Step, Checkpoint, CheckpointFailed)
 
@@ -129,3 +127,129 @@ def _floor(hello: Hello) -> float:
     section = (hello.deepspeed_config or {}).get("fp16")
     value = section.get("min_loss_scale", FLOOR) if isinstance(section, dict) else FLOOR
     return float(value) if isinstance(value, int | float) and value > 0 else FLOOR
+
+
+# The monitor's own faults: dropped telemetry, no recording.
+#
+# - **telemetry_lost**: the loss counters of a HubStats rose. The count is incremented with each rise; resolved after
+#   60 s
+# without one.
+# - **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
+# the kind ``disk`` is active.
+
+
+QUIET_S = 60.0
+
+
+class LossFacts(msgspec.Struct, frozen=True):
+    """Messages that the hub has not received."""
+
+    total: int
+    new: int
+    """Messages lost since the previous statistics."""
+    by_sender: dict[str, int]
+    sources: tuple[str, ...]
+    """The senders of these."""
+
+
+class RecordingFacts(msgspec.Struct, frozen=True):
+    """Why nothing is recorded, and the number of messages recorded so far."""
+
+    error: str
+    recorded: int
+
+
+class HealthDetector:
+    """Finds lost telemetry and a failing recording."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, int] = {}
+        self._rose_at = 0.0
+
+    def stats(self, t: float, stats: HubStats, known: bool) -> list[Finding]:
+        """Process the hub's own figures; ``known``: whether an alert about the recording is active."""
+        return [*self._losses(t, stats), *self._recording(stats, known)]
+
+    def observe(self, stats: HubStats) -> None:
+        """Restore the hub's figures from the recording, so that earlier losses are not reported again."""
+        self._lost = dict(stats.lost)
+
+    def _losses(self, t: float, stats: HubStats) -> list[Finding]:
+        rose = {source: count for source, count in stats.lost.items() if count > self._lost.get(source, 0)}
+        new = sum(count - self._lost.get(source, 0) for source, count in rose.items())
+        self._lost = dict(stats.lost)
+        if not new:
+            return [resolved(Condition("telemetry_lost"), Resolution("calm"))] if t - self._rose_at > QUIET_S else []
+        self._rose_at = t
+        by_sender = dict(list(stats.lost.items())[:RANKS_LISTED])
+        return [Finding("telemetry_lost", LossFacts(sum(stats.lost.values()), new, by_sender, tuple(rose)))]
+
+    def _recording(self, stats: HubStats, known: bool) -> list[Finding]:
+        if not stats.recording_error:
+            return [resolved(Condition("not_recording"), Resolution("resumed"))]
+        facts = RecordingFacts(stats.recording_error, stats.recorded)
+        return [] if known else [Finding("not_recording", facts, severity="error")]
+
+
+def _lost(finding: Finding) -> Words:
+    """Return the text for telemetry messages that did not reach the hub."""
+    facts: LossFacts = finding.facts
+    names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
+    return Words(
+        f"{counted(facts.total, 'message')} of telemetry lost, {facts.new} just now from {names}",
+        "Charts and tables have gaps; the training is not affected. A probe drops messages instead of waiting when "
+        "the hub is down for long or cannot keep up.",
+    )
+
+
+def _not_recording(finding: Finding) -> Words:
+    """Return the text for a recording that cannot be written."""
+    facts: RecordingFacts = finding.facts
+    return Words(
+        f"not recording: {facts.error}",
+        "The training and the live view continue, but the recording will lack this part of the run.",
+        "Free space on that disk; recording resumes by itself.",
+    )
+
+
+def _sender(source: str) -> str:
+    """Shorten a probe's identity, ``rank-3-4711-123456``, to ``rank 3``."""
+    parts = source.split("-")
+    return f"rank {parts[1]}" if len(parts) == 4 and parts[0] == "rank" else source
+
+
+def _lost_evidence(finding: Finding) -> dict[str, Any]:
+    facts: LossFacts = finding.facts
+    return {"total": facts.total, "new": facts.new, "by_sender": facts.by_sender}
+
+
+_SHOWN: dict[str, Shown] = {
+    "total": Shown("lost in total"),
+    "new": Shown("newly lost"),
+    "by_sender": Shown("lost by sender"),
+    "sources": Shown("senders"),
+    "recorded": Shown("messages recorded"),
+}
+
+KINDS = (
+    Kind(
+        "telemetry_lost",
+        LossFacts,
+        _lost,
+        "dropped",
+        "lost",
+        evidence=_lost_evidence,
+        shown=_SHOWN,
+        resolved={"calm": "None lost since."},
+        limits={"time without a loss that resolves it": f"{QUIET_S:g} s"},
+        counted=True,
+    ),
+    Kind(
+        "not_recording",
+        RecordingFacts,
+        _not_recording,
+        "disk",
+        "recording",
+        resolved={"resumed": "Recording again."},
+    ),
+)

@@ -26,19 +26,169 @@ growing at that rate, reaches its capacity. One alert for all ranks; a warning, 
 before. A leak has stopped if, twice in a row, the last eight blocks grow at less than a fifth of the rate.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
 from ...messages.memory import Cause
-from ...messages.telemetry import STEP_PHASES, Hello, Plan, Step
-from ..findings import Finding
-from ..findings.alert_store import RANKS_LISTED
-from ..findings.finding import Resolution
-from ..findings.requests import DiagnosticRequests
-from .facts import LeakFacts
-from .levels import SIZES, Levels, Series
-from .stack_patterns import place_of
+from ...messages.telemetry import STEP_PHASES, DeviceSample, Hello, Plan, Step
+from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
+from ..findings.finding import Finding, Resolution
+from .causes import LeakFacts, place_of
+
+# Tests a short series for a trend: Mann-Kendall's test, Theil-Sen's slope, and a test for single jumps.
+#
+# Mann-Kendall's S is the number of pairs of values in which the later one is larger, minus those in which it is
+# smaller. For 16 values without a trend, of any distribution, S reaches ``SURE`` with a probability of 6e-7 (exact,
+# by counting permutations).
+
+
+LENGTH = 16
+"""Length of the series."""
+SURE = 96
+"""S of a trend; 120 if every pair rises."""
+LIKELY = 56
+"""S of a possible trend (1 in 175 by chance)."""
+JUMP = 0.3
+"""Maximum share of a trend's rise between two consecutive values."""
+QUARTER = 0.1
+"""Minimum share of a trend's rise between the medians of consecutive quarters."""
+
+
+def mann_kendall(values: Sequence[float]) -> int:
+    """Return S of a series; pairs of equal values count as 0."""
+    total = 0
+    for place, early in enumerate(values):
+        for late in values[place + 1 :]:
+            total += (late > early) - (late < early)
+    return total
+
+
+def theil_sen(values: Sequence[float]) -> float:
+    """Return the median slope of all pairs, in units of the values per position."""
+    count = len(values)
+    slopes = sorted(
+        (values[late] - values[early]) / (late - early) for early in range(count) for late in range(early + 1, count)
+    )
+    middle = len(slopes) // 2
+    return slopes[middle] if len(slopes) % 2 else (slopes[middle - 1] + slopes[middle]) / 2
+
+
+def climbs(values: Sequence[float]) -> bool:
+    """Return whether the whole series rises, as opposed to a level that changed once or twice."""
+    whole = max(values) - min(values)
+    if whole <= 0 or max(late - early for early, late in pairwise(values)) > JUMP * whole:
+        return False
+    size = len(values) // 4
+    middles = [sorted(values[place : place + size])[size // 2] for place in range(0, 4 * size, size)]
+    return all(late - early >= QUARTER * whole for early, late in pairwise(middles))
+
+
+# Memory of a rank at the same point of every step, reduced to short series of minima at little cost per step.
+#
+# A block's value is the minimum of its steps, because memory that a script keeps from a longer batch, such as an
+# output, is temporary. Blocks of 4 steps are joined to blocks of 16, and these to blocks of 64, so that slow growth
+# is visible too. Each series has the last ``trend.LENGTH`` blocks.
+
+
+SIZES = (4, 16, 64)
+"""Steps per block of each series."""
+_JOINED = 4
+RECENT = 8
+STOPPED_SHARE = 0.2
+NEW_SHARE = 0.5
+"""Minimum share of a leak's rise that lies above all levels before the window, unlike that of a wandering level."""
+
+
+class Series:
+    """The last blocks of one size: memory level, a second figure that must grow with it, and the batch before."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.levels: deque[int] = deque(maxlen=LENGTH)
+        self.seconds: deque[int] = deque(maxlen=LENGTH)
+        self.batches: deque[int] = deque(maxlen=LENGTH)
+        self.highest = 0
+        """The highest level of all blocks that have left the series."""
+        self.sure = 0
+        """Number of consecutive checks at which it grew."""
+
+    def add(self, level: int, second: int, batch: int) -> None:
+        """Add a block."""
+        levels = self.levels
+        if len(levels) == LENGTH and levels[0] > self.highest:
+            self.highest = levels[0]
+        levels.append(level)
+        self.seconds.append(second)
+        self.batches.append(batch)
+
+    def grows(self, floor: int) -> bool:
+        """Return whether the series is a trend for the second consecutive time (rules: ``leak``)."""
+        levels = self.levels
+        rise = levels[-1] - levels[0]
+        # The cheap test first: it usually fails.
+        new_high = levels[-1] - self.highest >= NEW_SHARE * rise
+        if len(levels) < LENGTH or rise < floor or not new_high or not self._is_trend(rise):
+            self.sure = 0
+            return False
+        self.sure += 1
+        return self.sure > 1
+
+    def _is_trend(self, rise: int) -> bool:
+        levels = list(self.levels)
+        if mann_kendall(levels) < SURE or not climbs(levels):
+            return False
+        if self.seconds[-1] >= 0 and self.seconds[-1] - self.seconds[0] < rise // 2:
+            return False
+        return mann_kendall(list(self.batches)) < LIKELY
+
+    @property
+    def rate(self) -> float:
+        """Bytes per step: the median of all slopes."""
+        return theil_sen(list(self.levels)) / self.size
+
+    def goes_on(self, rate: float) -> bool:
+        """Return whether the last blocks still grow at ``STOPPED_SHARE`` of ``rate`` (bytes per step)."""
+        recent = list(self.levels)[-RECENT:]
+        least = STOPPED_SHARE * rate * self.size
+        if len(recent) < RECENT or recent[-1] - recent[0] >= 2 * least * (RECENT - 1):
+            return True
+        return theil_sen(recent) >= least
+
+
+class Levels:
+    """The series of one rank."""
+
+    def __init__(self) -> None:
+        self.series = tuple(Series(size) for size in SIZES)
+        self._steps = 0
+        self._level = self._second = self._batch = 0
+
+    def add(self, level: int, second: int, batch: int) -> int:
+        """Add one step; return the number of series with a new block.
+
+        Args:
+            second: another figure that a leak raises too; negative: none.
+            batch: positions of the previous batch, whose outputs may still be referenced.
+        """
+        steps = self._steps
+        if steps & 3 == 0 or level < self._level:
+            self._level, self._second, self._batch = level, second, batch
+        self._steps = steps = steps + 1
+        if steps & 3:
+            return 0
+        self.series[0].add(self._level, self._second, self._batch)
+        count = 1
+        while count < len(SIZES) and steps % SIZES[count] == 0:
+            finer = self.series[count - 1]
+            last = range(-_JOINED, 0)
+            lowest = min(last, key=finer.levels.__getitem__)
+            self.series[count].add(finer.levels[lowest], finer.seconds[lowest], finer.batches[lowest])
+            count += 1
+        return count
+
 
 MIB = 2**20
 FIRST = 5
@@ -224,3 +374,59 @@ class LeakDetector:
         severity = "info" if in_time else "warning"
         self._latest = Finding("leak", facts, severity=severity, ranks=tuple(listed), step=step.step)
         return self._latest
+
+
+# Composition of a device's used memory, from NVML's figures and those of a rank's allocator.
+#
+# NVML reports processes, not tensors; PyTorch's allocator reports tensors, not the memory of CUDA and NCCL. Combined,
+# in bytes:
+#
+# * ``allocated``: sum of the parts of a composition;
+# * ``unused`` = reserved - allocated: cached by PyTorch, free or lost to rounding and fragmentation;
+# * ``context`` = the process's used (NVML) - reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS;
+# * ``others``: memory of other processes on the device (NVML);
+# * ``unexplained`` = used (NVML, of the device) - all processes: the driver's own.
+#
+# The two sources are read at different moments, so ``context`` or ``unexplained`` may be negative; they are not
+# clipped, so that the figures always add up to ``used``.
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """A device's used memory, in bytes; ``allocated`` to ``unexplained`` add up to ``used``."""
+
+    allocated: int
+    unused: int
+    context: int
+    others: int
+    unexplained: int
+    used: int
+    total: int
+
+    @property
+    def free(self) -> int:
+        """Free bytes."""
+        return self.total - self.used
+
+
+def footprint(allocated: int, reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
+    """Combine the figures of a rank's allocator with NVML's sample of its device.
+
+    Args:
+        allocated: bytes PyTorch had allocated, ``Composition.allocated_bytes`` or a phase's peak.
+
+    Returns:
+        None if NVML lists no process of that rank (in a container it may not see any).
+    """
+    own = sum(process.used_bytes for process in sample.processes if process.rank == rank)
+    if not own:
+        return None
+    others = sum(process.used_bytes for process in sample.processes if process.rank != rank)
+    return Footprint(
+        allocated=allocated,
+        unused=reserved - allocated,
+        context=own - reserved,
+        others=others,
+        unexplained=sample.used_bytes - own - others,
+        used=sample.used_bytes,
+        total=sample.total_bytes,
+    )

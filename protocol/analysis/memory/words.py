@@ -6,13 +6,22 @@ import msgspec
 
 from ...messages.memory import Cause
 from ...text import duration, gib
-from ..findings import Finding
-from ..findings.kind import HIDDEN, Kind, Shown, from_evidence
-from ..text.words import Words
-from . import leak, levels, spike, trend
-from .facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts
-from .growth import GROWTH_FLOOR
-from .stack_patterns import WORDS, Named, pattern_of, place_of
+from ..findings.finding import HIDDEN, Finding, Kind, Shown, from_evidence
+from ..words import Words
+from . import leak, spike
+from .causes import (
+    WORDS,
+    GrowthFacts,
+    LeakFacts,
+    Named,
+    NumbersCause,
+    SpikeFacts,
+    StackCause,
+    SteadyFacts,
+    pattern_of,
+    place_of,
+)
+from .spike import GROWTH_FLOOR
 
 STACKS = 3
 FRAMES = 8
@@ -365,8 +374,8 @@ KINDS = (
         evidence=_leak_evidence,
         resolved={"calm": "It stopped growing by step {0}.", "rank_ended": "The rank has ended."},
         limits={
-            "windows": ", ".join(f"{size * trend.LENGTH:,}" for size in levels.SIZES) + " steps",
-            "Mann-Kendall's S": f"{trend.SURE} of {trend.LENGTH * (trend.LENGTH - 1) // 2}",
+            "windows": ", ".join(f"{size * leak.LENGTH:,}" for size in leak.SIZES) + " steps",
+            "Mann-Kendall's S": f"{leak.SURE} of {leak.LENGTH * (leak.LENGTH - 1) // 2}",
             "rise, on a GPU": _floor(leak.FLOORS),
             "rise, on the CPU": _floor(leak.CPU_FLOORS),
         },

@@ -1,13 +1,17 @@
 """Finds out-of-memory errors in reports of failed allocations and in exceptions."""
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from ...messages.oom import OomReport
-from ...messages.telemetry import Failure, Step
-from ..findings import Finding
-from ..findings.finding import Condition, Resolution, added, resolved
+from ...messages.memory import OomKind, OomReport
+from ...messages.telemetry import Failure, Hello, Oom, ProcessMemory, Step
+from ..allocator.snapshot_layout import matters
+from ..allocator.snapshot_replay import STATE_FRAMES
+from ..findings.finding import Condition, Finding, Resolution, added, resolved
 
 OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
 TRACEBACK_LIMIT = 8000
@@ -89,3 +93,278 @@ class OomDetector:
         finding = Finding(kind, facts, severity="error", ranks=(rank,), step=step, rank=rank, phase=phase)
         self._standing[rank] = finding.condition, step
         return [finding]
+
+
+# Judges why an allocation failed, from the figures at that moment; "cannot tell" is a verdict too. Pure functions.
+#
+# A cause counts only if the request would have fitted without it. If several causes qualify, the one that holds the
+# most memory is the verdict, and the others are listed with it. Checked in this order:
+#
+# 1. A request larger than the whole device is **too_large**; a request for which memory was free hit a **limit**.
+# 2. Causes whose size is measured: **fragmentation** (reserved memory is free, but in pieces), **other_process**,
+#   memory
+# of this process **outside** PyTorch's allocator, a **leak** (memory at the start of steps keeps growing), a
+# **longer_batch** than any before (allocated memory in excess of any earlier peak).
+# 3. Causes that the failing phase and stack show: **logits**, **buckets**, **optimizer_states**,
+# **optimizer_temporaries**, **checkpoint**, **activations**.
+# 4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
+
+
+FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
+"""Parts that do not depend on the batch."""
+_SEGMENT = 2 * 2**20
+"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
+_PART_OF_DEVICE = 0.05
+"""Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
+_PIECES = 0.02
+"""Free pieces of less than this share of the device are not the cause."""
+_OUTSIDE_USUAL = 2 * 2**30
+"""Usual size of a CUDA context and NCCL's buffers."""
+_RISING = 0.8
+_LEAST_STEPS = 8
+
+_LOGITS = ("cross_entropy", "log_softmax", "nll_loss", "causallmloss", "linear_cross_entropy", "compute_loss_func")
+_BUCKETS = (
+    "ipg", "bucket", "reduce_scatter", "reduce_grad", "allgather", "all_gather", "flatten_dense", "average_tensor",
+    "partition_grads", "get_flat_partition",
+)  # fmt: skip
+_ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
+"""Optimizers that keep two values per updated parameter."""
+
+
+class OomContext(NamedTuple):
+    """Facts besides the failing rank's report."""
+
+    hello: Hello | None = None
+    processes: Sequence[ProcessMemory] = ()
+    """Processes with memory on the device, from its latest sample."""
+    to_come: int = 0
+    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: unknown."""
+
+
+ALONE = OomContext()
+
+
+class Outside(NamedTuple):
+    """Used memory of the device outside the failing rank's PyTorch allocator; None: unknown."""
+
+    elsewhere: int
+    """All of it."""
+    others: int | None
+    """Memory of other processes."""
+    own: int | None
+    """Memory of the failing rank's process: CUDA context, NCCL, libraries."""
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Why an allocation failed."""
+
+    kind: OomKind
+    also: list[OomKind]
+    """Other causes without which the request would have fitted."""
+    sure: bool
+    """Whether the figures admit no other cause."""
+    short_bytes: int
+    """Bytes missing for the request."""
+    figures: dict[str, int]
+    """The figures used, as returned by ``facts``."""
+
+
+def judge(oom: Oom, around: OomContext = ALONE) -> Judgement:
+    """Judge a failed allocation (the rules are this module's docstring)."""
+    short, found = shortage(oom), facts(oom, around)
+    kind, also, sure = _kind(oom, found, short)
+    return Judgement(kind, also, sure, short, found)
+
+
+def shortage(oom: Oom) -> int:
+    """Return how many bytes were missing for the request."""
+    return max(0, oom.requested_bytes - _left(oom))
+
+
+def facts(oom: Oom, around: OomContext) -> dict[str, int]:
+    """Return the figures for the judgement, in bytes: those that are known and not 0."""
+    outside = outside_of(oom, around)
+    growth = steady_growth(oom.starts)
+    found = {
+        "fragmented": oom.usable_free_bytes if oom.usable_free_bytes > oom.largest_free_bytes else 0,
+        "others": outside.others or 0,
+        "outside": outside.own or 0,
+        "elsewhere": outside.elsewhere,
+        "leak": growth or 0,
+        "excess": excess_of_batch(oom),
+        "logits": logits_bytes(oom),
+        "to_come": around.to_come or pending_states(oom),
+    }
+    return {name: size for name, size in found.items() if size > 0}
+
+
+def outside_of(oom: Oom, around: OomContext) -> Outside:
+    """Split memory used outside the failing rank's allocator into that of other processes and its own."""
+    capacity = oom.capacity_bytes or oom.device_total_bytes
+    elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
+    own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
+    if oom.measure != "cuda" or own is None:
+        # A list without the rank itself has pids of another namespace: the owners are unknown.
+        return Outside(elsewhere if oom.measure == "cuda" else 0, None, None)
+    others = sum(process.used_bytes for process in around.processes if process.rank != oom.rank)
+    others = min(others, elsewhere)
+    return Outside(elsewhere, others, max(0, min(own - oom.reserved_bytes, elsewhere - others)))
+
+
+def steady_growth(starts: Sequence[int]) -> int | None:
+    """Return the growth of memory at the start of steps, in bytes, if it grew steadily; else None.
+
+    Steady: over at least 8 steps without the first two (optimizer states, caches), four in five start with more memory
+    than the step before, and no decrease is as large as a quarter of the growth.
+    """
+    later = list(starts[2:])
+    if len(later) < _LEAST_STEPS:
+        return None
+    changes = [after - before for before, after in pairwise(later)]
+    gained = later[-1] - later[0]
+    rising = sum(change > 0 for change in changes)
+    if gained <= 0 or rising < _RISING * len(changes) or -min(changes) > gained / 4:
+        return None
+    return gained
+
+
+def pending_states(oom: Oom) -> int:
+    """Return a lower bound of the bytes that Adam's first step still had to allocate for states; 0: unknown.
+
+    Adam keeps two values per updated parameter, in the parameters' data type; states created so far are subtracted.
+    """
+    is_adam = oom.optimizer_class.lower() in _ADAM
+    if oom.phase != "optimizer" or not is_adam or not oom.trainable or "optimizer_states" not in oom.parts:
+        return 0
+    width = 4 if oom.parts.get("master_copies") or oom.parameter_bytes >= 4 * oom.trainable else 2
+    return max(0, 2 * width * oom.trainable - oom.parts["optimizer_states"])
+
+
+def elements(shape: Sequence[int]) -> int:
+    """Return the number of elements of a batch of that shape; 0 if unknown."""
+    return math.prod(shape) if shape else 0
+
+
+def is_longer(oom: Oom) -> bool:
+    """Return whether the batch is larger than that of any step before."""
+    return 0 < elements(oom.largest_shape) < elements(oom.batch_shape)
+
+
+def excess_of_batch(oom: Oom) -> int:
+    """Return by how many bytes a batch larger than any before exceeds the highest peak; 0 if it is not larger."""
+    if not is_longer(oom) or oom.phase not in ("forward", "backward", "eval") or oom.peak_bytes <= 0:
+        return 0
+    return max(0, oom.allocated_bytes + oom.requested_bytes - oom.peak_bytes)
+
+
+def logits_bytes(oom: Oom) -> int:
+    """Return the size of the batch's fp32 logits in bytes if the request has that size (or that in bf16); else 0."""
+    if len(oom.batch_shape) != 2 or oom.vocabulary <= 0:
+        return 0
+    rows, length = oom.batch_shape
+    for used in (length, length - 1):
+        full = rows * used * oom.vocabulary
+        for width in (4, 2):
+            if full * width > _SEGMENT and _rounded(full * width) == _rounded(oom.requested_bytes):
+                return full * 4
+    return 0
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _SEGMENT)
+
+
+def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[OomKind], bool]:
+    """Return the verdict, other causes without which the request would have fitted, and whether it is certain."""
+    capacity = oom.capacity_bytes or oom.device_total_bytes
+    if not capacity or (not oom.requested_bytes and not oom.allocated_bytes):
+        return "unknown", [], False
+    if oom.measure == "cuda" and not oom.requested_bytes:
+        # Refused by the driver outside PyTorch's allocator, which always reports the size.
+        return "outside", [], True
+    if oom.requested_bytes > capacity:
+        return "too_large", [], True
+    if oom.measure != "cuda":
+        if oom.device_free_bytes >= oom.requested_bytes > 0:
+            return "limit", [], bool(oom.limit)
+    elif oom.limit and oom.requested_bytes > oom.device_total_bytes:
+        return "limit", [], True
+    weights: dict[OomKind, int] = {}
+    if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
+        weights["fragmentation"] = oom.usable_free_bytes
+    elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
+        weights["fragmentation"] = _unused(oom)  # the block sizes are unknown, but contiguous it would have sufficed
+    elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
+        weights["fragmentation"] = found["fragmented"]  # with the driver's free memory it would have sufficed
+    # If the device had room, the process's own limit refused it: other processes are not the cause.
+    if not (oom.limit and oom.device_free_bytes >= oom.requested_bytes):
+        weights |= _beside_allocator(found, short, capacity)
+    if found.get("leak", 0) >= max(short, 1):
+        weights["leak"] = found["leak"]
+    if found.get("excess", 0) >= max(short, 1):
+        weights["longer_batch"] = found["excess"]
+    by_phase, sure = _of_phase(oom, found)
+    if "fragmentation" in weights and (
+        not matters(weights["fragmentation"], oom.reserved_bytes)
+        or (by_phase == "optimizer_states" and found.get("to_come", 0) > weights["fragmentation"] + _left(oom))
+    ):
+        del weights["fragmentation"]  # even contiguous, the free memory would not have lasted much longer
+    order = sorted(weights, key=lambda kind: -weights[kind])
+    if by_phase == "logits" and (not order or order[0] == "longer_batch"):
+        return "logits", order, sure
+    if order:
+        return order[0], order[1:], order[0] != "leak" and (order[0] != "outside" or bool(found.get("outside")))
+    if by_phase:
+        return by_phase, [], sure
+    if oom.measure == "cuda" and oom.device_free_bytes >= oom.requested_bytes:
+        return "limit", [], bool(oom.limit)
+    fixed = sum(oom.parts.get(part, 0) for part in FITTING)
+    if fixed >= 0.6 * oom.device_total_bytes or oom.phase == "init":
+        return "too_large", [], bool(oom.parts)
+    return "unknown", [], False
+
+
+def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[OomKind, int]:
+    """Return the memory of other processes, or of this one outside PyTorch, if it would have sufficed."""
+    weights: dict[OomKind, int] = {}
+    if found.get("others", 0) >= max(short, _PART_OF_DEVICE * capacity):
+        weights["other_process"] = found["others"]
+    if found.get("outside", 0) >= max(short, _PART_OF_DEVICE * capacity, _OUTSIDE_USUAL):
+        weights["outside"] = found["outside"]
+    elif "others" not in found and found.get("elsewhere", 0) >= max(short, 2 * _PART_OF_DEVICE * capacity):
+        weights["outside"] = found["elsewhere"]  # of an unknown process
+    return weights
+
+
+def _left(oom: Oom) -> int:
+    return oom.room_bytes if oom.limit or oom.room_bytes else oom.device_free_bytes
+
+
+def _unused(oom: Oom) -> int:
+    return max(0, oom.reserved_bytes - oom.allocated_bytes)
+
+
+def _of_phase(oom: Oom, found: dict[str, int]) -> tuple[OomKind | None, bool]:
+    frames = [frame.lower() for frame in oom.stack] if oom.stack_of == "failing" else []
+    last = " ".join(frames[-12:])
+    if any(word in last for word in STATE_FRAMES) or (oom.phase == "optimizer" and not oom.steps_done and not frames):
+        return "optimizer_states", True
+    if "logits" in found or (oom.phase in ("forward", "eval") and any(word in last for word in _LOGITS)):
+        return "logits", True
+    if any(word in last for word in _BUCKETS):
+        return "buckets", True
+    if oom.phase == "optimizer":
+        temporaries = any(word in last for word in ("_multi_tensor", "_foreach", "_single_tensor"))
+        if not oom.steps_done and not temporaries:
+            return "optimizer_states", False
+        return "optimizer_temporaries", temporaries
+    if oom.phase == "checkpoint":
+        return "checkpoint", False
+    if oom.phase in ("forward", "backward", "eval"):
+        parts = oom.parts
+        fixed = sum(parts.get(part, 0) for part in FITTING)
+        if parts and fixed > 0.6 * oom.allocated_bytes and parts.get("activations", 0) < fixed / 4:
+            return "too_large", False
+        return "activations", bool(parts.get("activations"))
+    return None, False

@@ -5,15 +5,12 @@ from typing import Any
 
 import msgspec
 
-from ...messages.oom import OomKind, OomReport, OomVerdict, Remedy
+from ...messages.memory import OomKind, OomReport, OomVerdict, Remedy
 from ...messages.telemetry import Oom
 from ...text import duration, first_line, gib
-from ..findings import Finding
-from ..findings.finding import ResolvedWhy
-from ..findings.kind import Kind, Shown
-from ..text.words import PART_LABELS, Added, Words, stop
-from .detector import Released, Uncaught
-from .verdict import ALONE, FITTING, OomContext, elements, judge
+from ..findings.finding import Finding, Kind, ResolvedWhy, Shown
+from ..words import PART_LABELS, Added, Words, stop
+from .detector import ALONE, FITTING, OomContext, Released, Uncaught, elements, judge
 
 _REMEDIES_TOLD = 3
 _NAMES: dict[OomKind, str] = {

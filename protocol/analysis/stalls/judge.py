@@ -41,36 +41,296 @@ named, and the devices may take ``ENTERED_S`` to complete them. If counts do not
 all others are in a collective, in a backward or in a wait for their device are named as likely.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from ...messages.telemetry import STEP_PHASES
-from .collective_calls import Waits, behind, difference, open_calls, skipped, waits
-from .evidence import Call, Collective, LockWait, all_members
-from .progress import LONG_PHASES
-from .rank_view import Counts, RankView
-from .verdicts import (
-    Finished,
-    Unclear,
-    Verdict,
-    ahead,
-    alone,
-    by_rank,
-    crossed,
-    deadlock,
-    has_stacks,
-    left_behind,
-    mismatch,
-    missing,
-    of_group,
-    ranks_of,
-    stale_lock,
-    unclear,
-    unreachable,
-)
+from .collectives import Counts, Difference, RankView, Waits, behind, difference, open_calls, skipped, waits
+from .evidence import LONG_PHASES, Call, Collective, LockWait, action_patience, all_members
 
-__all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "EXIT_WORKING_S", "MOVING_S", "Verdict", "judge"]
+# The verdicts on a stall: which ranks block which, in which collective, with the evidence; texts are elsewhere.
+
+
+ALONE_DATA_S = 30.0
+"""Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
+
+VerdictKind = Literal[
+    "missing", "ahead", "lock", "alone", "mismatch", "deadlock", "left", "unreachable", "unclear", "exit"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentCalls:
+    """A collective that ranks entered differently."""
+
+    calls: Mapping[int, Call]
+
+
+@dataclass(frozen=True, slots=True)
+class InPointToPoint:
+    """Ranks that wait in a send or a receive while the others wait for them in a collective."""
+
+    apart: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CircularWait:
+    """Ranks that wait for each other in different groups."""
+
+    calls: Mapping[int, Collective]
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Ranks whose host is cut off."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RanAhead:
+    """Steps of ranks that skip collectives, and of those that wait for them."""
+
+    step: int
+    behind: int
+    """Step of the ranks that wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaleLocks:
+    """Locks that a build left behind."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Ranks that have ended while others live on."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Ranks whose script has ended, in whose collectives others wait."""
+
+    steps: Mapping[int, int]
+    """Optimizer steps that each of them has finished, by rank."""
+    step: int
+    """Unfinished step of those that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """Why the evidence does not identify a rank."""
+
+    why: Literal["entered", "same_collective", "other_counts", "nobody_waits"]
+    """``entered``: a rank outside the collective had entered it too."""
+    collective: Collective | None = None
+    inside: tuple[int, ...] = ()
+    entered: tuple[int, ...] = ()
+
+
+Facts = DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Left | Unclear
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which ranks wait for which, in which collective, with which certainty and figures."""
+
+    kind: VerdictKind
+    waiting: tuple[int, ...]
+    hung: tuple[int, ...]
+    sure: bool
+    age: float
+    """Seconds since the last progress of those concerned."""
+    collective: Collective | None = None
+    """The collective concerned."""
+    views: Mapping[int, RankView] = field(default_factory=dict[int, RankView])
+    """The judge's view of each rank concerned, named ranks first."""
+    differs: tuple[int, ...] = ()
+    """For a mismatch, the ranks that differ from the majority; empty if there is none."""
+    facts: Facts | None = None
+    contradicted: bool = False
+    """Whether NCCL's own counts (RAS) show that other ranks are behind than those named."""
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Identity of the verdict; a change means that it is a different one."""
+        return self.kind, self.waiting, self.hung
+
+
+def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
+    """Return the verdict that ranks entered one collective differently."""
+    return Verdict(
+        kind="mismatch",
+        waiting=tuple(sorted(found.calls)),
+        hung=(),
+        sure=not _have_threads(present),
+        age=age,
+        collective=of_group("", found.number, found.group, present),
+        views=by_rank(present),
+        differs=found.odd_ones(),
+        facts=DifferentCalls(found.calls),
+    )
+
+
+def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: float) -> Verdict:
+    """Return the verdict that ranks wait in a collective for ranks in a send or a receive."""
+    call = graph.of[waiting[0].rank][0].call
+    return Verdict(
+        kind="mismatch",
+        waiting=ranks_of([*apart, *waiting]),
+        hung=(),
+        sure=True,
+        age=age,
+        collective=Collective(call.name, call.number),
+        views=by_rank([*apart, *waiting]),
+        differs=ranks_of(apart),
+        facts=InPointToPoint(ranks_of(apart)),
+    )
+
+
+def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
+    """Return the verdict that ranks wait for each other in different groups."""
+    members = all_members(view.evidence for view in waiting)
+    calls: dict[int, Collective] = {}
+    for view in waiting:
+        call = graph.of[view.rank][0].call
+        calls[view.rank] = Collective(call.name, call.number, members.get(call.group, ()), call.group)
+    return Verdict(
+        kind="deadlock",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=not _have_threads(waiting),
+        age=age,
+        collective=next(iter(calls.values())),
+        views=by_rank(waiting),
+        facts=CircularWait(calls),
+    )
+
+
+def left_behind(waiting: list[RankView], finished: list[RankView]) -> Verdict:
+    """Return the verdict that ranks wait in a collective for ranks whose script has ended."""
+    view = max(waiting, key=lambda each: each.age)
+    call = view.call if view.inside else next(iter(open_calls(view)), None)
+    return Verdict(
+        kind="left",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=True,
+        age=view.age,
+        collective=call if isinstance(call, Collective) or call is None else Collective(call.name, call.number),
+        views=by_rank(waiting),
+        facts=Left({each.rank: each.step - 1 for each in finished}, max(each.step for each in waiting)),
+    )
+
+
+def of_group(name: str, number: int | None, group: str, views: list[RankView]) -> Collective:
+    """Return a collective with the ranks of its group, or without if the group has all ranks."""
+    members = all_members(view.evidence for view in views).get(group, ())
+    return Collective(name, number, () if {view.rank for view in views} <= set(members) else members)
+
+
+def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
+    """Return the verdict that ranks wait for a host that is cut off; no rank is named."""
+    if not waiting:
+        return None
+    return Verdict(
+        kind="unreachable",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=False,
+        age=max(view.age for view in waiting),
+        collective=next((view.call for view in waiting if view.inside), None),
+        views=by_rank([*cut, *waiting]),
+        facts=CutOff(ranks_of(cut)),
+    )
+
+
+def missing(
+    waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
+) -> Verdict | None:
+    """Return the verdict on ranks that others wait for; if none waits, on ranks stuck by themselves."""
+    if not waiting:
+        return alone(late, age)
+    return Verdict(
+        kind="missing",
+        waiting=ranks_of(waiting),
+        hung=ranks_of(late),
+        sure=sure and not any(view.absent == "silent" and not has_stacks(view) for view in late),
+        age=age,
+        collective=collective,
+        views=by_rank([*late, *waiting]),
+    )
+
+
+def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective, age: float) -> Verdict:
+    """Return the verdict on ranks that skip collectives and run ahead of the waiting ones."""
+    return Verdict(
+        kind="ahead",
+        waiting=ranks_of(waiting),
+        hung=ranks_of(ranks),
+        sure=True,
+        age=age,
+        collective=collective,
+        views=by_rank(waiting),
+        facts=RanAhead(max(view.step for view in ranks), min(view.step for view in waiting)),
+    )
+
+
+def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
+    """Return the verdict that ranks wait for a stale build lock."""
+    locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
+    if not locks:
+        return None
+    return Verdict(
+        kind="lock",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=True,
+        age=age,
+        views=by_rank(present),
+        facts=StaleLocks(tuple(locks)),
+    )
+
+
+def alone(stuck: list[RankView], age: float) -> Verdict | None:
+    """Return the verdict on ranks that are stuck without blocking others; None if data loading may take longer."""
+    # Fetching a shard, or a slow disk, blocks no other rank: then data loading may take longer.
+    stuck = [view for view in stuck if view.overdue or view.absent]
+    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
+    if not stuck:
+        return None
+    return Verdict(kind="alone", waiting=(), hung=ranks_of(stuck), sure=True, age=age, views=by_rank(stuck))
+
+
+def unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
+    """Return the verdict that no rank makes progress and the evidence does not identify one."""
+    waiting = tuple(view.rank for view in present if view.inside)
+    return Verdict(kind="unclear", waiting=waiting, hung=(), sure=False, age=age, views=by_rank(present), facts=facts)
+
+
+def _have_threads(views: Iterable[RankView]) -> bool:
+    """Return whether a script's other threads may still enter the collectives that its training thread does not."""
+    return any(view.evidence is not None and view.evidence.threads for view in views)
+
+
+def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:
+    """Return views by rank, in the given order."""
+    return {view.rank: view for view in views}
+
+
+def ranks_of(views: Iterable[RankView]) -> tuple[int, ...]:
+    """Return the ranks of views, ascending."""
+    return tuple(sorted(view.rank for view in views))
+
+
+def has_stacks(view: RankView) -> bool:
+    """Return whether a rank's current line is known."""
+    return view.evidence is not None and bool(view.evidence.frames)
+
 
 EXIT_LIMIT_S = 30.0
 """After other ranks have finished, a rank may live on for this many seconds without progress."""
@@ -464,3 +724,64 @@ def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
 def _place(view: RankView) -> tuple[int, int, int]:
     """Return a rank's position in the order of an ordinary step."""
     return view.step, view.micro_step, STEP_PHASES.index(view.phase)
+
+
+# Decides whether a verdict on a stall is sufficient proof to end the run: that no progress is possible.
+#
+# An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
+# must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
+
+
+_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
+"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
+
+
+class RankFacts(NamedTuple):
+    """Facts of one rank."""
+
+    patience: float
+    """Time limit of its phase while it computes, seconds."""
+    quiet: float | None = None
+    """Seconds for which its process tree is known to have been idle; None: unknown."""
+    gone: bool = False
+    """Whether its process is gone."""
+    may_resume: bool = False
+    """Whether it waits for an answer from the network, or sleeps for a set time, as until a server's Retry-After."""
+    blocked: bool = False
+    """Whether it waits in a collective or for its device."""
+
+
+def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
+    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none."""
+    if kind in _STRUCTURAL:
+        return "" if sure else "other threads of the script, or NCCL's own counters, may say otherwise"
+    if kind == "unreachable":
+        return "the host is cut off"
+    if kind == "missing" and not sure:
+        return "it is not certain that the others wait for it"
+    if kind == "missing":
+        return _first(_still(rank, ranks, awaited=bool(waiting)) for rank in hung)
+    if kind == "exit":
+        return _first(_still(rank, ranks, awaited=True) for rank in (*hung, *waiting))
+    if kind == "unclear" and not all(facts.blocked for facts in ranks.values()):
+        return "some rank is in no collective"
+    return _first(_still(rank, ranks, awaited=False) for rank in (hung or tuple(ranks)))
+
+
+def _first(reasons: Iterable[str]) -> str:
+    return next((reason for reason in reasons if reason), "")
+
+
+def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:
+    """Return what work a rank's processes may still be doing; empty: none."""
+    facts = ranks.get(rank)
+    if facts is None:
+        return f"nothing is known of rank {rank}"
+    if facts.gone:
+        return ""
+    needed = action_patience(facts.patience, awaited=awaited, may_resume=facts.may_resume)
+    if facts.quiet is None:
+        return f"it is not known what rank {rank}'s processes do"
+    if facts.quiet < needed:
+        return f"rank {rank}'s processes did something {facts.quiet:.0f} s ago; {needed:.0f} s of rest are needed"
+    return ""

@@ -6,15 +6,23 @@ from typing import Any
 
 from ...messages.control import Alert
 from ...text import duration, ranks_in_words, sanitize
-from ..findings import Finding
-from ..findings.alert_store import RANKS_LISTED
-from ..findings.kind import HIDDEN, Kind, Shown
-from ..text.words import Added, Words
-from .causes import GATHERED, Cause, Spot, cause_of
+from ..findings.alerts import RANKS_LISTED
+from ..findings.finding import HIDDEN, Finding, Kind, Shown
+from ..words import Added, Words
+from .collectives import STOPPED, TRACED, collective, where
 from .evidence import Call, Evidence
-from .hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
-from .positions import STOPPED, TRACED, collective, where
-from .verdicts import (
+from .hang_detector import (
+    GATHERED,
+    Cause,
+    HangFacts,
+    Since,
+    Spot,
+    StoppedFacts,
+    UnreachableFacts,
+    WaitingRanks,
+    cause_of,
+)
+from .judge import (
     CircularWait,
     CutOff,
     DifferentCalls,

@@ -1,13 +1,86 @@
 """Results of a sweep from its rows: pooled repeats, the curve over one axis, the fastest configuration."""
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 
-from ...sweep.rows import Predicted, Row, Settings, Value, Verdict, key_of
-from ..estimates.curve import TOLERANCE, Piece, pieces
-from .figures import RESIDENT_ERROR
+from ...messages.telemetry import PHASES, Hello, PhaseRecord, Step
+from ...sweep.rows import PhaseFigures, Predicted, RankRow, Row, Settings, Value, Verdict, key_of
+from ...text import gib
+from ..estimates.memory import TOLERANCE, Piece, pieces
+from ..health.loss import MAD_TO_SIGMA
+
+# Figures of one rank over the steps of a run, after its warm-up.
+
+
+_BLOCKS = 16
+"""Number of blocks for the error, because consecutive steps are correlated (clocks, data)."""
+RESIDENT_ERROR = 0.01
+"""Relative error of the resident set of CPU ranks: the kernel counts in batches, and glibc releases irregularly."""
+
+
+def figures(
+    rank: int, steps: Sequence[Step], warm_up: int, most: int | None = None, hello: Hello | None = None, nvml: int = 0
+) -> RankRow:
+    """Return a rank's figures.
+
+    Args:
+        warm_up: number of first steps to omit.
+        most: maximum number of steps that count; None: all that follow.
+        nvml: highest NVML memory of its process, bytes; 0: unknown.
+    """
+    measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]
+    device = hello.device.name if hello is not None else ""
+    if not measured:
+        return RankRow(rank, nvml_bytes=nvml, device=device)
+    times = [step.training_us / 1e3 for step in measured]
+    seconds = sum(times) / 1e3
+    names = dict.fromkeys(record.name for step in measured for record in step.phases)
+    return RankRow(
+        rank,
+        steps=len(measured),
+        step_ms=statistics.median(times),
+        step_ms_low=min(times),
+        step_ms_high=max(times),
+        step_ms_error=standard_error(times),
+        tokens_per_second=sum(step.tokens for step in measured) / seconds if seconds > 0 else 0.0,
+        phases={name: _phase([r for step in measured for r in step.phases if r.name == name]) for name in names},
+        reserved_peak_bytes=max((record.reserved.peak for step in steps for record in step.phases), default=0),
+        nvml_bytes=nvml,
+        device=device,
+        loss=measured[-1].loss,
+    )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the median of a correlated series; 0 for fewer than 3 values.
+
+    The series is divided into up to 16 blocks; the robust scatter of their medians is the error of one block.
+    """
+    if len(values) < 3:
+        return 0.0
+    count = min(_BLOCKS, len(values))
+    cuts = [round(len(values) * number / count) for number in range(count + 1)]
+    blocks = [statistics.median(values[begin:end]) for begin, end in pairwise(cuts)]
+    middle = statistics.median(blocks)
+    deviation = MAD_TO_SIGMA * statistics.median(abs(block - middle) for block in blocks)
+    return deviation * math.sqrt(math.pi / 2) / math.sqrt(len(blocks))
+
+
+def _phase(records: Sequence[PhaseRecord]) -> PhaseFigures:
+    device = [record.device_us / 1e3 for record in records if record.device_us is not None]
+    host = [record.host_us / 1e3 for record in records]
+    return PhaseFigures(
+        allocated_peak_bytes=max(record.allocated.peak for record in records),
+        reserved_peak_bytes=max(record.reserved.peak for record in records),
+        resident_peak_bytes=max((record.resident.peak for record in records if record.resident), default=0),
+        host_ms=statistics.median(host),
+        device_ms=statistics.median(device) if device else None,
+        ms_error=standard_error(device or host),
+    )
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -148,3 +221,86 @@ def _phases(one: Pooled) -> dict[str, float]:
 
 def _whole(value: Value) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# Figures of a sweep's rows, selectable by name as columns of its table.
+#
+# A name is a figure of the whole run (``peak``, ``loss``) or of a phase (``backward.peak``, ``forward.ms``).
+
+
+Figure = float | None
+_PHASES = tuple(phase for phase in PHASES if phase != "init")
+
+
+def _highest(of: Callable[[RankRow], float]) -> Callable[[Row], Figure]:
+    """Return a function for a figure's maximum over ranks; it returns None for a row without ranks."""
+    return lambda row: max((value for rank in row.ranks if (value := of(rank))), default=None)
+
+
+def _loss(row: Row) -> Figure:
+    losses = [rank.loss for rank in row.ranks if rank.loss is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+_OF_A_RUN: dict[str, Callable[[Row], Figure]] = {
+    "peak": _highest(lambda rank: rank.peak_bytes),
+    "reserved": _highest(lambda rank: rank.reserved_peak_bytes),
+    "nvml": _highest(lambda rank: rank.nvml_bytes),
+    "step_ms": _highest(lambda rank: rank.step_ms),
+    "tokens_per_second": lambda row: row.tokens_per_second or None,
+    "loss": _loss,
+    "seconds": lambda row: row.seconds,
+}
+_OF_A_PHASE: dict[str, Callable[[PhaseFigures], float]] = {
+    "peak": lambda figures: figures.peak_bytes,
+    "allocated": lambda figures: figures.allocated_peak_bytes,
+    "reserved": lambda figures: figures.reserved_peak_bytes,
+    "ms": lambda figures: figures.device_ms if figures.device_ms is not None else figures.host_ms,
+}
+NAMES = (*_OF_A_RUN, *(f"PHASE.{name}" for name in _OF_A_PHASE))
+"""Valid column names."""
+
+
+def check(name: str) -> None:
+    """Check the name of a column.
+
+    Raises:
+        ValueError: no figure has this name; the text lists the valid names.
+    """
+    phase, dot, figure = name.partition(".")
+    if name in _OF_A_RUN or (dot and phase in _PHASES and figure in _OF_A_PHASE):
+        return
+    raise ValueError(f"are {', '.join(NAMES)} (PHASE: {', '.join(_PHASES)})")
+
+
+def value(row: Row, name: str) -> Figure:
+    """Return a figure of a row: bytes, milliseconds, tokens per second, seconds or the loss; None: not available.
+
+    Over several ranks it is the maximum; for tokens per second the sum, for the loss the mean.
+    """
+    if name in _OF_A_RUN:
+        return _OF_A_RUN[name](row)
+    phase, _, figure = name.partition(".")
+    found = [_OF_A_PHASE[figure](rank.phases[phase]) for rank in row.ranks if phase in rank.phases]
+    return max((one for one in found if one), default=None)
+
+
+def pooled_text(rows: Sequence[Row], name: str) -> str:
+    """Return a figure over the finished repeats of a configuration, formatted for a table; empty: none."""
+    found = (value(row, name) for row in rows if row.verdict == "done")
+    return text([one for one in found if one is not None], name)
+
+
+def text(values: Sequence[float], name: str) -> str:
+    """Return a figure over repeats, formatted for a table: the median, and half the range if they differ."""
+    if not values:
+        return ""
+    ordered = sorted(values)
+    count = len(ordered)
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    figure = name.rpartition(".")[2]
+    if figure in ("peak", "allocated", "reserved", "nvml"):
+        return gib(round(median))
+    digits = {"loss": 4, "tokens_per_second": 0}.get(figure, 1)
+    half = (ordered[-1] - ordered[0]) / 2
+    return f"{median:,.{digits}f}{f' ±{half:,.{digits}f}' if half else ''}"

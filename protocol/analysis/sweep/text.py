@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from ...sweep.rows import Budget, Goal, Plan, Predicted, Row, Settings, Value, Verdict
 from ...text import cells_of, duration, gib
-from ..estimates.curve import Piece
-from ..text.curve import describe_curve
-from . import columns
-from .budget import Remaining
+from ..estimates.memory import Piece
+from ..words import describe_curve
+from . import summary
+from .search import Remaining
 from .summary import Curve, Pooled, Spread, curves, fastest, pool
 
 VERDICTS = {
@@ -126,7 +126,7 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
         lines.append(
             [
                 *(value_text(one.settings.get(axis)) for axis in axes),
-                *([columns.pooled_text(one.rows, name) for name in wanted] if wanted else _usual(one)),
+                *([summary.pooled_text(one.rows, name) for name in wanted] if wanted else _usual(one)),
                 "done" if one.verdict == "done" else failure_text(failed),
             ]
         )

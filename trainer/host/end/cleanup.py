@@ -21,14 +21,13 @@ import msgspec
 
 from ....protocol.errors import FtmonError
 from ....protocol.host.process import is_alive
-from ....protocol.link.join import JOIN_ENV, read_join
-from ....protocol.run.environment import RUN_ENV
-from ....protocol.run.rundir import RunDir
+from ....protocol.link.join import read_join
+from ....protocol.run.rundir import JOIN_ENV, RUN_ENV, RunDir
 from ....protocol.text import duration, gib, kernel_sleep, sanitize
 from .. import processes
-from ..inspection import activity
+from ..inspection import inspect
 from ..processes import Process
-from .terminate import sweep
+from .kill import sweep
 
 _MARK = f"{RUN_ENV}=".encode()
 _JOINED = f"{JOIN_ENV}=".encode()
@@ -165,7 +164,7 @@ def end(orphans: Sequence[Orphan]) -> list[str]:
 
 def _why_left(process: Process) -> str:
     if process.state == "D":
-        sleeps = kernel_sleep(activity.wchan(process.pid, process.pid))
+        sleeps = kernel_sleep(inspect.wchan(process.pid, process.pid))
         return f"pid {process.pid} ({process.name}) is {sleeps}: it ends when the kernel returns"
     return f"pid {process.pid} ({process.name}) is still alive in state {process.state}: another user's, perhaps"
 
@@ -181,7 +180,7 @@ def _ancestors(pid: int, table: dict[int, Process]) -> set[int]:
 def _gpu_memory(pids: set[int]) -> dict[int, int]:
     if not pids:
         return {}
-    from ..hardware.gpu_memory import gpu_use
+    from ..hardware.gpus import gpu_use
 
     found = gpu_use(pids)
     return found.held if found is not None else {}

@@ -4,22 +4,65 @@ Runs in a separate thread. It reads the process table again before each step, be
 workers, and ends only when no process is left or its time limit is reached.
 """
 
+import contextlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ....protocol.run.rundir import RANK_PID_ENV
 from ....protocol.text import duration, kernel_sleep, sanitize
 from .. import processes
-from ..escaped import Origin, escaped, origin
-from ..flow import Post, Reply
-from ..hardware.gpu_memory import GpuUse, gpu_use, verdict, wait_until_free
-from ..inspection import activity
-from ..processes import RANK_PID_ENV, Process
-from .terminate import sweep
+from ..hardware.gpus import GpuUse, gpu_use, verdict, wait_until_free
+from ..inspection import inspect
+from ..loop import Post, Reply
+from ..processes import Origin, Process, escaped, origin
+
+# Ends a set of processes: TERM, then KILL, repeatedly until none is left.
+
+
+_TERM_SECONDS = 2.0
+_KILL_SECONDS = 8.0
+
+
+def sweep(
+    find: Callable[[], list[Process]],
+    on_wait: Callable[[], None] = lambda: None,
+    term_seconds: float = _TERM_SECONDS,
+    kill_seconds: float = _KILL_SECONDS,
+) -> list[Process]:
+    """End all processes that ``find`` returns, calling it repeatedly, because a process may start others until it dies.
+
+    KILL follows TERM after ``term_seconds`` and is repeated for ``kill_seconds``; ``on_wait`` is called between polls.
+
+    Returns:
+        Processes still alive, usually in uninterruptible sleep (state D).
+    """
+    begun = time.monotonic()
+    killed_at: float | None = None
+    reported: set[tuple[int, int]] = set()
+    while True:
+        now = time.monotonic()
+        left = find()
+        if not left or (killed_at is not None and now - killed_at > kill_seconds):
+            return left
+        if killed_at is None and now - begun >= term_seconds:
+            killed_at = now
+        for process in left:
+            with contextlib.suppress(PermissionError):
+                if killed_at is not None:
+                    processes.send_signal(process, signal.SIGKILL)
+                elif (process.pid, process.start_ticks) not in reported:
+                    reported.add((process.pid, process.start_ticks))
+                    processes.send_signal(process, signal.SIGTERM)
+                    processes.send_signal(process, signal.SIGCONT)
+        on_wait()
+        time.sleep(_POLL_SECONDS)
+
 
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
@@ -248,7 +291,7 @@ class Kill(threading.Thread):
     def _why_left(self, process: Process) -> str:
         now = processes.same(process) or process
         if now.state == "D":
-            sleeps = kernel_sleep(activity.wchan(now.pid, now.pid))
+            sleeps = kernel_sleep(inspect.wchan(now.pid, now.pid))
             return f"pid {now.pid} ({now.name}) is {sleeps}: it ends when the kernel returns"
         if now.pid in self._refused:
             return f"pid {now.pid} ({now.name}) belongs to another user"
@@ -277,3 +320,36 @@ def _count(ended: list[Process]) -> str:
 def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
     """Return the table without the spared processes (except the roots), so that their descendants are not found."""
     return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}
+
+
+# Interrupts the ranks of this host, or their whole job, like ctrl-c, for scripts that have no command to stop.
+
+
+def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:
+    """Send INT to each living target; return those that received it."""
+    return [target for target in targets if _interrupt(target)]
+
+
+def interrupt_job(run: Path, roots: list[int], spared: Collection[int]) -> list[int]:
+    """Send INT to all process groups of the run on this host; return them.
+
+    ``roots`` are pids whose descendants all belong to the run; their own groups and ``spared`` pids are not touched.
+    """
+    groups: list[int] = []
+    for process in processes.of_run(run, roots, spared):
+        if process.group not in groups and process.group not in (os.getpgid(0), *roots):
+            groups.append(process.group)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGINT)
+    return groups
+
+
+def _interrupt(target: Target) -> bool:
+    process = processes.read(target.pid)
+    if process is None or process.start_ticks != target.start_ticks or not process.alive:
+        return False
+    try:
+        return processes.send_signal(process, signal.SIGINT)
+    except PermissionError:
+        return False

@@ -5,17 +5,22 @@ the same counters, so the two entry points behind ``torch.cuda.memory_stats`` an
 wrapped: the script still gets the peaks since *its own* last reset.
 """
 
+import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import torch
 
-from . import allocator_stats
-from .allocator_stats import Layout, Place, Stats
-from .reading import Reading
-from .stats_source import Sample, StatsSource
+from ....protocol.host.machine import cpu_model, memory_limit
+from ....protocol.messages.telemetry import DeviceInfo
+from .. import guard
+from ..guard import replace
+from . import memory
+from .memory import CpuMemory, Layout, MemoryBackend, Place, Reading, Sample, Stats, StatsSource
 
 _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
@@ -91,8 +96,8 @@ class ScriptPeaks:
                 if isinstance(sample, bytes):
                     copies.append(sample)
                     continue
-                self._places = self._places or allocator_stats.peaks_in(sample)
-                peaks = [allocator_stats.value_of(sample, place) for place in self._places]
+                self._places = self._places or memory.peaks_in(sample)
+                peaks = [memory.value_of(sample, place) for place in self._places]
                 self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
             if copies:
                 highest = numpy.frombuffer(b"".join(copies), numpy.int64).reshape(len(copies), -1).max(axis=0)
@@ -192,3 +197,369 @@ class CudaMemory:
             real(device)
 
         return reset
+
+
+# Detects the capture of a CUDA graph: work that the probe recorded into one would be replayed for ever.
+#
+# A query of the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes
+# through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
+
+
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+under_way = 0
+"""Number of captures that have begun and not ended."""
+
+
+def install(torch: Any) -> None:
+    """Wrap ``torch.cuda.CUDAGraph``, once; CUDA is running."""
+    graph: Any = torch.cuda.CUDAGraph
+    try:
+        replace(graph, "capture_begin", _beginning)
+        replace(graph, "capture_end", _ending)
+    except (AttributeError, TypeError) as error:
+        guard.log_error("captures of CUDA graphs are not noticed", error)
+
+
+def allow_queries() -> None:
+    """Let this thread query events while another captures a graph: by default that breaks the capture.
+
+    The mode is the thread's own (``cuThreadExchangeStreamCaptureMode`` of the CUDA driver API); PyTorch's watchdog of
+    NCCL does the same.
+    """
+    try:
+        driver: Any = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        guard.log_error("events cannot be asked for during captures of CUDA graphs", error)
+
+
+def _beginning(real: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+        global under_way
+        under_way += 1
+        try:
+            return real(*args, **kwargs)
+        except BaseException:
+            under_way -= 1
+            raise
+
+    return capture_begin
+
+
+def _ending(real: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_end(*args: Any, **kwargs: Any) -> Any:
+        global under_way
+        try:
+            return real(*args, **kwargs)
+        finally:
+            under_way = max(0, under_way - 1)
+
+    return capture_end
+
+
+# Device times: CUDA events recorded at phase boundaries, reused, and read long after, when they have passed.
+
+
+class CudaEvents:
+    """A pool of timing events of one device. ``mark`` is for the training thread, the rest for the publisher."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        core: Any = torch._C
+        install(torch)
+        self._device = device
+        self._new: Any = torch.cuda.Event
+        self._record: Any = core._CudaEventBase.record
+        self._raw_stream: Any = core._cuda_getCurrentRawStream
+        self._current_stream: Any = torch.cuda.current_stream
+        self._streams: dict[int, Any] = {}
+        self._free: deque[Any] = deque()
+
+    def mark(self) -> Any:
+        """Record an event on the current stream; None inside a CUDA graph capture."""
+        if under_way:
+            return None
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = self._new(enable_timing=True)
+        # Making a Stream object costs more than recording, so the few Stream objects are kept.
+        raw = self._raw_stream(self._device)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = self._current_stream(self._device)
+        self._record(event, stream)
+        return event
+
+    def recycle(self, event: Any) -> None:
+        """Return an event to the pool once no reader is left."""
+        if event is not None:
+            self._free.append(event)
+
+
+def has_passed(event: Any) -> bool:
+    """Return whether the device has passed an event, without waiting; None counts as passed.
+
+    Raises:
+        RuntimeError: the device is in an error state.
+    """
+    return event is None or bool(event.query())
+
+
+def elapsed_us(start: Any, end: Any) -> int | None:
+    """Device time between two passed events in microseconds; None when either is missing or cannot be read."""
+    if start is None or end is None:
+        return None
+    try:
+        return max(0, round(start.elapsed_time(end) * 1000))
+    except RuntimeError:
+        return None
+
+
+# The device that this rank computes on, with its memory back end and device clock.
+
+
+def _no_event() -> Any:
+    return None
+
+
+class Device:
+    """The rank's device: the CPU until the script has CUDA running.
+
+    CUDA is never initialised from here: a script that forks, or means to train on the CPU, must stay able to.
+    """
+
+    def __init__(self) -> None:
+        self.memory: MemoryBackend = CpuMemory()
+        self.mark_event: Callable[[], Any] = _no_event
+        self.events: Any = None
+        self.blank: Any = {}
+        """The raw CUDA sample of a process that has allocated nothing yet."""
+        self.settled = False
+        """Whether the device is final, so that hooks stop checking."""
+        self.info = self._cpu_info()
+
+    def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
+        """Check whether the script has CUDA running; return whether the back end changed."""
+        import torch
+
+        if torch.version.cuda is None:
+            self.settled = True
+            return False
+        if not torch.cuda.is_initialized():
+            return False
+
+        core: Any = torch._C
+        index = torch.cuda.current_device()
+        self.settled = True
+        self.events = CudaEvents(index)
+        self.memory = CudaMemory(core, index, torch.cuda.device_count(), on_script_reset)
+        self.mark_event = self.events.mark
+        self.info = self._cuda_info(torch, index)
+        return True
+
+    @staticmethod
+    def _cuda_info(torch: Any, index: int) -> DeviceInfo:
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", ""))
+        if uuid and not uuid.startswith("GPU-"):
+            uuid = f"GPU-{uuid}"  # as NVML writes it
+        return DeviceInfo("cuda", index, properties.name, int(properties.total_memory), uuid)
+
+    @staticmethod
+    def _cpu_info() -> DeviceInfo:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
+        return DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())
+
+
+# Copies from the device into pinned host memory, at low cost for the training thread.
+#
+# ``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured
+# on an H200). So the copy is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory Management"), on the
+# current stream, with nothing allocated on the device. The host's buffers are never returned to PyTorch: an unread
+# copy may still be in flight. They are reused instead, the one that has been free for longest first, up to a limit of
+# memory.
+
+
+SMALLEST = 64
+MOST_BYTES = 64 * 2**20
+"""Limit of all buffers; beyond it a value is not fetched: a missing figure costs less than memory."""
+
+_SCALAR = torch.Size(())
+
+_free: dict[int, "deque[_Buffer]"] = {}
+"""Free buffers by size, a power of two."""
+_total = 0
+"""Bytes of all buffers there are."""
+_copy: Any = None
+
+
+class _Buffer(NamedTuple):
+    """Pinned bytes of the host, and where they are."""
+
+    tensor: Any
+    address: int
+    free: "deque[_Buffer]"
+    """Where it goes when it is free."""
+
+
+class Fetched:
+    """A tensor on its way to the host. Whoever drops it, read or not, returns its buffer."""
+
+    __slots__ = ("buffer", "dtype", "shape")
+
+    def __init__(self, buffer: _Buffer, dtype: Any, shape: Any) -> None:
+        self.buffer = buffer
+        self.dtype = dtype
+        self.shape = shape
+
+    def __del__(self) -> None:
+        self.buffer.free.append(self.buffer)
+
+    def tensor(self) -> Any:
+        """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
+        return _view(self.buffer.tensor, self.dtype, self.shape)
+
+
+def fetch(tensor: Any) -> Fetched | None:
+    """Begin to copy a CUDA tensor to the host.
+
+    None while a graph is captured, or if too many copies are in flight.
+    """
+    size = tensor.nbytes
+    size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
+    return _fetch(tensor, size, tensor.dtype, tensor.shape)
+
+
+def fetch_scalar(tensor: Any) -> Fetched | None:
+    """Begin to copy a CUDA tensor of one element, as ``fetch`` does with fewer checks."""
+    return _fetch(tensor, SMALLEST, tensor.dtype, _SCALAR)
+
+
+def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
+    global _copy
+    if under_way:
+        return None
+    free = _free.get(size)
+    buffer = free.popleft() if free else _make(size)
+    if buffer is None:
+        return None
+    if _copy is None:
+        _copy = _find_copy()
+    fetched = Fetched(buffer, dtype, shape)
+    if not _copy(buffer, tensor, dtype, shape):
+        fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
+    return fetched
+
+
+def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
+    return tensor[: dtype.itemsize * shape.numel()].view(dtype).view(shape)
+
+
+def _make(size: int) -> _Buffer | None:
+    global _total
+    if _total + size > MOST_BYTES:
+        return None
+    # A script may have set another default device, on which memory cannot be pinned.
+    tensor: Any = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    _total += size
+    return _Buffer(tensor, tensor.data_ptr(), _free.setdefault(size, deque()))
+
+
+def _find_copy() -> Any:
+    """Return a function that has the driver copy a tensor into a buffer, and returns whether it succeeded."""
+    try:
+        driver: Any = ctypes.CDLL("libcuda.so.1")
+        copy: Any = driver.cuMemcpyDtoHAsync_v2
+    except (OSError, AttributeError) as error:
+        guard.log_error("the driver's copy is not to be had", error)
+        return lambda *_: False
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy.restype = ctypes.c_int
+
+    core: Any = torch._C
+    stream_of: Any = core._cuda_getCurrentRawStream
+    current: Any = core._cuda_getDevice
+
+    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> bool:
+        device = tensor.get_device()
+        if device != current() or (shape is not _SCALAR and not tensor.is_contiguous()):
+            return False
+        size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
+        return copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0
+
+    return by_driver
+
+
+# Fetches numbers from the device without ever blocking the training thread.
+#
+# A device tensor is copied into pinned host memory on the current stream, asynchronously and with no allocation on the
+# device (so the script's peaks stay what they are); the publisher reads it once the step's last event has passed.
+
+
+_NUMBERS = (int, float)
+
+
+def fetch_values(value: Any) -> Any:
+    """Begin to fetch a scalar; return a float, a pinned tensor to be read later, or None if it is no scalar.
+
+    Args:
+        value: a Python number, or a tensor of one element on any device. A DTensor that is not the same on all ranks
+            is no scalar: the probe enters no collective.
+    """
+    if value is None or isinstance(value, _NUMBERS):
+        return value
+    if not hasattr(value, "data_ptr"):
+        return None
+    if (local := getattr(value, "_local_tensor", None)) is not None:
+        if not all(placement.is_replicate() for placement in value.placements):
+            return None
+        value = local
+    if value.numel() != 1:
+        return None
+    return fetch_scalar(value) if value.is_cuda else float(value.item())
+
+
+def fetch_count(mask: Any, later: bool = False) -> Any:
+    """Begin to count a mask's non-zero elements.
+
+    Args:
+        mask: of any shape, on any device; of a DTensor, this rank's part is counted.
+        later: defer the counting of a mask on the CPU to ``read_count``: there the host's memory is not measured.
+
+    Returns:
+        The count, or the argument of ``read_count``; None if the mask cannot be read.
+    """
+    mask = getattr(mask, "_local_tensor", mask)
+    if mask.is_cuda:
+        return fetch(mask)
+    return mask.detach() if later else _count(mask)
+
+
+def read(value: Any) -> float | None:
+    """Read a result of ``fetch``; the copy must have finished. None for None, or if it cannot be read."""
+    if not isinstance(value, Fetched):
+        return None if value is None else float(value)
+    try:
+        return float(value.tensor())
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def read_count(value: Any) -> int:
+    """Read a result of ``fetch_count``; the copy must have finished."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, Fetched):
+        return _count(value)
+    return _count(value.tensor())
+
+
+def _count(mask: Any) -> int:
+    mask = mask.detach()
+    try:
+        return int(numpy.count_nonzero(mask.numpy()))  # a tenth of the cost of a torch operator
+    except TypeError:  # numpy has no bfloat16
+        return int(torch.count_nonzero(mask))

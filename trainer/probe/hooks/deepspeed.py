@@ -10,7 +10,7 @@ from typing import Any
 from .. import active
 from ..active import mine, switched_on
 from ..events import dtype_name
-from ..replace import replace
+from ..guard import replace
 from .torch import scaling, scoped
 
 _installed = False

@@ -6,19 +6,194 @@ on another thread, it only calls the original.
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from .. import active
 from ..active import mine, switched_on
 from ..events import TorchEvents
-from ..guard import log_error
-from ..replace import replace, replace_in_package
-from . import eval_mode, reducer
+from ..guard import log_error, replace, replace_in_package
 from .imports import after_import
+
+# Hooks into ``Module.eval`` and ``Module.train``: between the two calls a script evaluates its model.
+
+
+_evaluated: weakref.ref[Module] | None = None
+"""The model whose evaluation began last."""
+
+
+def install_eval_mode() -> None:
+    """Hook into ``Module.eval``."""
+    replace(Module, "eval", evaluating)
+
+
+def evaluating(original: Any) -> Callable[..., Any]:
+    """Wrap ``eval``, that of ``Module`` or of a class that overrides it."""
+
+    def call(self: Module) -> Module:
+        global _evaluated
+        model = original(self)
+        events = mine()
+        if events is not None and events.evaluating(self):
+            _evaluated = weakref.ref(self)
+            replace(Module, "train", _training_again)
+        return model
+
+    return call
+
+
+def _training_again(original: Any) -> Callable[..., Any]:
+    """Wrap ``train`` until its next call: it recurses into all modules, and many loops call it at each step."""
+
+    def train(self: Module, mode: bool = True) -> Module:
+        if mode and _evaluated is not None and self is _evaluated():
+            if Module.train is train:
+                Module.train = original
+            events = mine()
+            if events is not None:
+                events.evaluated()
+        return original(self, mode)
+
+    return train
+
+
+# Measures waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
+#
+# A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued,
+# once the whole graph has been computed. The reducer queues its own callback, which waits for its buckets, when its
+# last bucket is ready. So the first callback runs when this rank has computed its gradients. The time from then to
+# the end of ``backward`` is waiting: of the host on gloo, of the stream under NCCL (between two events). Neither the
+# gradients nor the overlap of computation and communication change.
+#
+# Forward waits where DDP broadcasts buffers (``_sync_buffers``).
+
+
+class _Backward:
+    """The backward under way; ``computed_ns`` is 0 until this rank has computed its gradients."""
+
+    __slots__ = ("computed_ns", "counted_ns", "event", "events")
+
+    def __init__(self, events: TorchEvents) -> None:
+        self.events = events
+        self.computed_ns = 0
+        self.counted_ns = 0
+        self.event: Any = None
+
+    def begun(self, _gradient: Any) -> None:
+        """Queue ``computed`` ahead of the reducer's callbacks; autograd calls this first in a backward."""
+        try:
+            _queue_callback(self.computed)
+        except Exception as error:
+            self.events.guard.disable(error)
+
+    def computed(self) -> None:
+        """Note that all gradients of this rank are computed; on CUDA a thread of the autograd engine calls this."""
+        try:
+            self.event = self.events.wait_begins()
+            self.counted_ns = active.counts.host_ns
+            self.computed_ns = perf_counter_ns()
+        except Exception as error:
+            self.events.guard.disable(error)
+
+    def over(self) -> None:
+        """Count the time since ``computed`` as waiting; collectives called meanwhile are not counted twice."""
+        if not self.computed_ns:
+            return
+        counts = active.counts
+        counts.host_ns = max(counts.host_ns, self.counted_ns + perf_counter_ns() - self.computed_ns)
+        self.events.waited(self.event)
+
+
+_watching = False
+"""Whether a model in this process is wrapped in DDP."""
+_running: _Backward | None = None
+
+
+def install_reducer(torch: Any) -> None:
+    """Install the hooks; call it before another hook replaces ``torch.autograd.backward``."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    replace(torch.autograd, "backward", _timed_backward, below=True)
+    replace(parallel, "__init__", _making, below=True)
+    if hasattr(parallel, "_sync_buffers"):
+        replace(parallel, "_sync_buffers", _timed_sync, below=True)
+
+
+def _making(original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        global _watching
+        original(self, *args, **kwargs)
+        _watching = True
+
+    return __init__
+
+
+def _timed_backward(original: Any) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        global _running
+        if not _watching:
+            return original(tensors, *args, **kwargs)
+        events = mine() if _running is None else None
+        handle = None
+        if events is not None:
+            start = perf_counter_ns()
+            _running = _Backward(events)
+            handle = _hook(_running, tensors)
+            events.cost(perf_counter_ns() - start)
+        if handle is None:
+            _running = None if events is not None else _running
+            return original(tensors, *args, **kwargs)
+        running = _running
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            _running = None
+            handle.remove()
+            if running is not None:
+                running.over()
+
+    return backward
+
+
+def _timed_sync(original: Any) -> Callable[..., Any]:
+    def _sync_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events = mine()
+        if events is None:
+            return original(self, *args, **kwargs)
+        counts = active.counts
+        event, counted, start = events.wait_begins(), counts.host_ns, perf_counter_ns()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            counts.host_ns = max(counts.host_ns, counted + perf_counter_ns() - start)
+            events.waited(event)
+
+    return _sync_buffers
+
+
+def _hook(running: _Backward, tensors: Any) -> Any:
+    """Register ``running.begun`` on the loss and return the handle; None if that is not possible."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "compiled_autograd_enabled", False):
+        return None  # it would trace the hook
+    try:
+        loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
+        return loss.register_hook(running.begun) if loss.grad_fn is not None else None
+    except Exception:  # not a tensor, or one without hooks: the backward itself raises the error
+        return None
+
+
+def _queue_callback(call: Callable[[], None]) -> None:
+    import torch
+
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.queue_callback(call)
+
 
 _installed = False
 
@@ -34,7 +209,7 @@ def install(_module: ModuleType) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    reducer.install(torch)
+    install_reducer(torch)
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", _backward)
     _keep_scriptable(torch.autograd.backward)
@@ -42,7 +217,7 @@ def install(_module: ModuleType) -> None:
     replace(Optimizer, "__init__", _making_optimizer)
     replace(Optimizer, "zero_grad", _zeroing)
     replace(torch.nn.Module, "zero_grad", _zeroing)
-    eval_mode.install()
+    install_eval_mode()
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):

@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 import zmq
 
 from ....protocol.errors import ProtocolError, UsageError
-from ....protocol.messages import verbs, wire
+from ....protocol.messages import control, wire
 from ....protocol.messages.control import Accepted, Command, Result
 from ....protocol.messages.telemetry import Stacks
 from ...host import processes
-from ...host.inspection import activity
+from ...host.inspection import inspect
 from .. import guard
-from ..memory.capture_context import Answer, CaptureContext
 from ..memory.capture_scheduler import CaptureScheduler
-from ..memory.snapshots import Snapshots
-from ..memory.stack_capture import StackCapture
-from ..oom.hold import Hold
-from ..phases.stop_request import StopRequest
-from . import flight_recorder, locks, source_loops, timed_waits
-from .stack_dump import Dumper
+from ..memory.snapshots import Answer, CaptureContext, Snapshots
+from ..memory.stacks import StackCapture
+from ..oom.console import Hold
+from ..phases.tracker import StopRequest
+from . import stacks as flight_recorder
+from . import stacks as locks
+from . import stacks as source_loops
+from . import stacks as timed_waits
+from .stacks import Dumper
 
 
 class Captures(NamedTuple):
@@ -83,11 +85,11 @@ class Commands:
     def _act(self, socket: Any, command: Command) -> None:
         answer = self._later(socket, command)
         try:
-            verb = verbs.decode(command, verbs.RANK)
+            verb = control.decode(command, control.RANK)
         except UsageError as error:
             self._answer(socket, Accepted(command.id, False, str(error)))
             return
-        if isinstance(verb, verbs.Console):
+        if isinstance(verb, control.Console):
             refused = self._hold.run(verb.code, answer)
             self._answer(socket, Accepted(command.id, not refused, refused))
             return
@@ -98,21 +100,21 @@ class Commands:
             guard.log_error(command.verb, error)
             answer(False, f"{type(error).__name__}: {error}", {})
 
-    def _carry_out(self, verb: verbs.Verb, answer: Answer) -> None:
+    def _carry_out(self, verb: control.Verb, answer: Answer) -> None:
         match verb:
-            case verbs.Stop():
+            case control.Stop():
                 answer(*self._stop(verb))
-            case verbs.Stacks():
+            case control.Stacks():
                 answer(*self._stacks(verb))
-            case verbs.Release():
+            case control.Release():
                 answer(*self._release())
-            case verbs.Snapshot():
+            case control.Snapshot():
                 self._captures.snapshots.want(verb.reason, answer)
-            case verbs.Compose():
+            case control.Compose():
                 self._captures.steps.want(verb.reason, answer)
-            case verbs.Arm():
+            case control.Arm():
                 self._captures.stacks.want(verb.phase, verb.steps, verb.from_step, verb.reason, answer)
-            case verbs.Identify():
+            case control.Identify():
                 self._send_hello()
                 answer(True, "", {})
             case _:
@@ -132,7 +134,7 @@ class Commands:
         except zmq.Again:
             guard.log("an answer found no room and was dropped")
 
-    def _stacks(self, verb: verbs.Stacks) -> tuple[bool, str, dict[str, Any]]:
+    def _stacks(self, verb: control.Stacks) -> tuple[bool, str, dict[str, Any]]:
         # In memory: a rank's stacks must be available on a full disk, too.
         with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -153,7 +155,7 @@ class Commands:
             data["nccl"] = flight_recorder.ras_address()
         if verb.activity:
             data["activity"] = list(
-                activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
+                inspect.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
             )
         if not verb.quiet:
             self._send(Stacks(self._rank.rank, time.time(), text, verb.reason, thread, "probe"))
@@ -163,7 +165,7 @@ class Commands:
         released = self._hold.release()
         return released, "released" if released else "this rank is not held", {}
 
-    def _stop(self, verb: verbs.Stop) -> tuple[bool, str, dict[str, Any]]:
+    def _stop(self, verb: control.Stop) -> tuple[bool, str, dict[str, Any]]:
         request, done = self._stop_request, self._tracker.step
         if not request.supported:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from ..device import device_values
+from ..device import cuda
 from ..guard import guarded
-from ..phases.marks import BatchesNoted, Notes
+from ..phases.tracker import BatchesNoted, Notes
 from ..rank.model import dtype_name
 from ..values import batch
 from .loading import Loading
-from .one_each import OneEach
-from .state import Loop
+from .state import Loop, OneEach
 
 
 class MicroSteps:
@@ -124,7 +123,7 @@ class MicroSteps:
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
         for loss in losses:
             original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else loss
-            notes.losses.append(device_values.fetch(original))
+            notes.losses.append(cuda.fetch_values(original))
         tracker.cost_ns += perf_counter_ns() - start
         return True
 
@@ -159,7 +158,7 @@ class MicroSteps:
     @guarded
     def trained_micro_step(self, loss: Any) -> None:
         """Record the normalised loss of a micro-step that a Trainer's ``training_step`` returned."""
-        self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
+        self._tracker.notes.trainer_losses.append(cuda.fetch_values(loss))
 
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes

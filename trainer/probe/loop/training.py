@@ -5,19 +5,13 @@ from typing import Any
 
 from ..guard import guarded, nothing
 from ..phases.forwards import Forwards
-from ..phases.marks import ClosingRaw
-from ..phases.outbox import Outbox
-from ..phases.tracker import Counts, Tracker
+from ..phases.tracker import ClosingRaw, Counts, Outbox, Tracker
 from ..phases.updaters import Updaters
-from ..rank.context import RankContext
-from ..rank.hello import Introduction
-from ..rank.model import describe_models
-from ..rank.optimized import Optimized
-from ..rank.trained import Trained
+from ..rank.context import Introduction, RankContext
+from ..rank.model import Optimized, Trained, describe_models
 from .loading import Loading
 from .micro_steps import MicroSteps
-from .phases import Phases
-from .state import Loop
+from .state import Loop, Phases
 from .updates import Updates
 
 

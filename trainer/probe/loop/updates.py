@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..device import device_values
+from ..device import cuda
 from ..guard import guarded
-from ..phases.marks import Notes
+from ..phases.tracker import Notes
 from ..phases.updaters import Updaters
-from ..rank.batch_share import of_optimizer
+from ..rank.context import of_optimizer
 from .state import Loop
 
 
@@ -103,7 +103,7 @@ class Updates:
     @guarded
     def note_grad_norm(self, norm: Any) -> None:
         """Record that the script has clipped its gradients, whose norm was ``norm``."""
-        self._tracker.notes.grad_norm = device_values.fetch(norm)
+        self._tracker.notes.grad_norm = cuda.fetch_values(norm)
 
     # A framework's update ----------------------------------------------------------------------------------------
 
@@ -125,10 +125,10 @@ class Updates:
             return
         if grad_norm is not None:
             start = perf_counter_ns()
-            notes.grad_norm = device_values.fetch(grad_norm)
+            notes.grad_norm = cuda.fetch_values(grad_norm)
             tracker.cost_ns += perf_counter_ns() - start
         if loss_scale is not None:
-            notes.loss_scale = device_values.fetch(loss_scale)
+            notes.loss_scale = cuda.fetch_values(loss_scale)
         notes.overflow = overflow
         self._end_step(number)
 
@@ -140,7 +140,7 @@ class Updates:
         self._phases.enter("optimizer")
         notes = self._tracker.notes
         notes.overflow = True
-        notes.loss_scale = device_values.fetch(loss_scale)
+        notes.loss_scale = cuda.fetch_values(loss_scale)
         self._forwards.end_step()
         self._updaters.end(optimizer, None)
 
@@ -179,7 +179,7 @@ class Updates:
         state.evaluations = 0
         self._since = tracker.progress
         if lr is not None:
-            tracker.notes.lr = device_values.fetch(lr)
+            tracker.notes.lr = cuda.fetch_values(lr)
 
     def _end_step(self, number: int | None) -> None:
         updater = self.updater

@@ -8,15 +8,11 @@ analyse captures of many ranks. The first few steps are always captured, and the
 import time
 from typing import Any
 
-from ....protocol.analysis.allocator.composition.step import entries_of_step
-from ....protocol.messages.memory import Composition
-from ....protocol.messages.step_trace import StepTrace
+from ....protocol.analysis.allocator.composition import entries_of_step
+from ....protocol.messages.memory import Composition, StepTrace
 from .. import guard
-from .capture_context import Answer, CaptureContext
-from .composition.resident import composition_on_cpu
-from .composition.step_capture import StepCapture
-from .composition.step_trace import step_trace
-from .composition.walk import Roots
+from .composition import Roots, StepCapture, composition_on_cpu, step_trace
+from .snapshots import Answer, CaptureContext
 
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0

@@ -3,15 +3,116 @@
 import ast
 import ctypes
 import gc
+import queue
 import sys
+import threading
+import time
 import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from ....protocol.code_owner import library_of
-from ....protocol.text import gib
-from .console_tensors import TensorTable, find_tensors, storage_bytes
+from ....protocol.run.rundir import RunOptions
+from ....protocol.text import duration, gib
+from .. import guard
+
+# Live tensors of a process by size, with their names in frames and in the model.
+
+
+class _Row(NamedTuple):
+    bytes: int
+    shape: str
+    dtype: str
+    device: str
+    names: list[str]
+
+
+class TensorTable:
+    """Rows of tensors that print as a table."""
+
+    def __init__(self, rows: list[_Row], total: int, count: int, allocated: int) -> None:
+        self.rows = rows
+        self._total = total
+        self._count = count
+        self._allocated = allocated
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{gib(row.bytes):>12}  {row.shape:<20} {row.dtype:<10} {row.device:<8} {', '.join(row.names)}".rstrip()
+            for row in self.rows
+        ]
+        lines.append(f"{gib(self._total):>12}  in {self._count:,} storages that Python knows")
+        rest = self._allocated - self._total
+        if rest > 0:
+            lines.append(f"{gib(rest):>12}  held by autograd's graph or native code, out of Python's sight")
+        return "\n".join(lines)
+
+
+def storage_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor's whole storage; 0 for other objects."""
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return 0
+
+
+def _address(tensor: Any) -> int:
+    """Return the address of a tensor's storage; 0: it has none."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except RuntimeError:
+        return 0
+
+
+def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated: int) -> TensorTable:
+    """Find the largest tensors on a device; each storage counts once."""
+    import torch
+
+    named = _names(frames)
+    found: dict[int, tuple[int, Any, list[str]]] = {}
+    for value in gc.get_objects():
+        if not issubclass(type(value), torch.Tensor) or value.device.type != device.type:
+            continue
+        size = storage_bytes(value)
+        address = _address(value) if size else 0
+        if not address:  # also the fake tensors of torch.compile, which use no memory
+            continue
+        names = named.get(id(value), [])
+        known = found.get(address)
+        if known is None:
+            found[address] = (size, value, list(names))
+        else:
+            known[2].extend(name for name in names if name not in known[2])
+    order = sorted(found.values(), key=lambda entry: -entry[0])
+    rows = [
+        _Row(size, str(tuple(value.shape)), str(value.dtype).removeprefix("torch."), str(value.device), names[:4])
+        for size, value, names in order[:most]
+    ]
+    return TensorTable(rows, sum(entry[0] for entry in order), len(order), allocated)
+
+
+def _names(frames: Sequence[FrameType]) -> dict[int, list[str]]:
+    import torch
+
+    found: dict[int, list[str]] = {}
+    modules: list[tuple[str, Any]] = []
+    for frame in reversed(frames):
+        for name, value in list(frame.f_locals.items()):
+            if issubclass(type(value), torch.Tensor):
+                found.setdefault(id(value), []).append(f"{name} ({frame.f_code.co_name})")
+            elif issubclass(type(value), torch.nn.Module) and all(value is not module for _, module in modules):
+                modules.append((name, value))
+    for owner, module in reversed(modules):
+        for name, value in module.named_parameters():
+            if id(value) not in found:
+                found[id(value)] = [f"{owner}.{name}"]
+            if value.grad is not None:
+                found.setdefault(id(value.grad), [f"{owner}.{name}.grad"])
+    return found
+
 
 OUTPUT_LIMIT = 64 * 1024
 """Limit of the output that one piece of code returns, in characters."""
@@ -135,7 +236,7 @@ class Console:
         import torch
 
         if self._device.type != "cuda":
-            from ....protocol.host.host_memory import available_memory, memory_limit
+            from ....protocol.host.machine import available_memory, memory_limit
 
             print(f"host: {gib(available_memory())} of {gib(memory_limit())} available; {gib(self._requested)} failed")
             return
@@ -244,3 +345,119 @@ class _Output:
     def text(self) -> str:
         """Return the captured output."""
         return "".join(self._parts)
+
+
+# Holds a rank at an out-of-memory error: the failing thread waits, and runs the console's code meanwhile.
+#
+# The wait releases the interpreter's lock, so the publisher goes on: heartbeats, commands, logs. The waiting
+# thread itself runs a console's code, so that CUDA's device and stream are those of the failure.
+
+
+Answer = Callable[[bool, str, dict[str, Any]], None]
+
+
+_RELEASED = "console: the rank was released"
+
+
+class _Job(NamedTuple):
+    code: str
+    answer: Answer
+
+
+class Hold:
+    """The rank's hold. ``wait`` is for the failing thread, the rest for the publisher."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self.wanted = options.on_oom == "hold"
+        self.console_allowed = self.wanted and options.allow_console
+        self.seconds = max(0.0, options.hold_timeout)
+        """The hold ends by itself after this long; 0: never."""
+        self.since = 0.0
+        """Time at which the hold began, seconds since the epoch; 0: the rank is not held."""
+        self._thread = 0
+        self._busy = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._answers: deque[tuple[Answer, bool, str, dict[str, Any]]] = deque()
+        self._entering = threading.Lock()
+        self._lock = threading.Lock()
+        self._leaving = False
+
+    @property
+    def here(self) -> bool:
+        """Whether the calling thread is the held one, so that its allocations are the console's."""
+        return bool(self.since) and self._thread == threading.get_ident()
+
+    def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:
+        """Wait in the failing frame until released, interrupted or timed out; one thread at a time."""
+        if not self.wanted or not self._entering.acquire(blocking=False):
+            return
+        try:
+            console = Console(frames, requested, device) if self.console_allowed else None
+            self._jobs = queue.SimpleQueue()
+            self._thread = threading.get_ident()
+            self._leaving = False
+            self.since = time.time()
+            self._serve(console)
+        except KeyboardInterrupt:
+            if not self._leaving:
+                raise
+        finally:
+            self.since, self._thread, self._busy = 0.0, 0, False
+            while not self._jobs.empty():
+                job = self._jobs.get()
+                if job is not None:
+                    self._answers.append((job.answer, False, _RELEASED, {}))
+            frames.clear()
+            self._entering.release()
+
+    def _serve(self, console: Console | None) -> None:
+        deadline = time.monotonic() + self.seconds if self.seconds else None
+        while True:
+            try:
+                job = self._jobs.get(timeout=max(0.0, deadline - time.monotonic()) if deadline else None)
+            except queue.Empty:
+                guard.log(f"held for {duration(self.seconds)} (--hold-timeout): released")
+                return
+            if job is None or console is None:
+                return
+            with self._lock:
+                if self._leaving:
+                    self._answers.append((job.answer, False, _RELEASED, {}))
+                    return
+                self._busy = True
+            try:
+                output, failed = console.run(job.code)
+            except KeyboardInterrupt:
+                output, failed = "", "interrupted"
+            with self._lock:
+                self._busy = False
+            self._answers.append((job.answer, True, "", {"output": output, "error": failed, "place": console.place}))
+
+    def run(self, code: str, answer: Answer) -> str:
+        """Run ``code`` in the held thread; return the refusal, or an empty string."""
+        if not self.console_allowed:
+            return "console: this run was not started with --on-oom hold --allow-console"
+        if not self.since:
+            return "console: this rank is not held"
+        if self._busy or not self._jobs.empty():
+            return "console: what was asked before is still running; 'ftmon release' interrupts it"
+        self._jobs.put(_Job(code, answer))
+        return ""
+
+    def release(self) -> bool:
+        """Release the rank, interrupting running code of a console; return False if it is not held."""
+        if not self.since:
+            return False
+        with self._lock:
+            self._leaving = True
+            if self._busy:
+                kind = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), kind)
+        self._jobs.put(None)
+        return True
+
+    def tick(self) -> None:
+        """Deliver the pending answers."""
+        while self._answers:
+            answer, ok, text, data = self._answers.popleft()
+            answer(ok, text, data)

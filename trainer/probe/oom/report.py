@@ -1,35 +1,256 @@
 """Reports a failed allocation with everything that the rank knows, collected before Python unwinds."""
 
+import contextlib
+import math
 import os
+import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ....protocol.host.host_memory import available_memory, memory_limit
-from ....protocol.messages.oomevent import Oom, OptimizerImplementation
-from ....protocol.messages.telemetry import SnapshotTaken
-from ....protocol.text import gib
+from ....protocol.host.machine import available_memory, memory_limit
+from ....protocol.messages.telemetry import Oom, OptimizerImplementation, SegmentUse, SnapshotTaken, StackGroup, Step
+from ....protocol.text import duration, gib
 from .. import guard
-from ..memory.annotations import PhaseMarks
-from ..memory.composition.storages import Storages
-from ..memory.composition.walk import Roots, walk
-from ..memory.snapshot_file import write_snapshot
-from ..phases.marks import wall_offset_ns
-from ..phases.outbox import Outbox
-from ..phases.tracker import Tracker
+from ..device.memory import backend_of
+from ..memory.composition import Roots, Storages, walk
+from ..memory.snapshots import PhaseMarks, write_snapshot
+from ..phases.tracker import Mark, Outbox, Tracker, wall_offset_ns
 from ..rank.context import RankContext
-from ..rank.trained import Trained
-from ..values.sizes import model_sizes
-from . import blocks
-from .history import OomHistory
-from .hold import Hold
-from .peers import peers
+from ..rank.model import Trained
+from ..values.batch import model_sizes
+from .console import Hold
+
+# Memory in PyTorch's allocator at a failure, from its own snapshot: pieces, parts, stacks.
+
+
+SEGMENTS = 256
+HOLDERS = 20
+
+_SMALL_SEGMENT = 2 * 2**20
+_SMALL_REQUEST = 2**20
+_ALLOCATED = "active_allocated"
+_FREE = "inactive"
+
+
+class Pieces(NamedTuple):
+    """Free memory within reserved segments, bytes."""
+
+    free: int
+    blocks: int
+    usable: int
+    """Free bytes in pieces that serve requests of the failed size, on its stream."""
+    largest: int
+    """The largest of those pieces."""
+    expandable: bool
+
+
+def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> Pieces:
+    """Add up the free memory in ``segments`` (of one device), for a request of ``requested`` bytes on ``stream``.
+
+    Args:
+        segments: from ``torch.cuda.memory._snapshot``.
+        requested: the requested size: a small request needs a segment of 2 MiB.
+        stream: the CUDA stream's handle.
+    """
+    free = blocks = usable = largest = 0
+    expandable = any(segment.get("is_expandable", False) for segment in segments)
+    small = requested <= (_SMALL_REQUEST if expandable else _SMALL_SEGMENT)
+    for segment in segments:
+        fits = (
+            (segment["segment_type"] == "small") == small
+            and segment["stream"] == stream
+            and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+        )
+        for block in segment["blocks"]:
+            if block["state"] != _FREE:
+                continue
+            size = block["size"]
+            free += size
+            blocks += 1
+            if fits:
+                usable += size
+                largest = max(largest, size)
+    return Pieces(free, blocks, usable, largest, expandable)
+
+
+def uses(segments: Sequence[dict[str, Any]]) -> list[SegmentUse]:
+    """Return the use of each segment, largest first, at most ``SEGMENTS``."""
+    found: list[SegmentUse] = []
+    for segment in sorted(segments, key=lambda segment: -segment["total_size"])[:SEGMENTS]:
+        free = [block["size"] for block in segment["blocks"] if block["state"] == _FREE]
+        flags = "s" if segment["segment_type"] == "small" else ""
+        flags += "e" if segment.get("is_expandable", False) else ""
+        flags += "p" if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) else ""
+        total = segment["total_size"]
+        found.append(SegmentUse(total, total - sum(free), max(free, default=0), len(free), flags))
+    return found
+
+
+def holders(segments: Sequence[dict[str, Any]]) -> list[StackGroup]:
+    """Group allocated bytes by allocating stack, most bytes first; empty if no stacks were recorded."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for block in _allocated(segments):
+        frames = block.get("frames") or ()
+        if not frames:
+            continue
+        stack = tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in reversed(frames[:_FRAMES]))
+        entry = sums.setdefault(stack, [0, 0, 0])
+        entry[0] += block["size"]
+        entry[1] += 1
+        entry[2] = max(entry[2], block["size"])
+    order = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
+    return [StackGroup(total, count, list(stack), most) for stack, (total, count, most) in order]
+
+
+def parts_of_blocks(
+    segments: Sequence[dict[str, Any]],
+    trace: Sequence[dict[str, Any]],
+    known: Mapping[int, str],
+    marks: Sequence[Mark],
+    offset_ns: int,
+    phase: str,
+) -> tuple[dict[str, int], str]:
+    """Divide the allocated bytes into the parts of ``protocol.messages.memory.PARTS``; they add up to it exactly.
+
+    A block with a known storage belongs to that storage's part. The part of any other block follows from the phase of
+    its allocation: activations in a forward, temporaries in the phase that failed.
+
+    Args:
+        segments: of one device.
+        trace: its recorded entries, oldest first; empty where nothing was recorded.
+        known: parts of the known storages, by address.
+        marks: of the unfinished step.
+        offset_ns: offset from a mark's time to nanoseconds since the epoch.
+        phase: the phase that failed.
+
+    Returns:
+        Bytes by part, and the limits of their accuracy in words.
+    """
+    borders = [mark.ns + offset_ns for mark in marks]
+    names: list[str] = []
+    for mark in marks:
+        names.append(mark.phase or (names[-1] if names else phase))
+    born = {entry["addr"]: entry.get("time_us", 0) * 1000 for entry in trace if entry["action"] == "alloc"}
+    reaches = bool(trace) and trace[0].get("time_us", 0) * 1000 <= (borders[0] if borders else 0)
+    sums: dict[str, int] = {}
+    for block in _allocated(segments):
+        part = known.get(block["address"])
+        if part is None:
+            at = born.get(block["address"])
+            index = bisect_right(borders, at) - 1 if at is not None else -1
+            part = _part_of(names[index] if index >= 0 else "", phase, recorded=reaches or at is not None)
+        sums[part] = sums.get(part, 0) + block["size"]
+    note = "" if reaches else "allocations were not recorded for the whole step; by the failing phase instead"
+    return sums, note
+
+
+def _part_of(born_in: str, phase: str, *, recorded: bool) -> str:
+    if not recorded:
+        return {"forward": "activations", "backward": "activations", "optimizer": "temporaries"}.get(phase, "other")
+    if born_in == "forward" and phase in ("forward", "backward"):
+        return "activations"
+    return "temporaries" if born_in == phase and phase else "other"
+
+
+def _allocated(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        # Before torch 2.1 a block had no address of its own; those are not supported.
+        block
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == _ALLOCATED
+    ]
+
+
+# Figures of earlier steps, for the report of a failed allocation; kept by the publisher, a few operations a step.
+
+
+STARTS = 64
+"""Number of step beginnings kept; they are thinned out evenly, so that they cover all steps since the first."""
+
+
+class OomHistory:
+    """The largest batch, the highest peak so far, and the allocated bytes at the beginning of steps."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.largest_shape: list[int] = []
+        self.largest_shape_step = 0
+        self._largest = 0
+        self._starts: list[int] = []
+        self._stride = 1
+        self._seen = 0
+
+    def note(self, step: Step) -> None:
+        """Record a finished step."""
+        self.note_shape(step.batch_shape, step.step)
+        peak = step.peak_phase
+        if peak is not None:
+            self.peak_bytes = max(self.peak_bytes, peak.peak_span.peak)
+            if self._seen % self._stride == 0:
+                self._add(step.phases[0].allocated.start)
+            self._seen += 1
+
+    def note_shape(self, shape: list[int], step: int) -> None:
+        """Record the batch of a finished step; a second call changes nothing."""
+        size = math.prod(shape) if shape else 0
+        if size > self._largest:
+            self._largest, self.largest_shape, self.largest_shape_step = size, shape, step
+
+    def starts(self) -> list[int]:
+        """Return the bytes allocated at the beginning of steps, oldest first, evenly spaced."""
+        return list(self._starts)
+
+    def _add(self, start: int) -> None:
+        if len(self._starts) >= STARTS:
+            self._starts = self._starts[::2]
+            self._stride *= 2
+            if self._seen % self._stride:
+                return
+        self._starts.append(start)
+
+
+# Effect of a hold on the other ranks: the time limit of their collectives.
+
+
+def peers(world_size: int) -> tuple[float, str]:
+    """Return the timeout of the default process group in seconds (0: not known), and its effect in words."""
+    if world_size < 2:
+        return 0.0, "there are no other ranks"
+    seconds, backend = _timeout()
+    waits = "the other ranks wait in their next collective"
+    if not seconds:
+        return 0.0, f"{waits}, and give up after their process group's timeout"
+    if backend == "nccl":
+        how = "NCCL's watchdog then ends their processes, and the launcher this one too"
+    else:
+        how = f"their collective ({backend}) then fails with an error, and the launcher ends this one too"
+    return seconds, f"{waits} for at most {duration(seconds)} (the process group's timeout); {how}"
+
+
+def _timeout() -> tuple[float, str]:
+    dist: Any = sys.modules.get("torch.distributed")
+    try:
+        if dist is None or not dist.is_initialized():
+            return 0.0, ""
+        import torch
+
+        group = dist.distributed_c10d._get_default_group()
+        backend = backend_of("cuda" if torch.cuda.is_initialized() else "cpu")
+        device = torch.device("cuda" if "nccl" in backend else "cpu")
+        options = group._get_backend(device).options
+        return options._timeout.total_seconds(), backend
+    except Exception:  # private names of PyTorch: without them the figure is not known
+        return 0.0, ""
+
 
 FULL_REPORTS = 3
 """Number of full reports, with a snapshot each: a script may catch the error and try again many times."""
@@ -191,10 +412,10 @@ class OomReporter:
         traces = found["device_traces"]
         trace = traces[failed.device] if failed.device < len(traces) else []
         stream = torch.cuda.current_stream(failed.device).cuda_stream
-        free = blocks.pieces(segments, failed.requested, stream)
+        free = pieces(segments, failed.requested, stream)
         known = {address: held.part for address, held in self._storages(failed.device).held.items()}
         offset_ns = wall_offset_ns()
-        parts, note = blocks.parts(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
+        parts, note = parts_of_blocks(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
         step = self._tracker.step + 1
         self._phase_marks.annotate(found, failed.device, step, list(self._tracker.marks))
         name = f"rank-{self._rank.rank}-step-{step}-oom-{time.strftime('%H%M%S')}.pickle"
@@ -211,8 +432,8 @@ class OomReporter:
             expandable=free.expandable,
             parts=parts,
             parts_note=note,
-            holders=blocks.holders(segments),
-            segments=blocks.uses(segments),
+            holders=holders(segments),
+            segments=uses(segments),
             snapshot=f"snapshots/{path.name}" if path is not None else "",
             snapshot_note=trouble,
         )
@@ -314,3 +535,162 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found[::-1]
+
+
+# Detects failing allocations as they fail, reports them to the hub, and (``--on-oom hold``) waits there.
+#
+# On CUDA the allocator itself calls the handler, in the failing thread and before the stack unwinds. On the CPU the
+# exception is the only source: it passes a hook while its traceback keeps the frames alive.
+
+
+_CPU_MESSAGE = re.compile(r"not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
+_CPU_SIZE = re.compile(r"tried to allocate (\d+) bytes")
+_CUDA_FIGURES = {
+    "requested": re.compile(r"Tried to allocate ([\d.]+) ([KMGT]?i?B|bytes)"),
+    "total": re.compile(r"total capacity of ([\d.]+) ([KMGT]?i?B)|; ([\d.]+) ([KMGT]?i?B) total capacity"),
+    "free": re.compile(r"of which ([\d.]+) ([KMGT]?i?B|bytes) is free|; ([\d.]+) ([KMGT]?i?B|bytes) free"),
+    "allocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) (?:is allocated by PyTorch|already allocated)"),
+    "unallocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) is reserved by PyTorch but unallocated"),
+}
+"""PyTorch's own message (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
+_CUDA_INDEX = re.compile(r"\bGPU (\d+)")
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out of memory|Cuda failure .*out of memory")
+
+
+class AllocationFailures:
+    """Detects failing allocations, and holds the rank if requested."""
+
+    def __init__(
+        self, rank: RankContext, reporter: OomReporter, hold: Hold, check_device: Callable[[], object]
+    ) -> None:
+        self._rank = rank
+        self._reporter = reporter
+        self._hold = hold
+        self._look_at_device = check_device
+        self._watching = False
+        """Whether CUDA's allocator reports failures."""
+
+    def await_cuda(self) -> None:
+        """Make PyTorch's allocator report failures as soon as the script has CUDA running.
+
+        A model that does not fit fails before any hook sees the device: in ``from_pretrained`` under ``zero.Init``, in
+        ``deepspeed.initialize``. PyTorch calls functions queued here in the thread that initialises CUDA.
+        """
+        import torch
+
+        lazy_call: Any = getattr(torch.cuda, "_lazy_call", None)
+        if torch.version.cuda is None or lazy_call is None:
+            return
+
+        def attach() -> None:
+            try:
+                self.watch_cuda()
+            except Exception as error:  # it would be raised from the script's own call
+                guard.log_error("watching CUDA's allocator", error)
+
+        lazy_call(attach)
+
+    def watch_cuda(self) -> None:
+        """Make PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
+        if self._watching:
+            return
+        self._watching = True
+        import torch
+
+        core: Any = torch._C
+
+        def observe(device: int, requested: int, total: int, free: int) -> None:
+            # The allocator's lock is not held here, and this is the thread whose allocation failed.
+            if self._hold.here:
+                return  # tried by a console, which shows the failure
+            try:
+                if not self._rank.device.settled and self._rank.guard.is_training_thread():
+                    self._look_at_device()
+                frames = frames_to(sys._getframe(0).f_back)
+                lines = [frame.f_lineno for frame in frames]
+                failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
+                held = self._reporter.send_report(failed)
+                if held:
+                    self._hold.wait(failed.frames, requested, torch.device("cuda", device))
+            except Exception as error:
+                guard.log_error("reporting an out-of-memory error", error)
+
+        core._cuda_attach_out_of_memory_observer(observe)
+
+    def report(self, error: BaseException) -> None:
+        """Report an exception of the CPU allocator; other exceptions and repetitions are ignored.
+
+        Also reports driver allocations outside PyTorch's allocator (NCCL, pinned memory).
+        """
+        if getattr(error, "_ftmon_seen", False):
+            return
+        if type(error).__name__ == "OutOfMemoryError" and isinstance(error, RuntimeError) and not self._reporter.ooms:
+            self._report_cuda(error)
+            return
+        driver = isinstance(error, RuntimeError) and bool(_DRIVER_MESSAGE.search(str(error)))
+        if not (driver or isinstance(error, MemoryError) or _is_cpu_oom(error)):
+            return
+        with contextlib.suppress(AttributeError):
+            error._ftmon_seen = True  # type: ignore[attr-defined]
+        size = _CPU_SIZE.search(str(error))
+        requested = int(size.group(1)) if size else 0
+        import torch
+
+        available, total, _ = host_room()
+        index = None
+        if driver and self._rank.device.memory.measure == "cuda":
+            index = self._rank.device.memory.device_index
+            available, total = torch.cuda.mem_get_info(index)
+        frames, lines = frames_of(error.__traceback__)
+        words = str(error) or type(error).__name__
+        held = self._reporter.send_report(failed := Failed(requested, available, total, words, frames, lines, index))
+        if held:
+            self._hold.wait(
+                failed.frames, requested, torch.device("cpu") if index is None else torch.device("cuda", index)
+            )
+
+    def _report_cuda(self, error: RuntimeError) -> None:
+        """Report PyTorch's error if its allocator reported none: CUDA started unseen, or another allocator failed."""
+        with contextlib.suppress(AttributeError):
+            error._ftmon_seen = True  # type: ignore[attr-defined]
+        text = str(error)
+        found = {name: _bytes_in(pattern, text) for name, pattern in _CUDA_FIGURES.items()}
+        index = _CUDA_INDEX.search(text)
+        device = int(index.group(1)) if index else 0
+        frames, lines = frames_of(error.__traceback__)
+        failed = Failed(found["requested"], found["free"], found["total"], text, frames, lines, device)
+        if found["allocated"]:
+            failed.known = found["allocated"], found["allocated"] + found["unallocated"]
+        if self._reporter.send_report(failed):
+            import torch
+
+            self._hold.wait(failed.frames, failed.requested, torch.device("cuda", device))
+
+
+def _bytes_in(pattern: "re.Pattern[str]", text: str) -> int:
+    found = pattern.search(text)
+    if found is None:
+        return 0
+    number, unit = [group for group in found.groups() if group is not None][:2]
+    return int(float(number) * _UNITS[unit])
+
+
+def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
+    """List the frames of a traceback, those above it included, outermost first, and the line each was at.
+
+    A frame may have continued after the exception (in a ``finally``), so its line is the traceback's.
+    """
+    if trace is None:
+        return [], []
+    found = frames_to(trace.tb_frame.f_back)
+    lines = [frame.f_lineno for frame in found]
+    while trace is not None:
+        found.append(trace.tb_frame)
+        lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return found, lines
+
+
+def _is_cpu_oom(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "CUDA" not in str(error) and bool(_CPU_MESSAGE.search(str(error)))

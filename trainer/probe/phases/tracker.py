@@ -4,15 +4,183 @@ Only the training thread calls the methods; the publisher reads attributes. Noth
 computed that the publisher could compute.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter_ns, thread_time_ns, time
-from typing import Any
+from statistics import median
+from time import perf_counter_ns, thread_time_ns, time, time_ns
+from typing import Any, NamedTuple
 
 from ....protocol.messages.telemetry import STEP_PHASES
-from ..device.reading import MemoryBackend
-from .marks import Mark, Notes, StepRaw
+from ..device.memory import MemoryBackend, Reading
+
+# Raw marks and notes that the training thread records and the publisher thread interprets.
+
+
+def wall_offset_ns() -> int:
+    """Return what to add to ``time.perf_counter_ns`` for nanoseconds since the epoch.
+
+    A pause between the two clocks' readings would shift all marks: of five pairs the fastest counts.
+    """
+    looks = [(perf_counter_ns(), time_ns(), perf_counter_ns()) for _ in range(5)]
+    before, now, after = min(looks, key=lambda look: look[2] - look[0])
+    return now - (before + after) // 2
+
+
+class Mark(NamedTuple):
+    """The beginning of a phase, which ends the previous one."""
+
+    phase: str
+    """Empty: the previous phase continues, and only the peak in ``memory`` counts (the script reset its counters)."""
+    ns: int
+    """``time.perf_counter_ns``."""
+    memory: Any
+    """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures.
+    The same object as in an earlier mark: nothing was measured in between."""
+    event: Any
+    """A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event."""
+    collectives: int
+    """Collective calls entered so far."""
+    collective_ns: int
+    """Host time spent in collective calls so far."""
+
+
+class BatchCounts(NamedTuple):
+    """Counts of one micro-batch, by the training loop."""
+
+    tokens: int
+    """Tokens without padding."""
+    label_tokens: int
+    pairs: int
+    """Pairs of query and key that attention computes within documents; 0: not known."""
+    longest: int
+    """Tokens of the longest document; 0: not known."""
+    samples: int | None = None
+    """Rows; None: as many as the forward's batch has."""
+
+
+class BatchesNoted(NamedTuple):
+    """State of the notes on batches: samples and tokens, lengths of ``Notes.tokens`` and ``labels``, the shape."""
+
+    samples: int = 0
+    padded_tokens: int = 0
+    tokens: int = 0
+    labels: int = 0
+    shape: list[int] = []  # noqa: RUF012
+
+
+@dataclass(slots=True)
+class Part:
+    """The updates that one of several engines or optimizers made in a step; the latest figures count."""
+
+    name: str
+    count: int = 0
+    losses: list[list[Any]] = field(default_factory=list)
+    """``Notes.losses`` before each update."""
+    accumulation: int = 0
+    lr: Any = None
+    grad_norm: Any = None
+    loss_scale: Any = None
+    overflow: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Notes:
+    """Notes of an unfinished step. Numbers may still be in transfer from the device (see ``values``)."""
+
+    losses: list[Any] = field(default_factory=list)
+    """Scalars that ``backward`` was called on since the last update of any optimizer."""
+    sum_losses: bool = False
+    """Whether the losses add up to the step's although an engine updates (a Trainer has divided them)."""
+    reported: list[Any] = field(default_factory=list)
+    """Losses of micro-steps as the script reported them."""
+    trainer_losses: list[Any] = field(default_factory=list)
+    """Results of a Trainer's ``training_step``; they add up to the step's loss."""
+    accumulation: int = 0
+    """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
+    added_ranks: float = 1.0
+    """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
+    fetches: dict[int, int] = field(default_factory=dict)
+    """Batches fetched for training, by dataloader iterator."""
+    fetch_ns: int = 0
+    """Host time in dataloaders."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """With several engines or optimizers: the updates of each, by its ``id``, in the order of their first ones."""
+    owner: int = 0
+    """Key of the engine or optimizer whose figures are the step's."""
+    labels: list[Any] = field(default_factory=list)
+    """Label tensors of the micro-batches whose loss is a mean over them."""
+    reported_loss: float | None = None
+    lr: Any = None
+    grad_norm: Any = None
+    loss_scale: Any = None
+    overflow: bool = False
+    micro_steps: int = 0
+    discarded: bool = False
+    """Gradients were set to zero after a backward and before any update. The next backward is of the same batch
+    (SAM's second pass), or of another one if a batch was fetched."""
+    repeats: int = 0
+    """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
+    shape: list[int] = field(default_factory=list)
+    counts: list[BatchCounts] = field(default_factory=list)
+    """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
+    flops: float | None = None
+    """FLOPs of the model, as reported by the loop."""
+    samples: int = 0
+    padded_tokens: int = 0
+    tokens: list[Any] = field(default_factory=list)
+    """Token count of each micro-batch, or its mask, which the publisher counts."""
+    waits: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
+
+    def end_part(self, key: int, name: str) -> None:
+        """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
+        part = self.parts.get(key)
+        if part is None:
+            part = self.parts[key] = Part(name)
+        part.count += 1
+        part.losses.append(self.losses)
+        part.lr, part.accumulation = self.lr, self.accumulation
+        part.grad_norm, part.loss_scale, part.overflow = self.grad_norm, self.loss_scale, self.overflow
+        self.losses, self.accumulation, self.overflow = [], 0, False
+        self.lr = self.grad_norm = self.loss_scale = None
+
+    def batches(self) -> BatchesNoted:
+        """Return the state of the notes on batches, for ``restore_batches``."""
+        return BatchesNoted(self.samples, self.padded_tokens, len(self.tokens), len(self.labels), self.shape)
+
+    def restore_batches(self, before: BatchesNoted) -> None:
+        """Remove the batches noted since ``before``: they are not trained on."""
+        self.samples, self.padded_tokens, tokens, labels, self.shape = before
+        del self.tokens[tokens:], self.labels[labels:]
+
+    def drop_batch(self) -> None:
+        """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
+        self.discarded, self.micro_steps, self.losses = False, 0, []
+        self.restore_batches(BatchesNoted())
+
+
+class ClosingRaw(NamedTuple):
+    """Phases of the training thread after its last step, for the rank's closing record; no update."""
+
+    raw: "StepRaw"
+
+
+class StepRaw(NamedTuple):
+    """One finished optimizer update as the training thread recorded it."""
+
+    number: int
+    marks: list[Mark]
+    """Marks of the step; the last one is also the next step's first."""
+    ended: float
+    """Seconds since the epoch at the last mark."""
+    notes: Notes
+    cost_ns: int
+    cpu_ns: int = 0
+    """CPU time of the training thread in this step."""
+
 
 FETCHING: frozenset[str] = frozenset(("data",))
 """Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and the next full mark's
@@ -300,3 +468,138 @@ class Tracker:
         if not self.crowded:
             self.sample = self.memory.sample()
         return _new(Mark, (phase, ns, self.sample, self.mark_event(), counts.entered, counts.host_ns))
+
+
+# Memory figures of a step's marks, and the mark at which a step begins. Pure functions.
+
+
+def first_of_step(marks: list[Mark]) -> int:
+    """Return the index of a step's first mark, or of the end of start-up.
+
+    Checkpoints saved or loaded during start-up are part of ``init``.
+    """
+    starts = [place for place, mark in enumerate(marks[:-1]) if mark.phase == "init"]
+    for place in range(starts[-1] + 1 if starts else 0, len(marks)):
+        if marks[place].phase:
+            return place
+    return 0
+
+
+def lend_events(marks: list[Mark]) -> list[Mark]:
+    """Give marks without figures the device event of the next mark: no kernel is launched in between."""
+    found = list(marks)
+    for place in range(len(found) - 2, -1, -1):
+        if found[place].memory is None:
+            found[place] = found[place]._replace(event=found[place + 1].event)
+    return found
+
+
+def readings(marks: list[Mark], read: Callable[[Any], Reading]) -> list[Reading]:
+    """Return every mark's figures; a mark without figures has those of the next mark with figures.
+
+    The peak since the mark before it belongs to the phase before it, not to the following one.
+    """
+    found: list[Reading] = []
+    waiting = 0
+    latest: Any = None
+    for mark in marks:
+        if mark.memory is None:
+            waiting += 1
+            continue
+        reading = read(mark.memory)
+        if mark.memory is latest:
+            reading = reading.without_peaks()
+        latest = mark.memory
+        if waiting:
+            found.append(reading)
+            found.extend([reading.without_peaks()] * waiting)
+            waiting = 0
+        else:
+            found.append(reading)
+    return found
+
+
+# Queue from the training thread to the publisher: never waits, and uses a bounded amount of memory.
+
+
+LIMIT = 20_000
+"""Limit of queued items; further ones are dropped and counted, so that a stuck publisher costs no memory."""
+
+
+class Outbox:
+    """Items for the publisher: raw steps, messages, and ``hello`` for the rank to introduce itself."""
+
+    __slots__ = ("items", "overflowed", "pending", "steps_done")
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque()
+        self.pending: deque[StepRaw] = deque()
+        """Steps that the publisher has received and not sent: the device has not passed their ends."""
+        self.overflowed = 0
+        """Items dropped because the queue was full."""
+        self.steps_done = 0
+        """Number of steps this process has finished, independent of their numbering."""
+
+    def hand_over(self, item: Any) -> None:
+        """Queue an item for the publisher."""
+        if len(self.items) < LIMIT:
+            self.items.append(item)
+        else:
+            self.overflowed += 1
+
+    def hand_over_step(self, raw: StepRaw) -> None:
+        """Queue a finished step for the publisher."""
+        self.steps_done += 1
+        if len(self.items) < LIMIT:  # not by ``hand_over``: runs once a step on the training thread
+            self.items.append(raw)
+        else:
+            self.overflowed += 1
+
+    def send_hello(self) -> None:
+        """Make the publisher send this rank's hello again."""
+        self.hand_over("hello")
+
+    def unsent_steps(self) -> list[StepRaw]:
+        """Return the finished steps without a message yet, oldest first; any thread."""
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):  # the publisher removed one meanwhile
+                return [*self.pending, *(item for item in self.items if isinstance(item, StepRaw))]
+        return []
+
+
+# Usual time of a step, the unit of stop proposals, stack captures and time limits.
+
+
+_STEPS = 9
+
+
+class Pace:
+    """Median time of the last steps: a first step that compiles, or a last one with half a batch, has no effect."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self.usual = 0.0
+        """Seconds a step; 0.0 before the first."""
+
+    def note(self, seconds: float) -> None:
+        """Record the time of a step."""
+        self._seconds.append(seconds)
+        self.usual = median(self._seconds)
+
+
+# Request to end the script after a step.
+
+
+class StopRequest:
+    """A request to save and end; the publisher sets it, the training thread reads it."""
+
+    def __init__(self) -> None:
+        self.supported = False
+        """Whether the script checks for requests."""
+        self.after: int | None = None
+        """The step to stop after; None: no stop is requested."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to end after step ``step``; the call shows that the script supports requests."""
+        self.supported = True
+        return self.after is not None and step >= self.after

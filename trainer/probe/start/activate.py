@@ -7,12 +7,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from ....protocol.run.rundir import RANK_PID_ENV
 from .. import guard
 from ..hooks.imports import after_import
-from ..link import run_files
-from ..link.redirect import redirect_output
-from ..link.steady_output import steady_output
-from ..rank.roles import RANK_PID_ENV, decide, launcher_name, parse_program, parse_rank
+from ..link import output
+from ..link.output import redirect_output, steady_output
+from ..rank.roles import decide, launcher_name, parse_program, parse_rank
 
 
 def begin() -> None:
@@ -36,7 +36,7 @@ def begin() -> None:
 def _settle() -> None:
     """Find this host's directory of the run; without one, training continues unwatched and that is reported once."""
     try:
-        run_files.settle()
+        output.settle()
     except Exception as error:
         guard.log_error("this host cannot join the run", error)
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -45,7 +45,7 @@ def _settle() -> None:
 
 def keep_peak_resident() -> None:
     """Patch ``resource.getrusage``, before a script can bind the name, to correct for peaks that the probe resets."""
-    from ..device.rusage import install
+    from ..device.memory import install
 
     install()
 
@@ -81,7 +81,7 @@ def _install(install: str, module: ModuleType) -> None:
 def _on_torch(module: ModuleType) -> None:
     """Install the hooks of PyTorch, in their order, and begin a rank that is known to be one."""
     from .. import active
-    from ..memory.history import watch_script
+    from ..memory.snapshots import watch_script
     from .begin import become_rank, begin_rank
 
     active.become_rank = become_rank

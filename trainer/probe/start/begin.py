@@ -2,23 +2,17 @@
 
 import os
 
-from ....protocol.run.environment import RANK_PID_ENV
-from ....protocol.run.rundir import RunDir
+from ....protocol.run.rundir import RANK_PID_ENV, RunDir
 from .. import active, guard
 from ..events import TorchEvents
-from ..link import run_files
-from ..link.options import read_options
+from ..link import output
+from ..link.output import read_options, redirect_output, tee_output
 from ..link.publisher import Publisher
-from ..link.redirect import redirect_output
-from ..link.tee import tee_output
 from ..loop.training import Training
-from ..memory.annotations import PhaseMarks
-from ..oom.allocation_failure import AllocationFailures
-from ..oom.history import OomHistory
-from ..oom.hold import Hold
-from ..oom.report import OomReporter
-from ..phases.pace import Pace
-from ..phases.stop_request import StopRequest
+from ..memory.snapshots import PhaseMarks
+from ..oom.console import Hold
+from ..oom.report import AllocationFailures, OomHistory, OomReporter
+from ..phases.tracker import Pace, StopRequest
 from ..probe import Probe
 from ..rank.context import RankContext, place_of_this_process
 from . import ending
@@ -31,8 +25,8 @@ def begin_rank(sends_logs: bool = False) -> Probe | None:
     if not os.environ.get("FTMON_RUN"):
         return None
     try:
-        run_files.settle()
-        rank = RankContext(*place_of_this_process(), RunDir(run_files.folder()), read_options(), sends_logs)
+        output.settle()
+        rank = RankContext(*place_of_this_process(), RunDir(output.folder()), read_options(), sends_logs)
         return _begin(rank)
     except Exception as error:
         guard.log_error("cannot start the probe", error)

@@ -12,7 +12,7 @@ from ....protocol.messages.telemetry import Failure, Goodbye
 from .. import guard
 from ..link.publisher import Publisher
 from ..loop.training import Training
-from ..phases.stop_request import StopRequest
+from ..phases.tracker import StopRequest
 
 _TRACEBACK_LIMIT = 16_384
 

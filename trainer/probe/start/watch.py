@@ -1,24 +1,26 @@
 """``ftmon.watch(engine)``: one line in a script that is started without ``ftmon run``."""
 
 import fcntl
+import functools
 import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ....protocol.host import private_files
+from ....protocol.host import process
 from ....protocol.host.process import start_ticks
-from ....protocol.run import run_store
-from ....protocol.run.environment import RUN_ENV
-from ....protocol.run.rundir import RunDir
-from ....protocol.run.spawn import spawn_hub
+from ....protocol.run import rundir
+from ....protocol.run.rundir import RANK_PID_ENV, RUN_ENV, RunDir
+from ....protocol.run.start import spawn_hub
 from .. import guard
-from ..active import switched_on
-from ..api import Probe, current
-from ..rank.roles import RANK_PID_ENV
+from ..active import current, switched_on
+from ..hooks.frameworks import callback_class
+from ..probe import Probe
 from .activate import await_frameworks, leave_to_parent
 from .begin import begin_rank
+
+__all__ = ["Callback", "watch"]
 
 
 def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> Probe | None:
@@ -76,9 +78,9 @@ def _attach(target: Any, model: Any) -> None:
 
 def _join_run(name: str) -> RunDir:
     """Join the run that another rank of this job has created, or create it and start its hub."""
-    folder = run_store.checked_home() / "watch"
-    private_files.make_private(folder.parent)
-    private_files.make_private(folder)
+    folder = rundir.checked_home() / "watch"
+    process.make_private(folder.parent)
+    process.make_private(folder)
     path = folder / hashlib.sha256(_job_key().encode()).hexdigest()[:16]
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -86,7 +88,7 @@ def _join_run(name: str) -> RunDir:
         known = file.read().strip()
         if known and Path(known, "run.json").exists():
             return RunDir(known)
-        run = run_store.create(name, list(sys.argv), "watch")
+        run = rundir.create(name, list(sys.argv), "watch")
         file.truncate(0)
         file.write(str(run.path))
         _start_hub(run)
@@ -104,3 +106,34 @@ def _job_key() -> str:
 def _start_hub(run: RunDir) -> None:
     with (run.logs / "hub.log").open("ab") as log:
         spawn_hub(run, log)
+
+
+# ``ftmon.Callback``: a ``TrainerCallback`` for a ``Trainer`` in a script that is started without ``ftmon run``.
+#
+# The class is created on first access, so that importing ftmon does not import transformers.
+
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback as Callback
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Return ``Callback``, created on first access."""
+        if name == "Callback":
+            return _watching_class()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _watching_class() -> Any:
+    class Callback(callback_class()):
+        """Reports a ``Trainer`` to ftmon."""
+
+        def __init__(self, start: bool = True) -> None:
+            super().__init__(_watch if start else None)
+
+    return Callback
+
+
+def _watch(args: Any) -> None:
+    watch(None, name=str(getattr(args, "run_name", None) or ""))  # empty: after the script

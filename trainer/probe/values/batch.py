@@ -1,14 +1,16 @@
 """Reads a batch: its shape, samples, and tokens with and without padding."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy
 import torch
 
-from ..device import device_values
-from ..phases.marks import Notes
+from ..device import cuda
+from ..phases.tracker import Notes
+from ..rank.model import Trained, number_of_elements
 
 _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _OF_TOKENS = ("input_ids", "inputs_embeds")
@@ -103,7 +105,7 @@ def note(
             before = fetched.mask
             if before is not None and before.shape == mask.shape:
                 mask = before
-        counted = device_values.fetch_count(mask, later)
+        counted = cuda.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
         notes.tokens.append(padded)  # no mask, or not a padding mask: every position counts
@@ -208,3 +210,101 @@ def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 def _are_ids(tensor: Any) -> bool:
     """Return whether a tensor looks like token ids: integers, shape [batch, sequence]."""
     return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+# Batches delivered by dataloaders, until their forward begins; their counted parts are in the host's memory.
+#
+# Some loops fetch batches ahead: accelerate's loader one, a Trainer all micro-batches of a step and one more. So
+# forwards use them in the order of their fetches. The first step shows how many remain when the first batch of the
+# next step is requested; the script has left out any more than that.
+
+
+_MOST = 256
+"""Limit of batches kept per dataloader."""
+
+
+class _Queue:
+    """The batches of one dataloader iterator."""
+
+    __slots__ = ("ahead", "batches")
+
+    def __init__(self) -> None:
+        self.batches: deque[OnHost] = deque(maxlen=_MOST)
+        self.ahead: int | None = None
+        """Batches fetched ahead of a step; None: no step has ended yet."""
+
+
+class FetchedBatches:
+    """The fetched batches without a forward; for the training thread alone."""
+
+    def __init__(self) -> None:
+        self._queue: _Queue | None = None
+        """Queue of the dataloader that was used last."""
+        self._notes: Notes | None = None
+        self._micro_steps = 0
+        """Notes of the step of the latest forward, and its micro-steps before that forward."""
+
+    def add(self, iterator: Any, notes: Notes, found: Any) -> None:
+        """Add a batch of a dataloader's iterator; ``notes``: of the unfinished step."""
+        queue: _Queue | None = getattr(iterator, "_ftmon_batches", None)
+        if queue is None:
+            queue = iterator._ftmon_batches = _Queue()
+        self._queue = queue
+        if self._notes is not None and notes is not self._notes:
+            self._notes = None
+            if queue.ahead is None:
+                queue.ahead = len(queue.batches)
+            while len(queue.batches) > queue.ahead:
+                queue.batches.popleft()
+        queue.batches.append(on_host(found))
+
+    def take(self, notes: Notes) -> OnHost | None:
+        """Return the batch whose forward begins; None if none was fetched for it, or it had a forward before."""
+        again = notes is self._notes and notes.micro_steps == self._micro_steps
+        self._notes, self._micro_steps = notes, notes.micro_steps
+        if again:
+            return None
+        queue = self._queue
+        return queue.batches.popleft() if queue is not None and queue.batches else None
+
+
+# Sizes of a rank's model, with which the size of a transient is compared.
+
+
+class ModelSizes(NamedTuple):
+    """Figures of the model; 0: unknown."""
+
+    parameter_bytes: int = 0
+    """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
+    trainable: int = 0
+    """Number of elements that this rank's optimizer updates (its partition under ZeRO)."""
+    vocabulary: int = 0
+    """Number of entries of the model's vocabulary."""
+
+
+def model_sizes(trained: Trained) -> ModelSizes:
+    """Return the sizes of a rank's model from its parameters' shapes, without reading tensor values."""
+    model: Any = trained.model()
+    parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary())
+    sizes = [number_of_elements(parameter) for parameter in parameters]
+    pairs = list(zip(sizes, parameters, strict=True))
+    trainable = sum(size for size, parameter in pairs if parameter.requires_grad)
+    return ModelSizes(
+        sum(size * parameter.dtype.itemsize for size, parameter in pairs),
+        math.ceil(trainable / trained.partitions),
+        _vocabulary(model),
+    )
+
+
+def _of_optimizer(optimizer: Any) -> list[Any]:
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _vocabulary(model: Any) -> int:
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return 0

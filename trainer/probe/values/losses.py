@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....protocol.messages.telemetry import Update
-from ..device import device_values
-from ..phases.marks import Notes, Part
+from ..device import cuda
+from ..phases.tracker import Notes, Part
 
 
 def step_loss(notes: Notes) -> float | None:
@@ -47,9 +47,9 @@ def _update(part: Part, notes: Notes) -> Update:
         count=part.count,
         micro_steps=sum(map(len, part.losses)),
         loss=sum(known) / len(known) if known else None,
-        lr=device_values.read(part.lr),
-        grad_norm=device_values.read(part.grad_norm),
-        loss_scale=device_values.read(part.loss_scale),
+        lr=cuda.read(part.lr),
+        grad_norm=cuda.read(part.grad_norm),
+        loss_scale=cuda.read(part.loss_scale),
         overflow=part.overflow,
     )
 
@@ -63,4 +63,4 @@ def _combine(losses: Sequence[Any], accumulation: int, notes: Notes) -> float | 
 
 
 def _read_all(fetched: Sequence[Any]) -> list[float]:
-    return [value for value in map(device_values.read, fetched) if value is not None]
+    return [value for value in map(cuda.read, fetched) if value is not None]

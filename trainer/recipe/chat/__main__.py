@@ -8,10 +8,10 @@ import sys
 import warnings
 
 from ....protocol.errors import FtmonError, UsageError
-from ....protocol.run import exits
+from ....protocol.run import end
 from ..config.schema import MOST_SEED
-from ..model.adapters import quiet_bitsandbytes
-from . import source
+from ..model.load import quiet_bitsandbytes
+from . import session as source
 
 
 def main() -> int:
@@ -29,8 +29,7 @@ def main() -> int:
     try:
         _check_ranges(arguments)
         found = source.find(arguments.target)
-        from .load import load
-        from .session import Session
+        from .session import Session, load
 
         loaded = load(found, arguments.device)
         session = Session(loaded, arguments)
@@ -42,7 +41,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return end.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

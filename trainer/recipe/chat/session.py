@@ -1,18 +1,346 @@
 """The conversation: on a terminal with a person, or over pipes with a script."""
 
 import argparse
+import contextlib
+import io
+import os
 import re
 import signal
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import torch
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
-from ....protocol.errors import UsageError
-from .generate import Sampling, Words, tokens
-from .load import Loaded
-from .prompt import Message, Prompts
+from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, UsageError
+from ....protocol.run import rundir
+from ....protocol.run.rundir import RunDir
+from ..checkpoint import manifest as folders
+from ..checkpoint import manifest as manifests
+from ..checkpoint.manifest import Base, Manifest
+from ..checkpoint.save import DESCRIPTION
+from ..model import shape
+from ..model.load import DTYPES
+from ..model.tokenizer import end_tokens
+from ..preflight.resolve import hub_refusal
+
+# Generates an answer token by token.
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float
+    """0: always the likeliest."""
+    top_p: float
+    """Draw only from the likeliest tokens with this total probability."""
+    generator: torch.Generator
+
+
+def tokens(
+    model: Any, prompt: Sequence[int], stops: frozenset[int], limit: int, sampling: Sampling
+) -> Generator[int, None, str]:
+    """Yield an answer's tokens as they are generated, the stop token included; return why generation ended.
+
+    Raises:
+        UsageError: the prompt alone is as long as the model's longest sequence, or longer.
+    """
+    room = shape.room(model.config, len(prompt), limit)
+    if room < 1:
+        length = len(prompt) + room
+        raise UsageError(f"the conversation is {len(prompt):,} tokens long, and the model takes {length:,} at the most")
+    known: Any = None
+    fed = torch.tensor([list(prompt)], device=model.device)
+    for _ in range(room):
+        # Not around the yield: inference mode would hold for the caller too.
+        with torch.inference_mode():
+            out = model(input_ids=fed, past_key_values=known, use_cache=True, logits_to_keep=1)
+            known = out.past_key_values
+            token = choose(out.logits[0, -1], sampling)
+            fed = torch.tensor([[token]], device=model.device)
+        yield token
+        if token in stops:
+            return "end"
+    return "--max-tokens" if room == limit else "the model's longest sequence"
+
+
+def choose(logits: torch.Tensor, sampling: Sampling) -> int:
+    """Draw the next token from its logits, of shape [vocabulary]."""
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.float().cpu() / sampling.temperature, -1)
+    ordered, indices = probabilities.sort(descending=True)
+    # The first token is always kept: the sum before it is 0.
+    ordered[ordered.cumsum(0) - ordered >= sampling.top_p] = 0.0
+    return int(indices[torch.multinomial(ordered, 1, generator=sampling.generator)])
+
+
+class Words:
+    """Converts generated tokens to text, whole characters at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._begin = 0
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes; empty in the middle of a character."""
+        self._tokens.append(token)
+        text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            return ""
+        new = text[self._shown :]
+        self._shown = len(text)
+        if len(self._tokens) - self._begin > 64 and new.startswith(" "):
+            # Decode from a new word on: the cost does not grow with the answer. The word's token is kept for its space.
+            self._begin = len(self._tokens) - 1
+            self._shown = len(self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True))
+        return new
+
+    def rest(self) -> str:
+        """Return the rest of the text, an unfinished character."""
+        text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
+        return text[self._shown :]
+
+
+# Finds the model of a chat: a model's folder, an output folder, a checkpoint, a run, or a name on the hub.
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Source(NamedTuple):
+    """Place of a model's weights."""
+
+    path: str
+    """A folder, or a name on the hub."""
+    is_checkpoint: bool
+    """Whether it is a checkpoint of ftmon's trainer, not a model in Hugging Face's format."""
+    text: str
+    """Description for display."""
+
+
+def find(target: str) -> Source:
+    """Return the model of a chat: the final model if there is one, else the newest complete checkpoint."""
+    path = Path(target).expanduser()
+    if path.is_dir():
+        found = _in_folder(path) or _of_run(RunDir(path))
+        if found is None:
+            raise UsageError(f"{target}: holds neither a model (config.json) nor a complete checkpoint")
+        return found
+    if path.exists() or target.startswith(("/", "./", "../", "~")) or _below_a_folder(path):
+        raise UsageError(f"{target}: no such folder; give a model's folder, a run, or a name on the Hugging Face hub")
+    try:
+        run = rundir.find(target)
+    except SeveralRunsError:
+        raise
+    except RunNotFoundError:
+        if _HUB_NAME.fullmatch(target):
+            if refusal := hub_refusal(target):
+                raise UsageError(refusal) from None
+            return Source(target, False, target)
+        raise UsageError(f"{target}: no such run, folder or model; 'ftmon ls' lists runs") from None
+    found = _of_run(run)
+    if found is None:
+        raise UsageError(
+            f"{run.id}: has neither a final model nor a complete checkpoint; 'ftmon train' writes one every "
+            "checkpoint.every steps"
+        )
+    # ``target`` may be the beginning of a name, or the name of several runs, one of them alive.
+    return found._replace(text=f"{run.id}: {found.text}")
+
+
+def _below_a_folder(path: Path) -> bool:
+    """Return whether a name with a slash is a local folder: ``output/model`` if ``output`` exists."""
+    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+
+
+def _in_folder(path: Path) -> Source | None:
+    for name in ("adapter_config.json", "config.json"):
+        if (path / name).is_file():
+            return Source(str(path), False, str(path))
+    one, _ = folders.examine(path)
+    if one is not None:
+        return _checkpoint(one)
+    if (path / "model").is_dir() and (found := _in_folder(path / "model")):
+        return found
+    for folder in (path / "checkpoints", path):
+        complete, _ = folders.complete(folder)
+        if complete:
+            return _checkpoint(complete[0])
+    return None
+
+
+def _of_run(run: RunDir) -> Source | None:
+    """Return the model or newest checkpoint of a run of ftmon's trainer."""
+    if not run.config.is_file():
+        return None
+    from ..config.load import load
+
+    try:
+        folder = load(str(run.config)).config.output.dir
+    except (FtmonError, OSError):
+        folder = ""  # a configuration of another version
+    output = Path(folder) if folder else run.path / "output"
+    return _in_folder(output) if output.is_dir() and os.access(output, os.R_OK) else None
+
+
+def _checkpoint(found: folders.Found) -> Source:
+    state = found.manifest.state
+    return Source(str(found.path), True, f"{found.path}, after step {state.step:,}")
+
+
+# Renders messages to a model's input tokens by its own template; finds the tokens that end its answers.
+
+
+Message = dict[str, str]
+
+
+class Prompts:
+    """Renders conversations for one model."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.stops = frozenset(end_tokens(model, tokenizer))
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """Return the tokens of a conversation, up to the beginning of the answer."""
+        if not self.has_template:
+            return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
+        try:
+            found: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        except (TemplateError, ValueError, TypeError) as error:
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            raise UsageError(f"the model's chat template refuses these messages: {first}") from None
+        return list(found["input_ids"] if hasattr(found, "keys") else found)
+
+
+# Loads a model for a chat, from Hugging Face's format or from the shards of a checkpoint.
+
+
+class Loaded(NamedTuple):
+    """A loaded model and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    text: str
+    """Description of the model and its device, for display."""
+
+
+def load(source: Source, device: str) -> Loaded:
+    """Load a model and its tokenizer.
+
+    ``device`` auto is a GPU if there is one, but the CPU for a checkpoint, whose run may be training on the GPUs.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    disable_progress_bar()
+    where = _device(device, source.is_checkpoint)
+    tokens = str(Path(source.path) / DESCRIPTION) if source.is_checkpoint else source.path
+    try:
+        model = _from_checkpoint(Path(source.path), where) if source.is_checkpoint else _from_model(source.path, where)
+        tokenizer: Any = AutoTokenizer.from_pretrained(tokens)
+    except UsageError:
+        raise
+    except torch.OutOfMemoryError:
+        raise UsageError(f"{source.path}: does not fit on the GPU; use --device cpu") from None
+    except Exception as error:  # the hub's, the files' and the model types' own errors
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UsageError(f"{source.path}: cannot be loaded: {first}") from None
+    model = model.to(where).eval()
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Loaded(model, tokenizer, f"{source.text} ({dtype} on {'the CPU' if where.type == 'cpu' else where})")
+
+
+def _device(device: str, is_checkpoint: bool) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no GPU can be used here; see 'ftmon doctor'")
+    if device == "cpu" or (is_checkpoint and device == "auto"):
+        return torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _from_model(path: str, device: torch.device) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map={"": "cpu"})
+    return _fitting(model, device)
+
+
+def _from_checkpoint(path: Path, device: torch.device) -> Any:
+    content = manifests.read(path)
+    if content is None:
+        raise UsageError(f"{path}: is not a complete checkpoint")
+    weights = _weights(path, content)
+    dtype = DTYPES[content.precision]
+    if content.base is not None:
+        return _fitting(_adapted(path, content.base, weights, dtype), device)
+    config = AutoConfig.from_pretrained(path / DESCRIPTION)
+    with torch.device("meta"):
+        kind: Any = type(AutoModelForCausalLM.from_config(config))
+    # The auto class requires a path.
+    model, report = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        output_loading_info=True,
+    )
+    wrong = [*report["missing_keys"], *report["unexpected_keys"]]
+    if wrong:
+        raise UsageError(f"{path}: does not hold the whole model: {sorted(wrong)[0]}")
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path / DESCRIPTION)
+    return _fitting(model, device)
+
+
+def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    """Return the base model with a checkpoint's adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    if not base.name:
+        raise UsageError(
+            f"{path}: holds adapters of a model with random weights, which no checkpoint keeps; its final model can be "
+            "talked to"
+        )
+    plain = AutoModelForCausalLM.from_pretrained(base.name, dtype=dtype, device_map={"": "cpu"})
+    model: Any = get_peft_model(plain, LoraConfig.from_pretrained(str(path / DESCRIPTION)))  # type: ignore[arg-type]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    wrong = [*unexpected, *(name for name in missing if ".lora_" in name)]
+    if wrong:
+        raise UsageError(f"{path}: its adapters do not fit {base.name}: {wrong[0]}")
+    return model.merge_and_unload()
+
+
+def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a checkpoint by name, on the CPU."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    if content.zero_stage == 0:
+        state: Any = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
+        return state["module"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        consolidated: Any = get_fp32_state_dict_from_zero_checkpoint(
+            str(path.parent), tag=path.name, exclude_frozen_parameters=content.base is not None
+        )
+    return consolidated
+
+
+def _fitting(model: Any, device: torch.device) -> Any:
+    """Return the model in fp32 on a CPU with memory for it, where half precision is slow."""
+    if device.type == "cpu" and model.dtype != torch.float32:
+        needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+        if needed < psutil.virtual_memory().available // 2:
+            return model.float()
+    return model
+
 
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that a terminal would execute; tabs and line ends are kept."""

@@ -5,15 +5,23 @@ without a manifest, or with a file of another size, was damaged afterwards.
 """
 
 import contextlib
+import hashlib
 import math
 import os
+import re
+import shutil
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
+import torch.distributed as dist
 
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..engine.distributed import World
 from ..state import TrainState
 
 NAME = "manifest.json"
@@ -130,3 +138,162 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+# The folder ``checkpoints/`` of an output folder: finds the newest and the best one, removes old ones.
+
+
+_TAG = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"step-(\d+)\.(part|old)")
+LATEST = "latest"
+"""The file that names the newest checkpoint, for DeepSpeed's own tools; written after everything else."""
+
+TRIAL = "rehearsal"
+"""The folder of the rehearsal's checkpoint while it is being compared; no tool reads it as a checkpoint of the run."""
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+
+def tag(step: int) -> str:
+    """Return the folder's name of the checkpoint of a step."""
+    return f"step-{step}"
+
+
+def complete(folder: Path) -> tuple[list[Found], list[str]]:
+    """Return the complete checkpoints of a folder, newest first, and notes on those that are not."""
+    found: list[Found] = []
+    notes: list[str] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if _UNFINISHED.fullmatch(path.name):
+            if path.suffix == ".part":
+                notes.append(f"{path.name} was not finished")
+        elif _TAG.fullmatch(path.name):
+            one, problem = examine(path)
+            if one is not None:
+                found.append(one)
+            else:
+                notes.append(f"{path.name} is incomplete: {problem}")
+    return sorted(found, key=lambda one: (one.manifest.time, one.manifest.state.step), reverse=True), notes
+
+
+def examine(path: Path) -> tuple[Found | None, str]:
+    """Return a checkpoint if it is complete, else None and the problem."""
+    content = read(path)
+    if content is None:
+        return None, f"no {NAME}"
+    problem = missing(path, content)
+    return (None, problem) if problem else (Found(path, content), "")
+
+
+def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
+    """Return the checkpoints that a run may resume from, in the order to be tried, and notes on incomplete ones.
+
+    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder.
+
+    Raises:
+        ConfigError: a path was given and no complete checkpoint is there.
+    """
+    if resume == "never":
+        return [], []
+    place = output if resume == "auto" else Path(resume)
+    if _TAG.fullmatch(place.name) and resume != "auto":
+        one, problem = examine(place)
+        if one is None:
+            others, _ = complete(place.parent)
+            instead = f"; complete: {', '.join(other.path.name for other in others)}" if others else ""
+            raise ConfigError(f"checkpoint.resume: {place} is not a complete checkpoint: {problem}{instead}")
+        return [one], []
+    notes: list[str] = []
+    for folder in (place / "checkpoints", place):
+        found, found_notes = complete(folder)
+        notes += found_notes
+        if found:
+            return found, notes
+    if resume == "auto":
+        return [], notes
+    why = f" ({'; '.join(notes)})" if notes else ""
+    raise ConfigError(f"checkpoint.resume: {resume}: no complete checkpoint is there{why}")
+
+
+def lowest(found: list[Found]) -> Found | None:
+    """Return the checkpoint with the lowest evaluation loss; None without evaluations."""
+    rated = [one for one in found if one.manifest.evaluation_loss is not None]
+    return min(rated, key=lambda one: one.manifest.evaluation_loss or 0.0, default=None)
+
+
+def prune(folder: Path, keep: int, keep_best: bool) -> None:
+    """Remove complete checkpoints except the newest ``keep``, and with ``keep_best`` the best one."""
+    found, _ = complete(folder)
+    best = lowest(found) if keep_best else None
+    for old in found[keep:]:
+        if best is None or old.path != best.path:
+            # Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
+            going = old.path.with_name(old.path.name + ".old")
+            shutil.rmtree(going, ignore_errors=True)
+            old.path.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files of killed writers; no process may be writing there."""
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if _UNFINISHED.fullmatch(path.name) or path.name == TRIAL:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Identity of a checkpoint's model: its parameters, and the frozen weights under adapters.
+
+
+_PIECE = 1 << 24
+"""Elements summed at once: 128 MiB as 64-bit integers."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def shapes(model: Any) -> dict[str, list[int]]:
+    """Return the full shape of every parameter by name, partitioned or not."""
+    return {name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
+
+
+def trained(model: Any) -> list[str]:
+    """List the names of the parameters that are trained."""
+    return [name for name, one in model.named_parameters() if one.requires_grad]
+
+
+def base_of(model: Any, config: Config, world: World) -> Base | None:
+    """Return the identity of the frozen weights under adapters; None if all weights are trained. All ranks call this.
+
+    Contents are summed as integers, whose sum does not depend on the order: partitions of ZeRO-3 add up to the sum of
+    an unpartitioned parameter.
+    """
+    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    if not config.lora.rank or not frozen:
+        return None
+    partitioned = hasattr(frozen[0][1], "ds_tensor")
+    sums = torch.stack([_sum(one, world.rank).cpu() for _, one in frozen])
+    if partitioned:
+        dist.all_reduce(sums, group=world.host_group)
+    digest = hashlib.sha256()
+    for (name, one), total in zip(frozen, sums.tolist(), strict=True):
+        shape = list(getattr(one, "ds_shape", one.shape))
+        digest.update(f"{name} {shape} {one.dtype} {total}\n".encode())
+    return Base(config.model.name, digest.hexdigest()[:32])
+
+
+def _sum(parameter: Any, rank: int) -> torch.Tensor:
+    """Return the sum of a parameter's (or of this rank's part of it) elements, read as integers."""
+    tensor: torch.Tensor = parameter.detach()
+    if hasattr(parameter, "ds_tensor"):
+        part: torch.Tensor = parameter.ds_tensor.detach().flatten()
+        # The padding of the last partition is uninitialized.
+        valid = max(0, min(part.numel(), int(parameter.ds_numel) - rank * part.numel()))
+        tensor = part[:valid]
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    whole = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    # Summing integers first converts all of them to 8 bytes.
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in whole.split(_PIECE)]).sum()

@@ -1,21 +1,217 @@
 """Resumes from a checkpoint: selects it, and restores everything in it."""
 
+import contextlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ....protocol.errors import ConfigError
+from ....protocol.run.rundir import RUN_ENV
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..optim import support
 from ..state import TrainState
-from . import compatible, identity, manifest, universal
-from . import folder as folders
-from .folder import Found
-from .manifest import Base, Manifest
+from . import manifest
+from . import manifest as folders
+from .manifest import Base, Found, Manifest
 from .save import RANDOM
+
+# Checks whether a run may resume from a checkpoint: the changes in between, and their consequences.
+#
+# A change that is not accepted raises ``ConfigError``.
+
+
+_IDENTITY = (
+    *("seed", "data_key", "examples", "order", "sequence_length", "micro_batch", "grad_accumulation", "ranks"),
+    "sequence_parallel_size",
+)
+_CONSEQUENCES = {
+    "seed": "the rest of this epoch is drawn in another order, so some examples repeat and some are left out",
+    "data": "the position in the epoch is kept, so some examples repeat and some are left out",
+    "sequence_length": "examples are cut and packed differently, so some repeat and some are left out",
+    "micro_batch": "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    "grad_accumulation": "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    "ranks": "global batches have another size, so steps and the learning rate's schedule mean something else",
+}
+
+
+def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Path) -> tuple[TrainState, list[str]]:
+    """Return the position at which the run continues, and notes on differences from an uninterrupted run.
+
+    ``allow`` has the changes that are accepted (``checkpoint.allow``).
+    """
+    changes = {name: f"{text}: {_consequence(name, saved, now)}" for name, text in _changes(saved, now).items()}
+    changed = [name for name in changes if name not in allow]
+    if changed:
+        each = "; ".join(changes[name] for name in changed)
+        raise ConfigError(
+            f"checkpoint.resume: {path}: {each}. Set it back, or accept it with "
+            f"checkpoint.allow=[{', '.join([*allow, *changed])}]"
+        )
+    notes = list(changes.values())
+    if _divided(saved, now) and saved.global_batch == now.global_batch:
+        notes.append(f"{_divided(saved, now)}: the global batches are the same; rounding and dropout differ")
+    identity = {name: getattr(now, name) for name in _IDENTITY}
+    return msgspec.structs.replace(saved, **identity, batches=_batches(saved, now)), notes
+
+
+def model(manifest: Manifest, parameters: dict[str, list[int]], path: Path) -> None:
+    """Refuse a checkpoint of another model."""
+    here, there = parameters, manifest.parameters
+    for name in [*there, *here]:
+        if here.get(name) != there.get(name):
+            what = (
+                f"{name} is {_shape(there.get(name))} there and {_shape(here.get(name))} here"
+                if name in here and name in there
+                else f"{name} is {'not here' if name in there else 'not there'}"
+            )
+            raise ConfigError(f"checkpoint.resume: {path} is of another model: {what}")
+
+
+def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
+    """Return the differences by their names in ``checkpoint.allow``."""
+    changes: dict[str, str] = {}
+    if saved.seed != now.seed:
+        changes["seed"] = f"training.seed was {saved.seed} and is {now.seed}"
+    if saved.sequence_length != now.sequence_length:
+        changes["sequence_length"] = (
+            f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
+        )
+    elif saved.data_key != now.data_key:
+        changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
+    if saved.order != now.order:
+        text = f"data.shuffle, data.group_by_length: the examples were {saved.order} and are {now.order}"
+        changes.setdefault("data", text)
+    sizes = ""
+    if saved.global_batch != now.global_batch:
+        whole, rest = divmod(saved.global_batch, now.global_batch // now.grad_accumulation)
+        fix = f" (training.grad_accumulation={whole} keeps it)" if whole and not rest else ""
+        sizes = f", with {saved.global_batch} examples a step then and {now.global_batch} now{fix}"
+    if divided := _divided(saved, now):
+        if sizes:
+            changes["ranks"] = f"{divided}{sizes}"
+        return changes
+    for name in ("micro_batch", "grad_accumulation"):
+        if getattr(saved, name) != getattr(now, name):
+            changes[name] = f"training.{name} was {getattr(saved, name)} and is {getattr(now, name)}{sizes}"
+    return changes
+
+
+def _consequence(name: str, saved: TrainState, now: TrainState) -> str:
+    is_batch = name in ("micro_batch", "grad_accumulation") and saved.global_batch != now.global_batch
+    return _CONSEQUENCES["ranks" if is_batch else name]
+
+
+def _divided(saved: TrainState, now: TrainState) -> str:
+    """Return changed settings that divide batches among ranks differently, in words; empty: none."""
+    return " and ".join(
+        f"{section}.{name} was {getattr(saved, name)} and is {getattr(now, name)}"
+        for section, name in (("run", "ranks"), ("training", "sequence_parallel_size"))
+        if getattr(saved, name) != getattr(now, name)
+    )
+
+
+def _batches(saved: TrainState, now: TrainState) -> int:
+    """Return the number of global batches, of the present size, before the same place in the same epoch."""
+    if saved.global_batch == now.global_batch and saved.examples == now.examples:
+        return saved.batches
+    per_epoch = max(1, saved.examples // max(1, saved.global_batch))
+    epoch, offset = divmod(saved.batches, per_epoch)
+    per_epoch_now = max(1, now.examples // now.global_batch)
+    share = offset / per_epoch if saved.examples != now.examples else None
+    taken = int(share * per_epoch_now) if share is not None else offset * saved.global_batch // now.global_batch
+    return epoch * per_epoch_now + min(taken, per_epoch_now - 1)
+
+
+def _shape(shape: list[int] | None) -> str:
+    return "x".join(map(str, shape or [])) or "a scalar"
+
+
+# Converts checkpoints of another number of ranks through DeepSpeed's universal format.
+#
+# https://www.deepspeed.ai/tutorials/universal-checkpointing/
+
+
+_MODULE = "deepspeed.checkpoint.ds_to_universal"
+
+
+@contextlib.contextmanager
+def converted(path: Path, world: World) -> Generator[Path]:
+    """Yield a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
+
+    Raises:
+        ConfigError: DeepSpeed cannot convert it.
+    """
+    copy = path.with_name(path.name + "-universal.part")
+    problem = _convert(path, copy) if world.is_first else ""
+    problem = world.share_text(problem)
+    try:
+        if problem:
+            raise ConfigError(
+                f"checkpoint.resume: {path} was written by another number of ranks, and DeepSpeed cannot convert it "
+                f"({problem}); set run.ranks to what it was"
+            )
+        yield copy
+    finally:
+        world.barrier()
+        if world.is_first:
+            shutil.rmtree(copy, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def loading(engine: Any) -> Generator[None]:
+    """Make an engine load the universal format within a ``with`` block."""
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+        move_step_counts(engine.optimizer.optimizer)
+    finally:
+        engine._config.load_universal_checkpoint = False
+
+
+def move_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Move step counts to the device of the weights, as fused optimizers require.
+
+    DeepSpeed leaves them in host memory: ``base_optimizer.py`` and ``stage3.py`` set ``step`` to the file's value
+    without ``Optimizer.load_state_dict``, which would move it. All states are moved: under ZeRO-3 a group holds its
+    parameters only during a step.
+    """
+    if not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return
+    for parameter, state in optimizer.state.items():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            state["step"] = step.to(parameter.device)
+
+
+def _convert(path: Path, copy: Path) -> str:
+    """Convert a checkpoint; return the error, or an empty text."""
+    shutil.rmtree(copy, ignore_errors=True)
+    # A separate process on the CPU: the conversion forks workers, which a process with CUDA must not.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FTMON", "LOCAL_"))}
+    for name in (RUN_ENV, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    words = [f"--input_folder={path}", f"--output_folder={copy}", "--inject_missing_state"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", _MODULE, *words, "--num_extract_workers=2", "--num_merge_workers=2"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return (done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return ""
 
 
 def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
@@ -69,7 +265,7 @@ def planned(
         content = manifest.read(path)
         if content is not None:
             _check_model(engine, content, base, config, world, path)
-            return compatible.position(content.state, now, config.checkpoint.allow, path)[0]
+            return position(content.state, now, config.checkpoint.allow, path)[0]
     return now
 
 
@@ -87,7 +283,7 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
         content = manifest.read(path)
         if content is None:
             continue
-        resumed, notes = compatible.position(content.state, now, config.checkpoint.allow, path)
+        resumed, notes = position(content.state, now, config.checkpoint.allow, path)
         _check_model(engine, content, base, config, world, path)
         problem = _load(engine, path, content, config, world)
         if not problem:
@@ -113,8 +309,8 @@ def _is_intact(path: Path, world: World) -> bool:
 
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
-    compatible.model(content, identity.shapes(engine.module), path)
-    if set(content.trained) != set(identity.trained(engine.module)):
+    model(content, manifest.shapes(engine.module), path)
+    if set(content.trained) != set(manifest.trained(engine.module)):
         raise ConfigError(f"checkpoint.resume: {path} was trained with other parameters frozen; see lora.targets")
     if content.zero_stage != config.zero.stage:
         raise ConfigError(
@@ -147,7 +343,7 @@ def _load(engine: Any, path: Path, content: Manifest, config: Config, world: Wor
     problem = ""
     try:
         if content.state.ranks != world.size and config.zero.stage > 0:
-            with universal.converted(path, world) as copy, universal.loading(engine):
+            with converted(path, world) as copy, loading(engine):
                 loaded, _ = engine.load_checkpoint(str(copy.parent), tag=copy.name, load_module_strict=False)
         else:
             # Keys were compared with the manifest's; without frozen weights a strict load would fail.

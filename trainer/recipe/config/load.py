@@ -8,15 +8,154 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from msgspec import inspect
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from ....protocol.errors import ConfigError
-from . import yaml_nodes
+from ....protocol.errors import ConfigError, UsageError
 from .schema import MOST_WHOLE, Config
+
+# YAML as nodes with their lines, and overrides of the command line applied to them.
+#
+# PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
+# field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+#
+# What is not YAML, or not of the expected form, raises ``ConfigError``.
+
+
+_SHOWN = 80
+"""Characters of a wrong value or key in an error."""
+
+COMMAND_LINE = "command line"
+"""Place of a value given as ``key.sub=value``, for errors."""
+
+
+def read(path: str) -> Node | None:
+    """Read a YAML file; None for an empty one."""
+    try:
+        return parse(Path(path).read_text("utf-8"), path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; 'ftmon train --print-config > {path}' writes one") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, not a configuration file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not a text file in UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def parse(text: str, source: str, fix: str = "") -> Node | None:
+    """Parse YAML text.
+
+    ``source`` is its name in errors, ``fix`` advice in them.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        loader.name = source
+        return loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = error.problem_mark or error.context_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        at = _line(source, mark.line) if mark is not None else source
+        raise ConfigError(f"{at}: not valid YAML: {_problem(error)}{fix}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: is nested too deeply{fix}") from None
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        return str(error.problem or error.context)
+    return str(error).splitlines()[0]
+
+
+def shown(text: str) -> str:
+    """Return text for an error, shortened if it is long."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+
+
+def place(node: Node) -> str:
+    """Return the place of a node: ``train.yaml:12``, or ``command line``."""
+    mark = node.start_mark
+    return _line(mark.name, mark.line) if mark is not None else COMMAND_LINE
+
+
+def scalar(text: str, source: str, line: int) -> ScalarNode:
+    """Make a scalar node that was not written as YAML."""
+    mark = yaml.Mark(source, 0, line, 0, None, 0)
+    return ScalarNode("tag:yaml.org,2002:str", text, mark, mark)
+
+
+def override(tree: Node | None, assignment: str) -> Node:
+    """Apply ``key.sub=value`` to a tree, and return the tree.
+
+    Raises:
+        UsageError: it is not an assignment.
+        ConfigError: its value is not YAML.
+    """
+    key, equals, value = assignment.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UsageError(
+            f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
+        )
+    fix = f" in {shown(assignment)}; a text with such characters needs quotes of its own, as in key='\"text\"'"
+    node = parse(value, COMMAND_LINE, fix) or scalar("", COMMAND_LINE, 0)
+    for part in reversed(parts[1:]):
+        node = _mapping(part, node)
+    if tree is None:
+        return _mapping(parts[0], node)
+    if not isinstance(tree, MappingNode):
+        raise ConfigError(f"{place(tree)}: the file must hold sections such as 'zero:', not {describe(tree)}")
+    _put(tree, parts[0], node)
+    return tree
+
+
+def pairs(node: MappingNode) -> list[tuple[ScalarNode, Node]]:
+    """List a mapping's keys and values."""
+    seen: dict[str, str] = {}
+    result: list[tuple[ScalarNode, Node]] = []
+    for key, value in node.value:
+        if not isinstance(key, ScalarNode):
+            raise ConfigError(f"{place(key)}: a key must be a word, not {describe(key)}")
+        if key.value in seen:
+            raise ConfigError(f"{place(key)}: {shown(key.value)} is given twice, first at {seen[key.value]}")
+        seen[key.value] = place(key)
+        result.append((key, value))
+    return result
+
+
+def describe(node: Node) -> str:
+    """Return a node's text as written, or its kind, for an error message."""
+    if isinstance(node, ScalarNode):
+        if node.style is None:
+            return shown(node.value) or "nothing"
+        return repr(shown(node.value))
+    return "a section" if isinstance(node, MappingNode) else "a list"
+
+
+def _line(source: str, line: int) -> str:
+    return source if source == COMMAND_LINE else f"{source}:{line + 1}"
+
+
+def _mapping(key: str, value: Node) -> MappingNode:
+    word = scalar(key, COMMAND_LINE, 0)
+    return MappingNode("tag:yaml.org,2002:map", [(word, value)], word.start_mark, word.end_mark)
+
+
+def _put(tree: MappingNode, key: str, value: Node) -> None:
+    for index, (found, old) in enumerate(tree.value):
+        if isinstance(found, ScalarNode) and found.value == key:
+            if isinstance(old, MappingNode) and isinstance(value, MappingNode):
+                for below, node in pairs(value):
+                    _put(old, below.value, node)
+            else:
+                tree.value[index] = (scalar(key, COMMAND_LINE, 0), value)
+            return
+    tree.value.append((scalar(key, COMMAND_LINE, 0), value))
+
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _TRUE = ("true", "yes", "on")
@@ -62,10 +201,10 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
         ConfigError: a key, a type or a value is wrong.
         UsageError: an override is not an assignment.
     """
-    tree = yaml_nodes.read(path) if path is not None else yaml_nodes.parse(base, "the demo's configuration")
+    tree = read(path) if path is not None else parse(base, "the demo's configuration")
     for assignment in overrides:
-        tree = yaml_nodes.override(tree, assignment)
-    return decode(tree, path or yaml_nodes.COMMAND_LINE)
+        tree = override(tree, assignment)
+    return decode(tree, path or COMMAND_LINE)
 
 
 def decode(tree: Node | None, source: str) -> Loaded:
@@ -74,9 +213,7 @@ def decode(tree: Node | None, source: str) -> Loaded:
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
-        raise ConfigError(
-            f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {yaml_nodes.describe(tree)}"
-        )
+        raise ConfigError(f"{place(tree)}: the file must hold sections such as 'zero:', not {describe(tree)}")
     info = inspect.type_info(Config)
     assert isinstance(info, inspect.StructType)
     plain = _struct(tree, info, "", places)
@@ -89,13 +226,11 @@ def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, s
         raise _wrong(node, path, f"must be a section with keys such as {keys}")
     fields = {found.name: found for found in info.fields}
     result: dict[str, Any] = {}
-    for key, value in yaml_nodes.pairs(node):
+    for key, value in pairs(node):
         below = f"{path}.{key.value}" if path else key.value
         if key.value not in fields:
-            raise ConfigError(
-                f"{yaml_nodes.place(key)}: unknown key {yaml_nodes.shown(below)}{_suggest(key.value, path, fields)}"
-            )
-        places[below] = yaml_nodes.place(key)
+            raise ConfigError(f"{place(key)}: unknown key {shown(below)}{_suggest(key.value, path, fields)}")
+        places[below] = place(key)
         if not _is_null(value):
             result[key.value] = _value(value, fields[key.value].type, below, places)
     return result
@@ -149,7 +284,7 @@ def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, 
                 return value
     text = [str(value) for value in allowed]
     listed = f"{', '.join(text[:-1])} or {text[-1]}"
-    close = difflib.get_close_matches(yaml_nodes.describe(node), text, 1)
+    close = difflib.get_close_matches(describe(node), text, 1)
     raise _wrong(node, path, f"must be {listed}", f"; did you mean {close[0]}?" if close else "")
 
 
@@ -207,12 +342,12 @@ def _bound(value: float) -> str:
 def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
     """Convert a value without a declared type, by the rules of YAML 1.2's core schema for scalars."""
     if depth == 0:
-        raise ConfigError(f"{yaml_nodes.place(node)}: {path} is nested too deeply")
+        raise ConfigError(f"{place(node)}: {path} is nested too deeply")
     if isinstance(node, MappingNode):
         result: dict[str, Any] = {}
-        for key, value in yaml_nodes.pairs(node):
-            below = f"{path}.{yaml_nodes.shown(key.value)}"
-            places[below] = yaml_nodes.place(key)
+        for key, value in pairs(node):
+            below = f"{path}.{shown(key.value)}"
+            places[below] = place(key)
             result[key.value] = _free(value, below, places, depth - 1)
         return result
     if isinstance(node, SequenceNode):
@@ -268,4 +403,4 @@ def _is_null(node: Node) -> bool:
 
 
 def _wrong(node: Node, path: str, rule: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {yaml_nodes.describe(node)}{hint}")
+    return ConfigError(f"{place(node)}: {path} {rule}, not {describe(node)}{hint}")

@@ -26,7 +26,8 @@ def follow_parent(parent: int) -> None:
 def main(job: dict[str, Any]) -> int:
     """Write the documents of the job's records to its folder; return the exit status."""
     from ..model import tokenizer
-    from . import pipeline, sources, store
+    from . import encode, pipeline
+    from . import records as sources
     from .encode import Encoder
 
     folder = Path(job["folder"])
@@ -40,7 +41,7 @@ def main(job: dict[str, Any]) -> int:
         return 1
     follow_parent(int(job["parent"]))
     part = Path(job["part"])
-    store.write(
+    encode.write(
         encoder,
         records,
         int(job["start"]),

@@ -6,6 +6,7 @@ Data that do not fit the configuration raise ``ConfigError``.
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -16,21 +17,63 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from numpy.typing import NDArray
 
 from ....protocol.errors import ConfigError, FtmonError, UsageError
+from ....protocol.host.process import start_ticks
 from .. import hardware
 from ..config import write as configuration
 from ..config.schema import Config
+from ..engine.distributed import World
+from ..model import tokenizer
 from ..model import tokenizer as tokenizers
 from ..model.loss import IGNORED
-from . import formats, store
-from .encode import Encoder, texts
-from .packing import best_fit
-from .report import Report
-from .sources import Records
+from ..monitor import activity
+from . import encode as store
+from . import messages
+from . import records as sources
+from .encode import Encoder, Report, texts
+from .records import Records
+
+# Packs documents into sequences of fixed length without cutting any: best-fit decreasing over the whole data set.
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Distribute documents over bins, longest first, each into the fullest bin with room for it.
+
+    Best-fit decreasing uses at most 11/9 of the fewest bins possible, plus 4 (Johnson, 1973).
+
+    Returns:
+        The numbers of the documents in each bin.
+    """
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit r is set while a bin has r tokens of room: the lowest set bit at or above a length is its best fit.
+    rooms = 0
+    for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[document]
+        if length > capacity:
+            raise ValueError(f"document {document} has {length} tokens, more than a bin's {capacity}")
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room = capacity
+            chosen = len(bins)
+            bins.append([])
+        bins[chosen].append(document)
+        left = room - length
+        if left:
+            with_room[left].append(chosen)
+            rooms |= 1 << left
+    return bins
+
 
 _PARALLEL_RECORDS = 20_000
 _POLL_SECONDS = 0.05
@@ -99,7 +142,7 @@ def record_formats(records: Records, config: Config) -> list[str]:
                 # Each record is refused as it is read, with its place and reason.
                 found.append("text" if config.data.format == "auto" else config.data.format)
             else:
-                found.append(formats.detect(first, config.data))
+                found.append(messages.detect(first, config.data))
         except UsageError as error:
             raise ConfigError(str(error)) from None
     return found
@@ -311,3 +354,104 @@ def _done(part: Path) -> int:
         return int(part.with_suffix(".done").read_text() or 0)
     except OSError:
         return 0
+
+
+# Passes rank 0's result of preparing the data, a folder or an error, to the ranks that wait for it.
+
+
+_HANDOVER_POLL_SECONDS = 0.1
+
+
+class Status(msgspec.Struct):
+    """Result of rank 0: the documents' folder, or the error."""
+
+    folder: str = ""
+    error: str = ""
+
+
+def leave(path: Path, status: Status) -> None:
+    """Write the result of rank 0 atomically."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_bytes(msgspec.json.encode(status))
+    os.replace(scratch, path)
+
+
+def wait(path: Path, first: int) -> Status:
+    """Wait for the result of rank 0, the process ``first``, as long as it lives; return it."""
+    while True:
+        alive = start_ticks(first) is not None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Status)
+        except FileNotFoundError:
+            if not alive:
+                return Status(error="rank 0 ended while it prepared the data")
+        time.sleep(_HANDOVER_POLL_SECONDS)
+
+
+# The tokenizer and the encoded examples of a run.
+
+
+def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:
+    """Return the tokenizer, the folder of the encoded documents, and the examples to train on. All ranks call this."""
+    kept = output / "tokenizer"
+    trained = resumed.parent.parent / "tokenizer" if resumed else None
+    made: Any = None
+
+    def encode() -> Path:
+        nonlocal made
+        made, folder = _encode(config, trained, kept, world.log)
+        return folder
+
+    folder = first_encodes(world, encode)
+    if made is None:
+        made = tokenizer.load(config, kept)
+    # Rank 0 has chosen the template, if there are chats.
+    made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
+    with activity("data", "packing" if config.data.packing else "reading the tokens"):
+        # Every rank reads and hashes whole files, so only if their weights differ.
+        weighted = any(file.weight != 1 for file in config.data.files)
+        result = examples(folder, sources.read(config) if weighted else None, config)
+    for line in result.report.notes():
+        world.log(line)
+    return made, folder, result
+
+
+def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
+    """Return what ``encode`` returns in rank 0. All ranks call this.
+
+    The others wait without a collective, so that no timeout ends a run with slow data.
+    """
+    place = cache_folder()
+    status_file = Path(world.share_text(str(place / f"prepared-{secrets.token_hex(8)}")))
+    first = int(world.share_text(str(os.getpid())))
+    if world.is_first:
+        place.mkdir(parents=True, exist_ok=True)
+        status = Status(error="rank 0 failed while it prepared the data")
+        try:
+            folder = encode()
+            status = Status(str(folder))
+        except FtmonError as error:
+            status = Status(error=str(error))
+            raise
+        finally:
+            leave(status_file, status)
+    else:
+        status = wait(status_file, first)
+    world.barrier()
+    if world.is_first:
+        status_file.unlink(missing_ok=True)
+    if status.error:
+        raise ConfigError(status.error)
+    return Path(status.folder)
+
+
+def _encode(config: Config, trained: Path | None, keep: Path, say: Any) -> tuple[Any, Path]:
+    records = sources.read(config)
+    forms = record_formats(records, config)
+    with activity("data", "the tokenizer"):
+        made = load_tokenizer(config, records, forms, trained)
+    encoder = Encoder(made, config, forms)
+    if not (config.tokenizer.name or config.model.name):
+        made.save_pretrained(str(keep))
+    with activity("data", "tokenizing", total=len(records)) as progress:
+        return made, encode(records, encoder, made, config, say, progress.report)

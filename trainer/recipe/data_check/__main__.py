@@ -15,7 +15,7 @@ from ....protocol.errors import FtmonError, UsageError
 from .. import hardware
 from ..config.load import load
 from ..preflight import resolve
-from ..preflight.inputs import check_hub
+from ..preflight.resolve import check_hub
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
             loaded = load(config, overrides)
         check_hub(loaded)
         settled = resolve.settle_data(loaded)
-        from .collect import collect
-        from .findings import judge
+        from .check import collect, judge
 
         collected = collect(settled, arguments.samples)
     except FtmonError as error:

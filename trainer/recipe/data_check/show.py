@@ -5,8 +5,7 @@ from typing import Any
 
 import plotext
 
-from .collect import Collected, Sample
-from .findings import Facts, Finding
+from .check import Collected, Facts, Finding, Sample
 
 _SHOWN = 3
 """Records listed with each finding."""

@@ -1,25 +1,115 @@
 """Evaluates a model: mean loss over all label tokens of the evaluation examples, each counted once."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..data.collate import Batch
+from ..data import pipeline
+from ..data import records as sources
+from ..data.batches import Batch, shift_labels
+from ..data.encode import Encoder
 from ..data.pipeline import Examples
-from ..data.positions import shift_labels
 from ..engine.distributed import World
-from ..model.inputs import on_device
+from ..model.attention import on_device
 from ..model.loss import IGNORED
+from ..model.shape import room
+from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
-from . import samples
+
+# The examples that a run is evaluated on.
+
+
+def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Examples | None:
+    """Return the examples to evaluate on; None without evaluation. All ranks call this.
+
+    Rank 0 encodes; ``trained`` is the folder of the training's encoded documents, of which ``evaluation.share`` sets
+    some aside.
+    """
+    settings = config.evaluation
+    if not settings.on:
+        return None
+    found = pipeline.held_out(trained, config) if settings.share else _encoded(config, world, tokens)
+    count = min(settings.limit or len(found.rows), len(found.rows))
+    return dataclasses.replace(
+        found,
+        rows=found.rows.select(range(count)),
+        tokens=found.tokens[:count],
+        label_tokens=found.label_tokens[:count],
+    )
+
+
+def _encoded(config: Config, world: World, tokens: Any) -> Examples:
+    wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
+
+    def encode() -> Path:
+        records = sources.read(wanted)
+        encoder = Encoder(tokens, wanted, pipeline.record_formats(records, wanted))
+        with activity("data", "tokenizing evaluation data", total=len(records)) as progress:
+            return pipeline.encode(records, encoder, tokens, wanted, progress=progress.report)
+
+    try:
+        return pipeline.examples(pipeline.first_encodes(world, encode), None, wanted)
+    except ConfigError as error:
+        raise ConfigError(f"evaluation: {error}") from None
+
+
+# Generates answers of the model to prompts of the evaluation examples during training.
+
+
+def prompt_of(row: dict[str, list[int]]) -> list[int]:
+    """Return the tokens before the first one that carries loss; of a plain text, its first quarter."""
+    learned = next((place for place, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    return [int(token) for token in row["input_ids"][: learned if learned > 1 else max(1, len(row["input_ids"]) // 4)]]
+
+
+def generate(
+    engine: Any,
+    tokens: Any,
+    rows: list[dict[str, list[int]]],
+    longest: int,
+    trained: int,
+    world: World,
+    *,
+    together: bool,
+) -> list[tuple[str, str]]:
+    """Return each row's prompt and the model's most probable answer; empty in ranks that do not generate.
+
+    With ``together`` (ZeRO-3) every rank must run every forward. An answer has at most ``longest`` tokens, fewer if the
+    model has no more positions.
+    """
+    if not (together or world.is_first):
+        return []
+    result: list[tuple[str, str]] = []
+    engine.eval()
+    try:
+        for row in rows:
+            ids = prompt_of(row)
+            inputs = torch.tensor([ids], device=world.device)
+            with torch.no_grad():
+                made = engine.module.generate(
+                    input_ids=inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    max_new_tokens=room(engine.module.config, len(ids), longest, trained),
+                    do_sample=False,
+                    pad_token_id=tokens.pad_token_id,
+                    eos_token_id=end_tokens(engine.module, tokens),
+                )
+            answer = made[0, len(ids) :].tolist()
+            result.append((tokens.decode(ids), tokens.decode(answer)))
+    finally:
+        engine.train()
+    return result
 
 
 class Evaluated(msgspec.Struct, frozen=True):
@@ -150,7 +240,7 @@ class Evaluator:
         rows = [self.examples.rows[row] for row in range(wanted)]
         if not rows:
             return []
-        return samples.generate(
+        return generate(
             self._engine,
             self._tokens,
             rows,

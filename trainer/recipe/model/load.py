@@ -1,5 +1,6 @@
 """Loads the model: weights from the hub or a folder, or random ones from a bare configuration."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,44 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..engine.distributed import World
-from . import layers
-from .adapters import add_lora
+from . import activations
 from .bare import bare_config, first_line
 from .loss import use_summed_loss
 from .shape import named_config
+
+# Low-rank adapters on a frozen model (peft).
+
+
+def quiet_bitsandbytes() -> None:
+    """Suppress bitsandbytes' log line that it has no kernel from the hub for 4-bit weights on the CPU.
+
+    It is logged at import, and peft imports it for all kinds of adapters.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def add_lora(model: Any, config: Config) -> Any:
+    """Put adapters on a model and freeze the rest.
+
+    Raises:
+        ConfigError: ``lora.targets`` names no layer of the model.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    lora = config.lora
+    adapters = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # fractions work too
+        lora_dropout=lora.dropout,
+        use_dora=lora.kind == "dora",
+        target_modules=lora.targets or "all-linear",
+    )
+    try:
+        return get_peft_model(model, adapters)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets: {str(error).splitlines()[0]}") from None
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names of ``training.precision``."""
@@ -56,7 +90,7 @@ def make(
     inner = model
     if config.lora.rank:
         model = add_lora(model, config)
-    layers.set_up(inner, config)
+    activations.set_up(inner, config)
     return model
 
 

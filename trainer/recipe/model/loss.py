@@ -4,9 +4,18 @@ A mean per micro-batch, averaged over micro-batches and ranks, would weigh token
 trainer sums, and divides once by the label tokens of the whole global step.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..engine.distributed import World
 
 IGNORED = -100
 """Label of a token without loss (``ignore_index`` of PyTorch's cross entropy)."""
@@ -47,3 +56,327 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
     On a GPU this synchronizes with the device.
     """
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)
+
+
+# Cross entropy of a linear layer's outputs in chunks of tokens, without logits at full size.
+#
+# The gradients are computed in the forward pass, while a chunk's logits exist, so nothing is recomputed: three matrix
+# products, as without chunks. PyTorch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which works the same
+# way. It is not used because it can neither scale nor cap logits, and older versions lack it.
+
+
+CHUNK_BYTES = 1 << 28
+"""Size of a chunk's logits in fp32. Twice as much is allocated for a moment."""
+TRAINED_CHUNK_BYTES = 1 << 30
+"""The same for a trained weight: each chunk adds to the whole weight's gradient, which costs about as much as its
+logits if a chunk has as many tokens as the layer has features."""
+_MULTIPLE = 128
+"""Tokens of a chunk are a multiple of this: matrix products are fastest at such sizes."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """A model's transform of its last linear layer's outputs: ``cap * tanh(scale * x / cap)``."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+    """0: logits are not capped."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits."""
+        scaled = logits * self.scale
+        return self.cap * torch.tanh(scaled / self.cap) if self.cap else scaled
+
+
+def chunk_tokens(vocabulary: int, trained: bool) -> int:
+    """Return the number of tokens per chunk, for a weight that is ``trained`` or not."""
+    size = TRAINED_CHUNK_BYTES if trained else CHUNK_BYTES
+    return max(_MULTIPLE, size // (4 * vocabulary) // _MULTIPLE * _MULTIPLE)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    transform: LogitTransform | None = None,
+    chunk: int = 0,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Return the sum of the cross entropies of ``targets`` in fp32, a scalar.
+
+    Args:
+        hidden: inputs of the linear layer, of shape [tokens, features].
+        weight: of shape [vocabulary, features].
+        bias: of shape [vocabulary], or None.
+        targets: of shape [tokens]; each is counted.
+        transform: applied to the layer's outputs.
+        chunk: tokens at a time; 0: ``chunk_tokens``.
+        compiled: compile the operations after the linear layer into one kernel; the first call is slow.
+
+    The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed.
+    """
+    chosen = transform or LogitTransform()
+    # ``ctx.needs_input_grad`` does not depend on it, and within ``forward`` it is off.
+    with_grad = torch.is_grad_enabled()
+    size = chunk or chunk_tokens(weight.shape[0], weight.requires_grad and with_grad)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, chosen, size, compiled, with_grad)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+        chunk: int,
+        compiled: bool,
+        with_grad: bool,
+    ) -> torch.Tensor:
+        after_linear = _compiled() if compiled else _after_linear
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Summed over chunks in fp32, independent of the weights' type.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk):
+            part = hidden[start : start + chunk]
+            losses, grad = after_linear(
+                torch.nn.functional.linear(part, weight, bias),
+                targets[start : start + chunk, None],
+                transform.scale,
+                transform.cap,
+                weight.dtype,
+                any(wanted),
+            )
+            loss += losses
+            if grad is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[start : start + chunk])
+            if grad_weight is not None:
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), part)
+                else:
+                    grad_weight += grad.t() @ part
+        ctx.grads = (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of a fused loss can be taken once")
+        grads, ctx.grads = ctx.grads, None
+        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), None, None, None, None, None)
+
+
+def _after_linear(
+    logits: torch.Tensor, wanted: torch.Tensor, scale: float, cap: float, dtype: torch.dtype, with_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the sum of a chunk's losses, and its gradient with respect to the linear layer's outputs, in ``dtype``.
+
+    ``logits`` have the shape [tokens, vocabulary], ``wanted`` (targets) [tokens, 1].
+    """
+    slope: torch.Tensor | None = None
+    if scale != 1.0 or cap:
+        logits = logits.float() * scale
+    if cap:
+        logits = torch.tanh(logits / cap)
+        slope = 1.0 - logits * logits if with_grad else None
+        logits *= cap
+    highest = logits.amax(-1, keepdim=True).float()
+    # In fp32, independent of the logits' type, without an fp32 copy of them.
+    exponentials = torch.sub(logits, highest).exp_()
+    sums = exponentials.sum(-1, keepdim=True)
+    below = logits.gather(1, wanted) - highest - sums.log()
+    loss = -below.sum()
+    if not with_grad:
+        return loss, None
+    grad = exponentials if dtype == exponentials.dtype else torch.empty_like(exponentials, dtype=dtype)
+    torch.mul(exponentials, scale / sums, out=grad)
+    grad.scatter_(1, wanted, (below.expm1() * scale).to(dtype))
+    return loss, grad if slope is None else grad.mul_(slope)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    # Dynamic: the last chunk has the remaining tokens.
+    return torch.compile(_after_linear, dynamic=True)
+
+
+# Makes a transformers model compute its loss without logits at full size, if that gives the same loss.
+#
+# The last linear layer is still called as a module, with the hidden states and the labels, so that ZeRO-3's hooks
+# gather its weight. The computation between that layer and the loss is read from the model's configuration, and then
+# checked against the model's own forward; a model with another one keeps its own loss.
+
+
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Relative difference of the two losses that rounding explains."""
+_SAMPLE_TOKENS = 24
+
+
+def set_up(model: Any, config: Config, world: World) -> bool:
+    """Switch a model to the fused loss; return whether it is in use. All ranks call this, after the engine is made.
+
+    Raises:
+        ConfigError: ``model.fused_loss`` is on and the model's loss is not of that form.
+    """
+    if config.model.fused_loss == "off":
+        return False
+    inner = causal_model(model)
+    problem = _problem(inner)
+    if not problem:
+        undo = _patch(inner, transform_of(inner.config), compiled=config.model.compile != "off")
+        problem = _difference(inner, world)
+        if problem:
+            undo()
+    if not problem:
+        return True
+    if config.model.fused_loss == "on":
+        raise ConfigError(f"model.fused_loss is on, but {problem}; use model.fused_loss=auto")
+    world.log(f"note: logits are computed at full size (model.fused_loss): {problem}")
+    return False
+
+
+def causal_model(model: Any) -> Any:
+    """Return transformers' model inside peft's, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def transform_of(settings: Any) -> LogitTransform:
+    """Return the logit transform of a transformers configuration: Granite divides, Cohere multiplies, Gemma 2 caps."""
+    settings = settings.get_text_config()
+    scale = float(getattr(settings, "logit_scale", None) or 1.0)
+    scale /= float(getattr(settings, "logits_scaling", None) or 1.0)
+    return LogitTransform(scale, float(getattr(settings, "final_logit_softcapping", None) or 0.0))
+
+
+def _problem(inner: Any) -> str:
+    """Return the reason, by its parts, why a model cannot use the fused loss; empty if it can."""
+    head = inner.get_output_embeddings()
+    kind = inner.config.model_type
+    if next(inner.parameters()).dtype == torch.float16:
+        # Computed in the forward pass, before the loss scale is known: sums over tokens overflow fp16.
+        return "its gradients would overflow in fp16"
+    if type(head) is not torch.nn.Linear:
+        return f"the last layer of {kind} is {type(head).__name__}, not a plain linear layer"
+    if inner.base_model is inner:
+        return f"{kind} has no body apart from its last layer"
+    return ""
+
+
+def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[], None]:
+    """Install the fused loss in a model; return a function that removes it."""
+    head: Any = inner.get_output_embeddings()
+    plain_head, plain = head.forward, inner.forward
+    # Libraries (accelerate, quantizers) may have set their own forward on the instance.
+    before = [(module, vars(module).get("forward")) for module in (head, inner)]
+
+    def head_forward(
+        module: Any, hidden: torch.Tensor, shift_labels: torch.Tensor | None = None, positions: Any = None
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            return plain_head(hidden)
+        where = label_positions(shift_labels) if positions is None else positions
+        targets = shift_labels.flatten()[where]
+        inputs = hidden.flatten(0, 1)[where]
+        # An evaluation, or a check of the model before it trains, is not worth a compilation.
+        compile_chunks = compiled and inputs.requires_grad
+        return linear_cross_entropy(inputs, module.weight, module.bias, targets, transform, compiled=compile_chunks)
+
+    def forward(
+        module: Any,
+        *inputs: Any,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        label_positions: Any = None,
+        **others: Any,
+    ) -> Any:
+        if labels is None:
+            return plain(*inputs, **others)
+        hidden: torch.Tensor = module.base_model(*inputs, **others)[0]
+        targets = next_labels(labels) if shift_labels is None else shift_labels
+        return CausalLMOutputWithPast(loss=head(hidden, shift_labels=targets, positions=label_positions))
+
+    head.forward = MethodType(head_forward, head)
+    inner.forward = MethodType(forward, inner)
+    inner.plain_forward = plain
+
+    def undo() -> None:
+        for module, own in before:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        del inner.plain_forward
+
+    return undo
+
+
+def _difference(inner: Any, world: World) -> str:
+    """Return in words how the model's own loss differs from the fused one, or empty. All ranks call this."""
+    if not world.has_values:
+        return ""
+    training = inner.training
+    inner.eval()
+    try:
+        with torch.no_grad():
+            problem = _other_transform(inner, world) or _other_loss(inner, world)
+    finally:
+        inner.train(training)
+    return problem
+
+
+def _other_transform(inner: Any, world: World) -> str:
+    """Compare the model's transform of logits with ours, on large values in place of its last layer's outputs."""
+    head: Any = inner.get_output_embeddings()
+    seen: list[torch.Tensor] = []
+    # A separate generator: random numbers of the training must not depend on this check.
+    generator = torch.Generator().manual_seed(0)
+    dtype = next(inner.parameters()).dtype
+    made = torch.randn(1, 2, inner.config.get_text_config().vocab_size, generator=generator) * 40.0
+    made = made.to(world.device, dtype)
+
+    def record(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        seen.append(logits)
+        return logits.sum()
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
+    fused_head = head.forward
+    head.forward = lambda hidden, **_: made
+    inner.loss_function = record
+    try:
+        inner.plain_forward(input_ids=ids, labels=ids, use_cache=False)
+    finally:
+        head.forward = fused_head
+        inner.loss_function = summed_loss
+    if not seen:
+        return f"{inner.config.model_type} computes its loss in a way of its own"
+    expected = transform_of(inner.config).apply(made.float())
+    if not torch.allclose(seen[0].float(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-4):
+        return f"{inner.config.model_type} changes its logits in a way of its own before the loss"
+    return ""
+
+
+def _other_loss(inner: Any, world: World) -> str:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = inner.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, _SAMPLE_TOKENS), generator=generator).to(world.device)
+    own = inner.plain_forward(input_ids=ids, labels=ids, use_cache=False).loss
+    fused = inner(input_ids=ids, labels=ids, use_cache=False).loss
+    close = abs(float(own) - float(fused)) <= _TOLERANCE[next(inner.parameters()).dtype] * abs(float(own))
+    # One result for all ranks: they must run the same code.
+    if world.all_agree(close):
+        return ""
+    return f"{inner.config.model_type} gives a loss of {float(own):.6f}, and {float(fused):.6f} without full logits"

@@ -1,13 +1,80 @@
 """transformers' configuration of the model, and its checks before the model is made."""
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from .bare import bare_config, first_line
-from .positions import beyond, has_table, positions
+
+# Finds a model's maximum sequence length, and whether longer ones are possible. Does not import torch.
+
+
+_NAME = "max_position_embeddings"
+_TABLE = re.compile("wpe|position|pos_e")
+"""Matches names of position tables: wpe, embed_positions, position_embeddings, positions_embed, pos_encoding ..."""
+_OFFSET = 2
+"""Rows before the first position in some tables (BART's, OPT's)."""
+
+
+class Positions(NamedTuple):
+    """Maximum sequence length of a model, in tokens."""
+
+    most: int
+    setting: str
+    """Its name in the model's configuration, such as n_positions."""
+
+
+def positions(shape: Any) -> Positions | None:
+    """Return the positions in transformers' configuration of a model; None without such a setting."""
+    text = shape.get_text_config() if hasattr(shape, "get_text_config") else shape
+    count = getattr(text, _NAME, None)
+    if not isinstance(count, int) or count < 1:
+        return None
+    return Positions(count, getattr(text, "attribute_map", {}).get(_NAME, _NAME))
+
+
+def beyond(shape: Any, length: int) -> str:
+    """Return a sentence if ``length`` tokens exceed the model's positions; empty if not, or if unknown."""
+    found = positions(shape)
+    if found is None or length <= found.most:
+        return ""
+    return f"{length:,} tokens are more than the model's {found.setting}, {found.most:,}"
+
+
+def room(shape: Any, prompt: int, longest: int, trained: int = 0) -> int:
+    """Return the number of tokens an answer may have, at most ``longest``; less than 1 if the prompt leaves no room.
+
+    ``trained``: tokens of the training's sequences, which may exceed the model's positions.
+    """
+    found = positions(shape)
+    return longest if found is None else min(longest, max(found.most, trained) - prompt)
+
+
+def has_table(shape: Any) -> bool:
+    """Return whether a model reads positions from a table, which limits them; rotary models do not.
+
+    The model is made on the meta device, and its tables are identified by name and size.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    found = positions(shape)
+    if found is None:
+        return False
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(shape)
+    except Exception:  # a model type may raise anything; loading the model reports it
+        return False
+    return any(
+        _TABLE.search(f"{name}.{own}") and tensor.ndim == 2 and 0 <= len(tensor) - found.most <= _OFFSET
+        for name, module in model.named_modules()
+        if not hasattr(module, "make_weights")  # XGLM's sinusoids, which grow
+        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    )
 
 
 def named_config(name: str) -> Any:

@@ -9,9 +9,137 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
-from . import blocks
-from .rounding import random_bits, salt, to_bfloat16
+# Block-wise 8-bit quantization of optimizer states.
+#
+# Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): 256 elements share a scale, their
+# largest magnitude, and each is one of 256 values of a dynamic tree code, whose spacing is relative over seven decades.
+#
+# There are two differences. Codes are rounded stochastically between the two neighbours: to nearest, a running average
+# would not change if its change in a step is below half a spacing (with beta2 = 0.999 it falls by 0.1 % a step at most,
+# and codes are 1 % and more apart). And the root of the running square is stored, which doubles its range; a positive
+# one never becomes 0, which would make the step huge.
+
+
+BLOCK = 256
+_DECADES = 7
+
+
+def code(signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the 256 values of the dynamic tree code in ascending order, fp32, from -1 or 0 to 1.
+
+    A byte's leading zeros are the decade, the bits after the first one the position in it, from 0.1 to 1.
+    """
+    values = [0.0, 1.0]
+    for decade in range(_DECADES):
+        # An unsigned code uses the sign's bit for the position.
+        count = 1 << (decade + (0 if signed else 1))
+        width = 0.9 / count
+        places = [0.1 + width * (place + 0.5) for place in range(count)]
+        values += [place * 10.0 ** (decade - _DECADES + 1) for place in places]
+    if signed:
+        values += [-value for value in values if 0.0 < value < 1.0]
+    values.sort()
+    if signed:
+        values[0] = -1.0  # the largest magnitude of a block may be negative
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values.
+
+    Args:
+        codes: uint8 ``[n]``.
+        scales: fp32 ``[ceil(n / BLOCK)]``.
+        table: 256 values (``code``).
+    """
+    values = torch.index_select(table, 0, codes.to(torch.int32))
+    return (_blocks(values) * scales[:, None]).flatten()[: codes.numel()]
+
+
+def encode(values: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of fp32 values, rounded stochastically between neighbouring codes.
+
+    Args:
+        values: fp32 ``[n]``.
+        bits: int32 ``[n]``, random; the lower 16 of each are used.
+        table: 256 values (``code``).
+    """
+    blocks = _blocks(values)
+    scales = blocks.abs().amax(dim=1)
+    # A block of zeros stays zero: any code times 0.
+    share = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).flatten()[: values.numel()]
+    below = (torch.bucketize(share, table, out_int32=True, right=True) - 1).clamp(0, 254)
+    low = torch.index_select(table, 0, below)
+    high = torch.index_select(table, 0, below + 1)
+    step = high - low
+    place = torch.where(step > 0, (share - low) / torch.where(step > 0, step, 1.0), 0.0)
+    up = (bits & 0xFFFF).to(torch.float32) < place * 65536.0
+    return (below + up.to(torch.int32)).to(torch.uint8), scales
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    rest = -values.numel() % BLOCK
+    return (pad(values, (0, rest)) if rest else values).view(-1, BLOCK)
+
+
+# Stochastic rounding from fp32 to bf16, with random bits that are computed and not drawn.
+#
+# A value between two neighbours in bf16 becomes the upper one with a probability equal to its relative distance from
+# the lower one, so its mean is the value. Updates below half a bf16 step are lost with rounding to nearest, and kept
+# on average here.
+#
+# The random bits are a hash of seed, step, tensor and position: they are the same on every device, compiled or not,
+# need no state for a resume, and run under fake tensors like any other arithmetic.
+
+
+_MASK = 0xFFFFFFFF
+_FIRST = 0x7FEB352D
+_SECOND = 0x846CA68B - (1 << 32)
+"""Multipliers of the 32-bit hash lowbias32 (https://nullprogram.com/blog/2018/07/31/), as signed integers."""
+_UPPER = -65536
+"""Mask of the bits of an fp32 number that bf16 keeps: 0xFFFF0000."""
+
+
+def salt(*numbers: int) -> int:
+    """Return a signed 32-bit integer hashed from integers, such as seed, step, tensor and chunk."""
+    value = 0
+    for number in numbers:
+        # splitmix64's finalizer, over all bits of each number.
+        value = (value + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    low = value & _MASK
+    return low - (1 << 32) if low >= 1 << 31 else low
+
+
+def random_bits(positions: torch.Tensor, salted: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each position.
+
+    Args:
+        positions: int32; 0, 1, 2, ...
+        salted: int32 scalar on the same device (see ``salt``).
+    """
+    bits = positions ^ salted
+    # Shifts of signed integers copy the sign: the mask makes them logical. Products wrap around.
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _FIRST
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _SECOND
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def to_bfloat16(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to bf16 stochastically.
+
+    Args:
+        value: fp32.
+        bits: int32 of the same shape; the lower 16 of each are used.
+    """
+    rounded = ((value.view(torch.int32) + (bits & 0xFFFF)) & _UPPER).view(torch.float32)
+    # A carry would turn some NaN into a number.
+    return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
+
 
 _aten: Any = torch.ops.aten
 States = Literal["bf16", "8bit"]
@@ -121,7 +249,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
         elements = 0
         for part in parts:
             count = part.parameter.numel()
-            whole_blocks = self._states == "bf16" or count % blocks.BLOCK == 0
+            whole_blocks = self._states == "bf16" or count % BLOCK == 0
             if not (part.parameter.is_contiguous() and whole_blocks):
                 yield [part]
                 continue
@@ -168,9 +296,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
             arguments = (parameter[start:end], gradient[start:end], scalars, salted)
             here = [average[start:end] for average in averages]
             if self._states == "8bit":
-                blocked = slice(start // blocks.BLOCK, -(-end // blocks.BLOCK))
+                blocked = slice(start // BLOCK, -(-end // BLOCK))
                 if device not in self._tables:
-                    self._tables[device] = (blocks.code(True, device), blocks.code(False, device))
+                    self._tables[device] = (code(True, device), code(False, device))
                 update(*arguments, here, [scale[blocked] for scale in scales], self._tables[device])
             else:
                 update(*arguments, here)
@@ -182,7 +310,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
             state[name] = torch.zeros(parameter.shape, dtype=torch.uint8 if eight else torch.bfloat16, device=device)
             if eight:
                 # Where the scale is 0, any code is 0.
-                state[name + "_scale"] = torch.zeros(-(-parameter.numel() // blocks.BLOCK), device=device)
+                state[name + "_scale"] = torch.zeros(-(-parameter.numel() // BLOCK), device=device)
         return state
 
 
@@ -262,16 +390,16 @@ def _update_8bit(
     scales: Any,
     tables: Any,
 ) -> None:
-    root = blocks.decode(averages[1], scales[1], tables[1])
-    mean = blocks.decode(averages[0], scales[0], tables[0])
+    root = decode(averages[1], scales[1], tables[1])
+    mean = decode(averages[0], scales[0], tables[0])
     updated, mean, square = _adamw(parameter, gradient, mean, root * root, scalars)
     bits = _bits(parameter, salted)
     _store(parameter, updated, bits[0])
-    codes, scale = blocks.encode(mean, bits[1], tables[0])
+    codes, scale = encode(mean, bits[1], tables[0])
     averages[0].copy_(codes)
     scales[0].copy_(scale)
     root = square.sqrt()
-    codes, scale = blocks.encode(root, bits[2], tables[1])
+    codes, scale = encode(root, bits[2], tables[1])
     # A positive root has at least the smallest positive code.
     averages[1].copy_(torch.where(root > 0, codes.clamp(min=1), codes))
     scales[1].copy_(scale)

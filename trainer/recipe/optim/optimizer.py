@@ -1,5 +1,6 @@
 """Makes the configured variant of AdamW. The variants differ in their temporaries, and so in peak memory."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +8,86 @@ from typing import Any
 import torch
 
 from ....protocol.errors import ConfigError
-from ..config.schema import Config
+from ..config.schema import Config, Optimizer, Schedule
 from ..engine.distributed import World
 from ..monitor import activity
-from . import muon
-from .adamw import SmallStateAdamW, compiles
-from .rounding import salt
-from .schedule import factor
+from .adamw import SmallStateAdamW, compiles, salt
 from .support import SMALL_STATES
+
+# The learning rate over time, as a share of its peak.
+
+
+def factor(schedule: Schedule, step: int, total_steps: int) -> float:
+    """Return the learning rate of a step as a share of the peak rate.
+
+    ``step`` counts from 0.
+    """
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.kind == "constant":
+        return 1.0
+    share = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+    falling = 1.0 - share if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * falling
+
+
+# Muon for the hidden matrices of a model, AdamW for the rest.
+#
+# DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
+# orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` does not: it would receive flat
+# partitions.
+
+
+def make_muon(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's trainable parameters.
+
+    ``on_gpu``: compile; on CPU ranks that would take minutes.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if not on_gpu:
+        torch.compiler.set_stance("force_eager")  # DeepSpeed's functions are decorated with torch.compile
+    hidden, matrices, rest = split(model)
+    for parameter in hidden:
+        parameter.use_muon = True  # read by DeepSpeed's ZeRO optimizers
+    adam = {"use_muon": False, "lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": settings.weight_decay, **adam},
+        {"params": rest, "weight_decay": 0.0, **adam},
+        {
+            "params": hidden,
+            "use_muon": True,
+            "lr": settings.muon_lr,
+            "momentum": settings.muon_momentum,
+            "weight_decay": settings.weight_decay,
+            "ns_method": "standard",
+        },
+    ]
+    return MuonWithAuxAdam(
+        [group for group in groups if group["params"]],
+        adam_optimizer=torch.optim.AdamW,
+        adam_optimizer_kwargs={"fused": on_gpu, "foreach": False if not on_gpu else None},
+    )
+
+
+def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the trainable parameters: hidden matrices, other matrices, and those that are no matrix."""
+    ends = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Embedding)}
+    output = model.get_output_embeddings()
+    if output is not None:
+        ends.add(id(output.weight))
+    hidden: list[Any] = []
+    matrices: list[Any] = []
+    rest: list[Any] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Under ZeRO-3 a parameter's own shape is empty; ds_shape is the full one.
+            dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+            is_hidden = dimensions == 2 and id(parameter) not in ends
+            (hidden if is_hidden else matrices if dimensions >= 2 else rest).append(parameter)
+    return hidden, matrices, rest
+
 
 _PATIENCE_S = 4.0
 """Seconds without output after which a note is printed."""
@@ -32,7 +105,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
     offload = config.zero.offload_optimizer
     kind = settings.kind
     if kind == "muon":
-        return muon.make(model, settings, world.on_gpu)
+        return make_muon(model, settings, world.on_gpu)
     if kind in SMALL_STATES:
         states = "8bit" if kind == "adamw_8bit" else "bf16"
         # All or none: results with and without compilation differ in their last bits.

@@ -1,0 +1,462 @@
+"""Makes the two messages of one captured step from a single replay of its trace."""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from ...messages.memory import PARTS, Composition, PhaseComposition, StepMark, StepTrace
+from ...messages.telemetry import AllocatorEvents, AllocatorPhase
+from ...snapshot.columns import (
+    ALLOC,
+    ALLOCATED,
+    FREE,
+    FREE_COMPLETED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Snapshot,
+)
+from .snapshot_replay import BEFORE, Allocations, columns
+
+# Unused memory of the allocator at the time of one reading.
+
+
+class Fragmentation(NamedTuple):
+    """Bytes of one device's allocator."""
+
+    allocated: int
+    reserved: int
+    free: int
+    """Free bytes in reserved memory: reserved minus allocated and pending."""
+    largest_free: int
+    rounding: int
+    """Bytes of allocated blocks beyond the requested size."""
+    pending: int
+    """Bytes freed by the program that a stream still uses."""
+    segments: int
+
+
+def fragmentation(snapshot: Snapshot) -> Fragmentation:
+    """Return the sums over the blocks of a reading."""
+    states = snapshot.block_states
+    sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+    allocated = free = largest = rounding = pending = 0
+    for state, size, requested in zip(states, sizes, asked, strict=True):
+        if state == ALLOCATED:
+            allocated += size
+            rounding += size - requested
+        elif state == FREE:
+            free += size
+            largest = max(largest, size)
+        else:
+            pending += size
+    reserved = sum(segment.size for segment in snapshot.segments)
+    return Fragmentation(allocated, reserved, free, largest, rounding, pending, len(snapshot.segments))
+
+
+# A step on the allocator's own trace: the positions of its phases, and the bytes allocated after every entry.
+#
+# Positions count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are known by
+# time, to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the nearest
+# position at which the trace has the same figure.
+
+
+SLACK_US = 300
+"""Maximum shift of a boundary to a position at which the figures agree."""
+_RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
+
+
+class Occurrence(NamedTuple):
+    """One occurrence of a phase between two marks, with the probe's counters there."""
+
+    name: str
+    first: int
+    """Index of its first mark."""
+    last: int
+    """Index of its last mark."""
+    peak_bytes: int
+    us: int
+    """Its duration."""
+
+
+class Span(NamedTuple):
+    """An occurrence on the trace: from the state at ``begin`` to that at ``end``."""
+
+    name: str
+    begin: int
+    end: int
+    peak_bytes: int
+    covered: bool
+    """Whether the trace reaches back to its start."""
+    begin_us: int
+    """Its start, since the epoch."""
+
+
+def occurrences(marks: list[StepMark]) -> list[Occurrence]:
+    """Return a step's phases in order of time, each with its highest allocated bytes."""
+    found: list[Occurrence] = []
+    start = 0
+    for end in range(1, len(marks)):
+        if marks[end].phase in ("", marks[start].phase) and end + 1 < len(marks):
+            continue  # the script reset its own peaks here, or the label was corrected; the phase continues
+        first, last = marks[start], marks[end]
+        peak = max(first.allocated, last.allocated, *(mark.peak for mark in marks[start + 1 : end + 1]))
+        found.append(Occurrence(first.phase, start, end, peak, last.us - first.us))
+        start = end
+    return found
+
+
+class Timeline:
+    """Allocated and reserved bytes of one device after every entry of its trace."""
+
+    def __init__(self, snapshot: Snapshot, allocations: Allocations) -> None:
+        self.allocations = allocations
+        self.snapshot = snapshot
+        self.times = columns(allocations.trace.times, "q")
+        count = allocations.entries
+        deltas = [0] * (count + 2)
+        lives = zip(allocations.begins, allocations.freed, allocations.sizes, strict=True)
+        for begin, freed, size in lives:
+            if freed != BEFORE:
+                deltas[begin + 1] += size
+                deltas[freed + 1] -= size
+        self.allocated = array("q", list(accumulate(deltas))[:-1])
+        """One value more than entries."""
+        actions, sizes = allocations.trace.actions, columns(allocations.trace.sizes, "q")
+        changes = [0] * (count + 1)
+        for action, sign in _RESERVES.items():
+            at = actions.find(action)
+            while at >= 0:
+                changes[at + 1] = sign * sizes[at]
+                at = actions.find(action, at + 1)
+        now = sum(segment.size for segment in snapshot.segments)
+        changes[0] = max(0, now - sum(changes))
+        self.reserved = array("q", accumulate(changes))
+
+    def position(self, us: int, allocated: int | None) -> int:
+        """Return the position of a boundary.
+
+        Args:
+            allocated: the counter's value there; None: not read.
+        """
+        times, curve = self.times, self.allocated
+        at = bisect_right(times, us)
+        if allocated is None or curve[at] == allocated:
+            return at
+        low, high = bisect_left(times, us - SLACK_US), bisect_right(times, us + SLACK_US)
+        for away in range(1, max(at - low, high - at) + 1):
+            for place in (at + away, at - away):
+                if low <= place <= high and curve[place] == allocated:
+                    return place
+        return at
+
+    def positions(self, marks: list[StepMark]) -> list[int]:
+        """Return the positions of a step's marks, in non-decreasing order."""
+        found: list[int] = []
+        for mark in marks:
+            here = self.position(mark.us, mark.allocated if mark.measured else None)
+            found.append(max(here, found[-1]) if found else here)
+        return found
+
+    def spans(self, marks: list[StepMark], whole: bool) -> list[Span]:
+        """Return a step's phases with their positions on the trace.
+
+        Args:
+            whole: whether the ring has lost no entries since before the step started.
+        """
+        places = self.positions(marks)
+        oldest = self.times[0] if len(self.times) else 0
+        found: list[Span] = []
+        for name, first, last, peak, _ in occurrences(marks):
+            begin_us = marks[first].us
+            found.append(Span(name, places[first], places[last], peak, whole or 0 < oldest <= begin_us, begin_us))
+        return found
+
+
+# Attributes the peak of each phase to parts, from a trace, its phases, and the storages found by walking.
+#
+# A block that is allocated at the moment of the peak belongs to the part of the storage found in it. Without a
+# storage its lifetime decides: from a forward into the backward it is an activation, within one phase a temporary.
+# The remainder of the peak is ``unattributed``.
+
+
+UNCOMPOSED = frozenset(("init", "idle"))
+"""Phases without a composition: the time between the other phases."""
+
+
+class Seen(NamedTuple):
+    """A storage found in a block at a position of the trace."""
+
+    position: int
+    address: int
+    part: str
+
+
+def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
+    """Return the part of each allocation in which a storage was found, by the allocation's number."""
+    sightings = list(dict.fromkeys(seen))
+    wanted = {sighting.address for sighting in sightings}
+    of_address: dict[int, list[int]] = {}
+    for number, address in enumerate(allocations.addresses):
+        if address in wanted:
+            of_address.setdefault(address, []).append(number)
+    begins, freed = allocations.begins, allocations.freed
+    parts: dict[int, str] = {}
+    for position, address, part in sightings:
+        for number in of_address.get(address, ()):
+            if begins[number] < position <= freed[number]:
+                # A gradient may be part of a reduction bucket that was found as a gradient only.
+                if part == "buckets" or number not in parts:
+                    parts[number] = part
+                break
+    return parts
+
+
+class Attribution:
+    """The compositions of one step.
+
+    Args:
+        parts: parts of the allocations with known storages, by allocation.
+        recomputed: intervals of positions in which layers were recomputed inside a backward.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spans: list[Span],
+        parts: dict[int, str],
+        recomputed: list[tuple[int, int]],
+        origin_us: int,
+    ) -> None:
+        self._timeline = timeline
+        self._of = timeline.allocations
+        self._spans = spans
+        self._parts = parts
+        self._recomputed = recomputed
+        self._origin_us = origin_us
+        self._begins = [span.begin for span in spans]
+        self.notes: list[str] = []
+
+    def phases(self) -> list[PhaseComposition]:
+        """Return the composition of each phase's highest peak covered by the trace, in order of first occurrence."""
+        best: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        for number, span in enumerate(self._spans):
+            if span.name in UNCOMPOSED:
+                continue
+            highest[span.name] = max(highest.get(span.name, 0), span.peak_bytes)
+            if span.covered and (span.name not in best or span.peak_bytes > self._spans[best[span.name]].peak_bytes):
+                best[span.name] = number
+        for name in highest:
+            if name not in best:
+                self.notes.append(f"{name}: its allocations had left the recorder's ring")
+        return [self._phase(number, highest[name]) for name, number in best.items()]
+
+    def _phase(self, number: int, highest: int) -> PhaseComposition:
+        span, timeline = self._spans[number], self._timeline
+        position = self._peak_position(span)
+        parts = self._parts_at(position, number)
+        found = timeline.allocated[position]
+        rest = highest - sum(parts.values())
+        if found != highest:
+            self.notes.append(f"{span.name}: the trace has {found} bytes where the allocator counted {highest}")
+        if rest < 0:  # the trace is above the counted peak during the whole phase
+            parts, rest = {}, highest
+        if rest:
+            parts["unattributed"] = rest
+        us = timeline.times[position - 1] if position > span.begin else span.begin_us
+        return PhaseComposition(span.name, highest, parts, max(0, us - self._origin_us), timeline.reserved[position])
+
+    def _peak_position(self, span: Span) -> int:
+        """Return the first position of a span's peak; if the trace exceeds it, of the highest value below."""
+        curve = self._timeline.allocated[span.begin : span.end + 1]
+        top = max(curve)
+        if top > span.peak_bytes:
+            top = max((value for value in curve if value <= span.peak_bytes), default=min(curve))
+        return span.begin + curve.index(top)
+
+    def _parts_at(self, position: int, number: int) -> dict[str, int]:
+        of, sums = self._of, dict[str, int]()
+        lives = zip(of.begins, of.freed, strict=True)
+        for allocation in [n for n, (begin, freed) in enumerate(lives) if begin < position <= freed]:
+            part = self._parts.get(allocation) or self._by_life(allocation, number)
+            sums[part] = sums.get(part, 0) + of.sizes[allocation]
+        return sums
+
+    def _by_life(self, allocation: int, peak: int) -> str:
+        """Return the part of a block without a known storage, from the phases of its allocation and its free."""
+        begin, freed = self._of.begins[allocation], self._of.freed[allocation]
+        born = self._span_of(begin) if begin != BEFORE else -1
+        if born < 0:
+            return "other"
+        gone = self._span_of(freed)
+        name = self._spans[born].name
+        if gone == born:
+            return "activations" if name == "backward" and self._is_recomputed(begin, freed) else "temporaries"
+        if name != "forward":
+            return "other"
+        if gone < len(self._spans) and self._spans[gone].name == "backward":
+            return "activations"
+        # Kept longer than a backward needs it (a script's ``outputs``): an activation until a backward has passed.
+        passed = any(span.name == "backward" for span in self._spans[born:peak])
+        return "other" if passed or self._spans[peak].name not in ("forward", "backward") else "activations"
+
+    def _span_of(self, entry: int) -> int:
+        """Return the index of an entry's span; -1 before the step, the number of spans after it."""
+        if not self._spans or entry >= self._spans[-1].end:
+            return len(self._spans)
+        return bisect_right(self._begins, entry) - 1
+
+    def _is_recomputed(self, begin: int, freed: int) -> bool:
+        place = bisect_right(self._recomputed, (begin, 1 << 62)) - 1
+        return place >= 0 and begin < self._recomputed[place][1] <= freed
+
+
+# The allocator's events of one step, counted by phase from its trace, without stacks.
+
+
+LARGEST = 5
+
+
+def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
+    """Count a step's entries by phase.
+
+    Returns:
+        The phases with entries, in order of first occurrence. Empty if the ring does not reach back to the start of
+        the step's first phase.
+    """
+    if not spans or not spans[0].covered:
+        return []
+    sums: dict[str, _Sums] = {}
+    for span, occurrence in zip(spans, found, strict=True):
+        if span.name == "init":
+            continue  # the recorder was started during it
+        one = sums.setdefault(span.name, _Sums())
+        one.host_us += occurrence.us
+        one.add(timeline, span.begin, span.end)
+    return [one.phase(name) for name, one in sums.items() if one.entries]
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.host_us = 0
+        self.entries = 0
+        self.allocations = self.frees = self.allocated = self.freed = 0
+        self.segment_allocations = self.segment_frees = self.segment_bytes = 0
+        self.sizes: list[int] = []
+
+    def add(self, timeline: Timeline, begin: int, end: int) -> None:
+        trace = timeline.allocations.trace
+        actions, sizes = bytes(trace.actions[begin:end]), columns(trace.sizes, "q")[begin:end]
+        self.entries += end - begin
+        asked = [size for action, size in zip(actions, sizes, strict=True) if action == ALLOC]
+        self.allocations += len(asked)
+        self.allocated += sum(asked)
+        self.sizes += asked
+        self.frees += actions.count(FREE_COMPLETED)
+        self.freed += sum(size for action, size in zip(actions, sizes, strict=True) if action == FREE_COMPLETED)
+        for action, size in zip(actions, sizes, strict=True):
+            if action in (SEGMENT_ALLOC, SEGMENT_MAP):
+                self.segment_allocations += 1
+                self.segment_bytes += size
+            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
+                self.segment_frees += 1
+                self.segment_bytes -= size
+
+    def phase(self, name: str) -> AllocatorPhase:
+        return AllocatorPhase(
+            name,
+            self.allocations,
+            self.frees,
+            self.allocated,
+            self.freed,
+            sorted(self.sizes, reverse=True)[:LARGEST],
+            self.segment_allocations,
+            self.segment_frees,
+            self.segment_bytes,
+            self.host_us,
+        )
+
+
+def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
+    """Return the messages of a step; messages without phases are omitted.
+
+    Raises:
+        ValueError: its columns are inconsistent.
+    """
+    if not 0 <= trace.first < len(trace.marks):
+        raise ValueError(f"a step that begins at mark {trace.first} of {len(trace.marks)}")
+    snapshot, marks, begun = trace.snapshot, trace.marks, trace.marks[trace.first]
+    allocations = Allocations(snapshot, trace.device)
+    timeline = Timeline(snapshot, allocations)
+    spans = timeline.spans(marks, whole=allocations.entries < trace.room)
+    attribution = Attribution(
+        timeline, spans, parts_of(allocations, _seen(trace, timeline)), _recomputed(trace, timeline), begun.us
+    )
+    phases = attribution.phases()
+    notes = list(attribution.notes)
+    if not trace.hooked:
+        notes.append("compiled code runs here: what is recomputed or gathered within a phase was not watched")
+    kept = fragmentation(snapshot)
+    counted = AllocatorEvents(
+        rank=trace.rank,
+        step=trace.step,
+        time=trace.time,
+        phases=count(timeline, spans, occurrences(marks)),
+        entries=allocations.entries,
+        read_us=trace.read_us,
+        host_us=marks[-1].us - begun.us,
+        retries=max(0, marks[-1].retries - marks[0].retries),
+        allocated_bytes=kept.allocated,
+        reserved_bytes=kept.reserved,
+        reserved_growth_bytes=kept.reserved - trace.reserved_before if trace.reserved_before else 0,
+        free_bytes=kept.free,
+        largest_free_block_bytes=kept.largest_free,
+        rounding_bytes=kept.rounding,
+        pending_bytes=kept.pending,
+        segments=kept.segments,
+    )
+    composition = Composition(
+        rank=trace.rank,
+        step=trace.step,
+        time=trace.time,
+        measure="cuda",
+        phases=phases,
+        reason=trace.reason,
+        known=trace.known,
+        allocated_bytes=kept.allocated,
+        reserved_bytes=kept.reserved,
+        entries=allocations.entries,
+        walk_us=trace.walk_us,
+        note="; ".join(notes),
+        read_us=trace.read_us,
+    )
+    return [message for message in (counted, composition) if message.phases]
+
+
+def entries_of_step(trace: StepTrace) -> int:
+    """Return the number of allocations and frees between a step's first and last mark; 0 if the trace starts later."""
+    [of_device] = trace.snapshot.traces or [None]
+    times = columns(of_device.times, "q") if of_device is not None else array("q")
+    begin_us = trace.marks[trace.first].us
+    if of_device is None or not len(times) or (len(times) >= trace.room and times[0] > begin_us):
+        return 0
+    actions = of_device.actions[bisect_left(times, begin_us) : bisect_right(times, trace.marks[-1].us)]
+    return actions.count(ALLOC) + actions.count(FREE_COMPLETED)
+
+
+def _seen(trace: StepTrace, timeline: Timeline) -> list[Seen]:
+    found: list[Seen] = []
+    for one in trace.sightings:
+        mark = trace.marks[one.mark] if one.mark >= 0 else None
+        position = timeline.position(one.us, mark.allocated if mark is not None and mark.measured else None)
+        pairs = zip(columns(one.addresses, "Q"), one.parts, strict=True)
+        found += [Seen(position, address, PARTS[part]) for address, part in pairs]
+    return found
+
+
+def _recomputed(trace: StepTrace, timeline: Timeline) -> list[tuple[int, int]]:
+    return [(timeline.position(begin, None), timeline.position(end, None)) for begin, end in trace.recomputed]

@@ -1,1 +1,0 @@
-"""Memory snapshots of PyTorch's CUDA allocator: reading, replay and analysis."""

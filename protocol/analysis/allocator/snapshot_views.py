@@ -1,0 +1,361 @@
+"""A snapshot as plain data, printed by ``ftmon snapshot --json``. ``docs/snapshot.md`` documents every field."""
+
+from bisect import bisect_right
+from heapq import nlargest
+from operator import neg
+from typing import Any, NamedTuple
+
+from ...code_owner import library_of
+from ...snapshot.columns import Frame, Snapshot
+from ...text import gib
+from .settings import SMALL_MOST
+from .snapshot_layout import Piece, Tally, fragmentation, fragmentation_words, frame_words, layout_at, matters
+from .snapshot_replay import BEFORE, Replay, Totals, columns, pending_states, sums
+
+# Queries of a snapshot: memory by stack, allocations between two moments, changes, the out-of-memory error.
+
+
+NO_STACK = "no Python stack recorded"
+"""For memory allocated before the window, by C++ threads (as in the backward pass), or without stacks."""
+
+
+def by_size(totals: Totals) -> dict[int, Tally]:
+    """Return totals ordered by bytes, largest first."""
+    order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
+    return {stack: Tally(*totals[stack]) for stack in order}
+
+
+def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
+    """Return the memory held by the program right after entry ``index``, by stack; it adds up to allocated memory."""
+    return by_size(replay.totals_at(index))
+
+
+def largest(replay: Replay, index: int, most: int) -> list[int]:
+    """Return the largest allocations that are live right after entry ``index``."""
+    of = replay.allocations
+    live = replay.live_at(index)
+    # For equal sizes the oldest come first. Comparing ready tuples is faster than a key function that makes them.
+    ages = map(neg, map(of.begins.__getitem__, live))
+    return [number for _, _, number in nlargest(most, zip(map(of.sizes.__getitem__, live), ages, live, strict=True))]
+
+
+class Between(NamedTuple):
+    """Changes from right after entry ``first`` to right after entry ``last``, by stack."""
+
+    first: int
+    last: int
+    stayed: Totals
+    """Allocated in between and still held at the end."""
+    gone: Totals
+    """Held at the start and freed in between."""
+    came_and_went: Totals
+    """Both allocated and freed in between."""
+
+
+def total(of: Totals) -> Tally:
+    """Return the sum of totals over all stacks."""
+    return Tally(sum(size for size, _ in of.values()), sum(blocks for _, blocks in of.values()))
+
+
+def between(replay: Replay, one: int, other: int) -> Between:
+    """Return the changes between two moments, in either order."""
+    first, last = sorted(max(BEFORE, min(moment, replay.last)) for moment in (one, other))
+    of = replay.allocations
+    low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
+    # Far fewer allocations are live at a moment than are made in between, and even fewer are live at both moments.
+    kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
+    stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
+    return Between(first, last, stayed, gone, _less(replay.begun_sums(low, high), stayed))
+
+
+def _less(whole: Totals, part: Totals) -> Totals:
+    """Return totals minus those of a part; stacks with no bytes left are omitted."""
+    left = dict(whole)
+    for stack, (size, blocks) in part.items():
+        all_size, all_blocks = left.pop(stack)
+        if all_blocks > blocks:
+            left[stack] = all_size - size, all_blocks - blocks
+    return left
+
+
+class Change(NamedTuple):
+    """Difference of a stack between two snapshots; positive if the second has more."""
+
+    frames: tuple[Frame, ...]
+    bytes: int
+    blocks: int
+    before: Tally
+    after: Tally
+
+
+def difference(before: Replay, first: int, after: Replay, second: int) -> list[Change]:
+    """Compare live memory at a moment of one snapshot with a moment of another, by stack, largest change first.
+
+    Stacks are equal if their functions, files and lines are; addresses are not comparable across processes.
+    """
+    tallies = [
+        {tuple(replay.snapshot.frames_of(stack)): found for stack, found in live_stacks(replay, index).items()}
+        for replay, index in ((before, first), (after, second))
+    ]
+    none = Tally(0, 0)
+    changes: list[Change] = []
+    for frames in {**tallies[0], **tallies[1]}:
+        old, new = tallies[0].get(frames, none), tallies[1].get(frames, none)
+        if old != new:
+            changes.append(Change(frames, new.bytes - old.bytes, new.blocks - old.blocks, old, new))
+    return sorted(changes, key=lambda change: (-abs(change.bytes), change.frames))
+
+
+class Oom(NamedTuple):
+    """A failed allocation, and the state of memory at that moment."""
+
+    device: int
+    entry: int
+    requested_bytes: int
+    """The block or segment that was requested, rounded as in the error message."""
+    device_free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    largest_free_block_bytes: int
+    usable_free_bytes: int
+    """Free bytes in blocks of the request's pool and stream."""
+    largest_usable_bytes: int
+    """The largest of those blocks."""
+    kind: str
+    """``fragmentation``, ``limit`` or ``too_large``."""
+    verdict: str
+    stack: int
+
+
+def find_oom(replay: Replay) -> Oom | None:
+    """Return the last out-of-memory error of the trace; None if there is none."""
+    index = replay.oom_index()
+    if index is None:
+        return None
+    asked = columns(replay.trace.sizes, "q")[index]
+    stream = columns(replay.trace.streams, "q")[index]
+    device_free = replay.trace.device_free.get(index, 0)
+    pieces = layout_at(replay, index)
+    usable = [piece for piece in pieces if _serves(piece, asked, stream)]
+    reserved = replay.at(replay.reserved, index)
+    allocated = replay.at(replay.allocated, index)
+    free = sum(piece.free_bytes for piece in pieces)
+    kind, verdict = _verdict(asked, device_free, usable, reserved, pending_states(replay, index))
+    verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
+    return Oom(
+        replay.device, index, asked, device_free, allocated, reserved, free,
+        max((piece.largest_free_bytes for piece in pieces), default=0), sum(piece.free_bytes for piece in usable),
+        max((piece.largest_free_bytes for piece in usable), default=0),
+        kind, verdict, columns(replay.trace.stacks, "I")[index],
+    )  # fmt: skip
+
+
+def _serves(piece: Piece, asked: int, stream: int) -> bool:
+    return piece.stream == stream and not piece.pool and piece.small == (asked <= SMALL_MOST)
+
+
+def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int, to_come: int) -> tuple[str, str]:
+    free = sum(piece.free_bytes for piece in usable)
+    largest_free = max((piece.largest_free_bytes for piece in usable), default=0)
+    pieces = sum(len(piece.free_sizes) for piece in usable)
+    in_one_piece_enough = matters(free, reserved) and free + device_free >= to_come
+    if free >= asked > largest_free and in_one_piece_enough:
+        expandable = any(piece.expandable for piece in usable)
+        remedy = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was requested and {gib(free)} of reserved memory was free, but in {pieces:,} "
+            f"pieces of at most {gib(largest_free)}{remedy}"
+        )
+    if device_free >= asked:
+        return "limit", (
+            f"a limit on this process, not a full device: {gib(asked)} was requested while the device had "
+            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have exceeded a limit such as "
+            f"torch.cuda.set_per_process_memory_fraction sets (less likely, the driver could not map that much)"
+        )
+    short = asked - device_free - free
+    also = f" and {gib(free)} of reserved memory, at most {gib(largest_free)} of it in one piece" if free else ""
+    if short <= 0 and to_come > free + device_free:
+        return "too_large", (
+            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
+            f"piece it would not have sufficed for the missing optimizer states, about {gib(to_come)} judging by "
+            "those created so far"
+        )
+    if short <= 0 and not matters(free, reserved):
+        return "too_large", (
+            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
+            f"piece it would have served little more than this request, with {gib(reserved - free)} of "
+            f"{gib(reserved)} reserved in use"
+        )
+    if short <= 0:
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was requested; {gib(device_free)} of the device was free{also}: enough "
+            "in total, but not in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
+        )
+    return "too_large", (
+        f"too large: {gib(asked)} was requested, but only {gib(device_free)} of the device was free{also}: "
+        f"{gib(short)} short"
+    )
+
+
+def _holder(replay: Replay, index: int, allocated: int) -> str:
+    stacks = live_stacks(replay, index)
+    stack, most = next(iter(stacks.items()))
+    share = most.bytes / allocated * 100
+    times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
+    where = place(replay.snapshot, stack)
+    return f"Largest holder: {where}: {gib(most.bytes)}{times}, {share:.0f} % of allocated memory"
+
+
+def place(snapshot: Snapshot, stack: int) -> str:
+    """Return a stack as one phrase: its innermost call, and the innermost call in user code."""
+    frames = snapshot.frames_of(stack)
+    if not frames:
+        return NO_STACK
+    inner = frames[0]
+    own = next((frame for frame in frames if not library_of(frame.filename)), None)
+    text = frame_words(inner).replace("  ", " ")
+    return text if own is None or own == inner else f"{text} (from {frame_words(own).replace('  ', ' ')})"
+
+
+def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str, Any]:
+    """Return the description of a snapshot."""
+    ooms = [found for replay in replays if (found := find_oom(replay)) is not None]
+    oom = max(ooms, key=lambda found: _moment(replays, found), default=None)
+    return {
+        "file": snapshot.path,
+        "devices": [_device(replay) for replay in replays],
+        "top_stacks": _top_stacks(replays, top),
+        "largest_blocks": _largest_blocks(replays, top),
+        "oom": None if oom is None else _oom(snapshot, oom),
+    }
+
+
+def _moment(replays: list[Replay], oom: Oom) -> tuple[int, int]:
+    """Return a sort key for the out-of-memory errors of several devices: time, then device."""
+    replay = next(replay for replay in replays if replay.device == oom.device)
+    return replay.time_of(oom.entry), -oom.device
+
+
+def frames_json(frames: list[Frame]) -> list[dict[str, Any]]:
+    """Return frames as dictionaries, innermost first."""
+    return [frame._asdict() for frame in frames]
+
+
+def _device(replay: Replay) -> dict[str, Any]:
+    found = fragmentation(layout_at(replay, replay.last))
+    return {
+        "device": replay.device,
+        "allocated_bytes": replay.allocated[-1],
+        "active_bytes": replay.active[-1],
+        "requested_bytes": replay.requested[-1],
+        "reserved_bytes": replay.reserved[-1],
+        "segments": found.segments,
+        "blocks": _blocks(replay),
+        "free_bytes": found.free,
+        "free_blocks": found.free_blocks,
+        "largest_free_block_bytes": found.largest_free,
+        "rounding_bytes": found.rounding,
+        "pending_free_bytes": found.pending,
+        "expandable_bytes": found.expandable,
+        "streams": found.streams,
+        "private_pools": found.pools,
+        "trace_entries": replay.entries,
+        "peak_allocated_bytes": replay.peak_bytes,
+        "peak_index": replay.peak_index,
+        "peak_time_us": replay.time_of(replay.peak_index),
+        "peak_reserved_bytes": max(replay.reserved),
+        "unsure_blocks": replay.allocations.unsure,
+        "unsure_bytes": replay.allocations.unsure_bytes,
+        "unmatched_entries": replay.allocations.lost,
+        "ooms": len(replay.ooms),
+        "fragmentation": fragmentation_words(found),
+    }
+
+
+def _blocks(replay: Replay) -> int:
+    return sum(segment.blocks for segment in replay.snapshot.segments if segment.device == replay.device)
+
+
+def _top_stacks(replays: list[Replay], top: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "device": replay.device,
+            "bytes": tally.bytes,
+            "count": tally.blocks,
+            "frames": frames_json(replay.snapshot.frames_of(stack)),
+        }
+        for replay in replays
+        for stack, tally in live_stacks(replay, replay.peak_index).items()
+    ]
+    return sorted(found, key=lambda one: -one["bytes"])[:top]
+
+
+def _largest_blocks(replays: list[Replay], top: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "device": replay.device,
+            "address": replay.allocations.addresses[number],
+            "bytes": replay.allocations.sizes[number],
+            "requested_bytes": replay.allocations.requested[number],
+            "allocated_index": replay.allocations.begins[number],
+            "place": place(replay.snapshot, replay.allocations.stacks[number]),
+        }
+        for replay in replays
+        for number in largest(replay, replay.peak_index, top)
+    ]
+    return sorted(found, key=lambda one: -one["bytes"])[:top]
+
+
+def _oom(snapshot: Snapshot, oom: Oom) -> dict[str, Any]:
+    return {
+        "device": oom.device,
+        "index": oom.entry,
+        "requested_bytes": oom.requested_bytes,
+        "device_free_bytes": oom.device_free_bytes,
+        "allocated_bytes": oom.allocated_bytes,
+        "reserved_bytes": oom.reserved_bytes,
+        "free_bytes": oom.free_bytes,
+        "usable_free_bytes": oom.usable_free_bytes,
+        "largest_free_block_bytes": oom.largest_free_block_bytes,
+        "kind": oom.kind,
+        "verdict": oom.verdict,
+        "stack": frames_json(snapshot.frames_of(oom.stack)),
+    }
+
+
+def difference_report(before: list[Replay], after: list[Replay], top: int = 20) -> dict[str, Any]:
+    """Return the differences between the ends of two snapshots, by device."""
+    devices: list[dict[str, Any]] = []
+    changes: list[dict[str, Any]] = []
+    for old in before:
+        new = next((replay for replay in after if replay.device == old.device), None)
+        if new is None:
+            continue
+        devices.append({
+            "device": old.device,
+            "allocated_bytes": new.allocated[-1] - old.allocated[-1],
+            "active_bytes": new.active[-1] - old.active[-1],
+            "requested_bytes": new.requested[-1] - old.requested[-1],
+            "reserved_bytes": new.reserved[-1] - old.reserved[-1],
+            "peak_allocated_bytes": new.peak_bytes - old.peak_bytes,
+        })  # fmt: skip
+        changes += [_change(old.device, one) for one in difference(old, old.last, new, new.last)]
+    both = {replay.device for replay in before} & {replay.device for replay in after}
+    alone = {"before": before, "after": after}
+    return {
+        "devices": devices,
+        "only": {name: [one.device for one in replays if one.device not in both] for name, replays in alone.items()},
+        "top_stacks": sorted(changes, key=lambda one: -abs(one["bytes"]))[:top],
+    }
+
+
+def _change(device: int, change: Change) -> dict[str, Any]:
+    return {
+        "device": device,
+        "bytes": change.bytes,
+        "count": change.blocks,
+        "before_bytes": change.before.bytes,
+        "after_bytes": change.after.bytes,
+        "frames": frames_json(list(change.frames)),
+    }

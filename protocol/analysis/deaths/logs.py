@@ -1,0 +1,266 @@
+"""Finds SLURM's notice in a job's output that the job was cancelled or reached its time limit.
+
+slurmstepd writes the line (``_handle_signal_container`` of its ``req.c``), and srun forwards it; old versions name no
+node::
+
+    slurmstepd: error: *** STEP 5.0 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***
+
+Without a reason it is a user's ``scancel``, or srun ending the other tasks after a failure that it has reported
+before. A failed node is not a request to end, and is ignored here.
+"""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from ...code_owner import is_probe, library_of
+
+# Finds the error that ended a program in its output: an exception, a refusal, an abort; and a port in its words.
+
+
+_PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
+_BEGIN = "Traceback (most recent call last):"
+_TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
+"""A message may start with a newline, in which case the space before it may be stripped."""
+_FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
+_LAUNCHER_TYPES = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "SignalException",
+)
+"""Exceptions that a launcher raises because one of its processes failed, or because it was ended; never the cause."""
+_BY_PYTHON = "can't open file|can't find '__main__'|No module named|Error while finding module specification"
+_REFUSALS = (
+    re.compile(rf"^(\S+): ((?:{_BY_PYTHON}) .+)$"),
+    # argparse
+    re.compile(r"^(\S+): (error: .+)$"),
+    # sh, bash
+    re.compile(r"^(\S+): ((?:line )?\d+: .+: (?:(?:command )?not found|No such file or directory|Permission denied))$"),
+    # click
+    re.compile(r"^(Error): ((?:No such|Missing|Invalid value|Got unexpected) .+)$"),
+)
+"""Lines with which a program refuses a wrong file, module, argument or command; they have no traceback."""
+_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
+_MESSAGE_LINES = 8
+_ABORTS = (
+    # PyTorch's watchdog of NCCL
+    (
+        "Watchdog caught",
+        re.compile(r"(?:\[Rank \d+\] )?Watchdog caught collective operation timeout: .*?(?:timing out|$)"),
+    ),
+    # assert of C, and of CUDA's kernels
+    ("Assertion ", re.compile(r"\S+:\d+: .*Assertion .* failed")),
+    # glog
+    ("Check failed: ", re.compile(r"Check failed: .+")),
+    # glibc's checks of the heap and the stack
+    ("(): ", re.compile(r"^(?:free|malloc|realloc|munmap_chunk|malloc_consolidate|_int_malloc)\(\): .+")),
+    ("corrupt", re.compile(r"^(?:double free or corruption|corrupted (?:size|double-linked)).*")),
+    ("detected ***", re.compile(r"^\*\*\* .+ detected \*\*\*.*")),
+)
+"""Lines that a library writes before it aborts the process, each with a part of it that is quickly searched."""
+_THROWN = re.compile(r"terminate called after throwing an instance of '(.+)'")
+_WHAT = re.compile(r"^\s*what\(\): +(.+)$")
+_ENFORCE = re.compile(r"^\[enforce fail at [^\]]+\] ")
+_ABORT_CHARACTERS = 1000
+
+
+class RaisedException(msgspec.Struct, frozen=True):
+    """An exception from a traceback; or the error with which a program refused to start."""
+
+    kind: str
+    """Its type, without the module; or the program's name."""
+    message: str
+    """Its message, which may have several lines."""
+    file: str = ""
+    """File, line and function that raised it."""
+    line: int = 0
+    function: str = ""
+    own_file: str = ""
+    """Innermost frame in user code; empty if that frame raised the exception, or if there is none."""
+    own_line: int = 0
+    own_function: str = ""
+    rank: int | None = None
+    """Rank from torchrun's prefix of the line."""
+
+    @property
+    def is_of_launcher(self) -> bool:
+        """Whether it only reports that a process started by a launcher failed."""
+        return self.kind in _LAUNCHER_TYPES
+
+    @property
+    def place(self) -> str:
+        """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
+        if not self.file:
+            return ""
+        raised = f"{self.file}:{self.line} in {self.function}"
+        own = f"{self.own_file}:{self.own_line} in {self.own_function}" if self.own_file else ""
+        return f"{raised}, called from {own}" if own else raised
+
+    @property
+    def words(self) -> str:
+        """Type and first line of the message: ``ValueError: no such dataset``."""
+        first = next((line.strip() for line in self.message.splitlines() if any(map(str.isalnum, line))), "")
+        return f"{self.kind}: {first}" if first else self.kind
+
+
+class AbortReader:
+    """Finds the reason for which native code aborts a process, in its output."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """The latest reason; empty: none."""
+        self._thrown = ""
+        """Type of the C++ exception that nothing caught."""
+
+    def read(self, line: str) -> None:
+        """Process one line of the output."""
+        line = line[:_ABORT_CHARACTERS]
+        for part, pattern in _ABORTS:
+            if part in line and (found := pattern.search(line)) is not None:
+                self.reason = found[0].rstrip(".")
+                return
+        if (found := _THROWN.search(line)) is not None:
+            self._thrown = found[1]
+            self.reason = self.reason or f"an uncaught C++ exception: {self._thrown}"
+        elif self._thrown and (found := _WHAT.match(line)) is not None:
+            self.reason = f"{self._thrown}: {_ENFORCE.sub('', found[1])}".rstrip(".")
+
+
+def last_exception(lines: Iterable[str]) -> RaisedException | None:
+    """Return the exception of the last traceback in ``lines``, except for those that only report a failed child.
+
+    If there is no other, return the last line with which a program refused to start; else the last exception; else
+    None.
+    """
+    texts = list(lines)
+    found: list[RaisedException] = []
+    following: RaisedException | None = None
+    for raised in _exceptions(texts):
+        if raised.kind in _LAUNCHER_TYPES:
+            following = raised
+        else:
+            found.append(raised)
+    return found[-1] if found else _refusal(texts) or following
+
+
+def _refusal(lines: list[str]) -> RaisedException | None:
+    """Return the last line with which a program refused a wrong file, module, argument or command."""
+    for line in reversed(lines):
+        found = next((found for pattern in _REFUSALS if (found := pattern.match(line.rstrip()))), None)
+        if found is not None:
+            return RaisedException(found[1].rsplit("/", 1)[-1], found[2])
+    return None
+
+
+def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
+    """Yield the exception of each traceback; lines of different ranks may be interleaved."""
+    opened: dict[int | None, list[str]] = {}
+    for text in lines:
+        match = _PREFIX.match(text)
+        rank = int(match.group(1)) if match else None
+        line = text[match.end() :] if match else text
+        if line.strip() == _BEGIN:
+            if rank in opened and (done := _read(opened[rank], rank)) is not None:
+                yield done
+            opened[rank] = []
+        elif rank in opened:
+            opened[rank].append(line)
+    for rank, body in opened.items():
+        if (done := _read(body, rank)) is not None:
+            yield done
+
+
+def _read(body: list[str], rank: int | None) -> RaisedException | None:
+    """Parse the lines after a traceback's first one: frames are indented, the exception is not.
+
+    The probe's frames count only if there are no others: native code called by a wrapper has no frame of its own.
+    """
+    place = own = ("", 0, "")
+    for at, line in enumerate(body):
+        frame = _FILE.match(line)
+        if frame is not None:
+            if place[1] and is_probe(frame.group(1)):
+                continue
+            place = frame.group(1), int(frame.group(2)), frame.group(3)
+            if not library_of(place[0]):
+                own = place
+            continue
+        if not line.strip() or line[:1].isspace():
+            continue
+        found = _TYPE.match(line.rstrip())
+        if found is None or not place[1]:
+            return None
+        message = _message(found, body[at + 1 :])
+        caller = own if own != place else ("", 0, "")
+        kind = found.group(1).rsplit(".", 1)[-1]
+        return RaisedException(kind, message, *place, *caller, rank=rank)
+    return None
+
+
+def _message(found: re.Match[str], following: list[str]) -> str:
+    """Return the message of an exception; blank lines at its start do not end it."""
+    if ":" not in found.group():
+        return ""
+    message = [found.group(2) or ""]
+    for line in following[: _MESSAGE_LINES - 1]:
+        if _starts_something_else(line) or (not line.strip() and any(message)):
+            break
+        message.append(line.rstrip())
+    return "\n".join(message).strip()
+
+
+def _starts_something_else(line: str) -> bool:
+    return line.startswith(("During handling", "The above exception", "[", "E0", "W0", "I0", "ftmon: "))
+
+
+def address_in_use(text: str) -> int | None:
+    """Return the port of an "address in use" error: 0 if it names no port, None for other errors.
+
+    PyTorch writes ``port: 29500, useIpv6: false, code: -98, name: EADDRINUSE``, its earlier versions
+    ``failed to bind to [::]:29500 (errno: 98 - Address already in use)``, Python ``[Errno 98] Address already in use``.
+    """
+    if not _IN_USE.search(text):
+        return None
+    for pattern in _PORTS:
+        found = pattern.search(text)
+        if found is not None and 0 < int(found.group(1)) < 65536:
+            return int(found.group(1))
+    return 0
+
+
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S+ (?:ON \S+ )?CANCELLED AT \S+(?: DUE TO (TIME LIMIT|PREEMPTION|JOB REQUEUE))? \*\*\*"
+)
+_TROUBLE = re.compile(
+    r"srun: error: \S+: tasks? [\d,-]+: |srun: .*Terminating |slurmstepd\S*: error: .*(?:oom[_-]kill|memory limit)",
+    re.IGNORECASE,
+)
+
+
+class SlurmWords:
+    """Reads a job's output line by line."""
+
+    def __init__(self) -> None:
+        self._trouble = False
+
+    def read(self, line: str) -> str:
+        """Return ``cancelled by SLURM: time limit`` if ``line`` reports that; else an empty string."""
+        if "srun: " not in line and "slurmstepd" not in line:
+            return ""
+        found = _CANCELLED.search(line)
+        if found is None:
+            self._trouble = self._trouble or bool(_TROUBLE.search(line))
+            return ""
+        if found[1]:
+            return f"cancelled by SLURM: {found[1].lower()}"
+        return "" if self._trouble else "cancelled by SLURM"
+
+
+def cancelled(lines: Iterable[str]) -> str:
+    """Return why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty if it did not."""
+    words = SlurmWords()
+    return next(filter(None, map(words.read, lines)), "")

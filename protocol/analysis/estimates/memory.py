@@ -1,0 +1,562 @@
+"""GPU memory of a training process outside PyTorch's reserved memory (NVML): the CUDA context and NCCL's buffers."""
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+# Host memory of offloading, and disk space of checkpoints.
+
+
+MASTER_BYTES, STATE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES = 4, 8, 4, 2
+"""Bytes per parameter: fp32 master copy, Adam's two fp32 states, fp32 gradient on the host, bf16 weight."""
+
+
+def pinned_bytes(size_bytes: int, round_below_bytes: int | None = None) -> int:
+    """Return the memory of a pinned tensor: PyTorch's pinned allocator rounds up to a power of two.
+
+    Args:
+        round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are rounded.
+    """
+    if size_bytes <= 0:
+        return 0
+    if round_below_bytes is not None and size_bytes > round_below_bytes:
+        return -(-size_bytes // 4096) * 4096
+    return 1 << (size_bytes - 1).bit_length()
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """Host memory of all ranks of one host, bytes."""
+
+    optimizer_bytes: int
+    """Master copies, states and gradients of an offloaded optimizer."""
+    parameter_bytes: int
+    """Offloaded parameters."""
+    pinned_loss_bytes: int
+    """Memory added by the rounding of pinned buffers."""
+    process_bytes: int
+    """The processes themselves."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all parts."""
+        return self.optimizer_bytes + self.parameter_bytes + self.pinned_loss_bytes + self.process_bytes
+
+
+def host_memory(
+    trainable: int,
+    ranks: int,
+    ranks_on_host: int,
+    stage: int,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    parameters: int = 0,
+    pinned: bool = False,
+    process_bytes: int = 2 * 2**30,
+) -> HostMemory:
+    """Return the host memory of a training with Adam under ZeRO.
+
+    Args:
+        offload_parameters: whether the bf16 weights are on the CPU too (ZeRO-3).
+        parameters: number of all parameters, if they are offloaded; 0: ``trainable``.
+        pinned: DeepSpeed's ``pin_memory``: a rank's share of each buffer is rounded up to a power of two.
+        process_bytes: resident memory of one rank's process with torch and DeepSpeed; an assumption, not a measurement.
+    """
+    split = ranks if stage >= 1 else 1
+    share = -(-trainable // split)
+    buffers: list[int] = []
+    optimizer = 0
+    if offload_optimizer:
+        buffers += [share * GRADIENT_BYTES]
+        optimizer = share * (MASTER_BYTES + STATE_BYTES + GRADIENT_BYTES)
+    weights = 0
+    if offload_parameters and stage == 3:
+        weights = -(-(parameters or trainable) // ranks) * WEIGHT_BYTES
+        buffers.append(weights)
+    loss = sum(pinned_bytes(size) - size for size in buffers) if pinned else 0
+    return HostMemory(
+        *(part * ranks_on_host for part in (optimizer, weights, loss, process_bytes)),
+    )
+
+
+def checkpoint_bytes(
+    parameters: int,
+    trainable: int,
+    kept: int = 1,
+    weight_bytes: int = WEIGHT_BYTES,
+    state_bytes: float = MASTER_BYTES + STATE_BYTES,
+    exported: bool = False,
+) -> int:
+    """Return the disk space of checkpoints, over all ranks.
+
+    Args:
+        kept: number of checkpoints kept; while one is written there is one more.
+        state_bytes: optimizer states per trained parameter, including the master copy; 0: the checkpoint has none.
+        exported: whether a model folder in the training precision is written too.
+    """
+    weights = parameters * weight_bytes
+    return (weights + round(trainable * state_bytes)) * (kept + 1) + (weights if exported else 0)
+
+
+# A peak over sequence length or micro-batch as straight pieces, each with the phase of the highest peak.
+#
+# The size of every tensor of a step is affine in the length (attention without a materialised matrix). Therefore the
+# peak of a phase is the maximum of a few straight lines, one for each moment that can be its peak, and the peak of
+# the step is the maximum over the phases. The pieces are these lines between their crossovers.
+
+
+Points = Mapping[int, Mapping[str, float]]
+"""Peak bytes of each phase, by length (or micro-batch)."""
+
+WHOLE_STEP = "peak"
+"""Phase name of points that are known only for the whole step."""
+TOLERANCE = 0.002
+"""Maximum distance of a point from its line, as a share of the peak."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A straight piece of a curve, from ``start`` to ``end`` inclusive."""
+
+    start: float
+    end: float
+    phase: str
+    """The phase with the highest peak in this range."""
+    slope_bytes: float
+    """Bytes per token (or per row of the micro-batch)."""
+    intercept_bytes: float
+    """Value of the line at 0."""
+    tied: list[str] = []
+    """Other phases whose peaks are equally high in the whole range, within the tolerance."""
+
+    def at(self, x: float) -> float:
+        """Return the peak at a length, bytes."""
+        return self.intercept_bytes + self.slope_bytes * x
+
+
+class Line(NamedTuple):
+    """A straight line over a range of points."""
+
+    start: float
+    end: float
+    slope: float
+    intercept: float
+
+    def at(self, x: float) -> float:
+        """Return the value at a length."""
+        return self.intercept + self.slope * x
+
+
+def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
+    """Return the pieces of the highest phase's peak, from the lowest length to the highest.
+
+    Args:
+        tolerance: maximum distance of points from their piece, as a share of the peak.
+
+    Raises:
+        ValueError: no points, or a phase is missing somewhere.
+    """
+    if not points:
+        raise ValueError("a curve needs at least one point")
+    lengths = sorted(points)
+    phases = list(points[lengths[0]])
+    if not phases or any(set(points[x]) != set(phases) for x in lengths):
+        raise ValueError("every point must have the same phases")
+    highest = max(max(points[x].values()) for x in lengths)
+    lines = {phase: fit_lines([(x, points[x][phase]) for x in lengths], tolerance * highest) for phase in phases}
+    return _envelope(lines, lengths[0], lengths[-1], tolerance * highest)
+
+
+def fit_lines(values: Sequence[tuple[float, float]], tolerance: float) -> list[Line]:
+    """Return straight lines within ``tolerance`` of all points, in order, each as long as possible.
+
+    If one line ends and the next one starts between two points, both are extended to their crossing.
+    """
+    runs = _runs(values, tolerance)
+    lines: list[Line] = []
+    at = 0
+    while at < len(runs):
+        line = _regress(runs[at])
+        gap = at > 0 and len(runs[at]) == 2 and at + 1 < len(runs)
+        after = _regress(runs[at + 1]) if gap else line
+        crossing = _crossing(lines[-1], after) if gap and lines else None
+        if crossing is not None and line.start < crossing < line.end:
+            lines[-1] = lines[-1]._replace(end=crossing)
+            lines.append(after._replace(start=crossing))
+            at += 2
+        else:
+            lines.append(line)
+            at += 1
+    return lines
+
+
+def _runs(values: Sequence[tuple[float, float]], tolerance: float) -> list[Sequence[tuple[float, float]]]:
+    """Split the points into runs that are each on a straight line; adjacent runs share a point."""
+    runs: list[Sequence[tuple[float, float]]] = []
+    begin, last = 0, len(values) - 1
+    while begin < last or not runs:
+        end, step = min(begin + 1, last), 1
+        while step:
+            if end + step <= last and _holds(values[begin : end + step + 1], tolerance):
+                end += step
+                step *= 2
+            else:
+                step //= 2
+        runs.append(values[begin : end + 1])
+        begin = end
+    return runs
+
+
+def _crossing(before: Line, after: Line) -> float | None:
+    """Return where a steeper line crosses ``before``; None if ``after`` is not steeper."""
+    if after.slope <= before.slope:
+        return None
+    return (before.intercept - after.intercept) / (after.slope - before.slope)
+
+
+def _regress(values: Sequence[tuple[float, float]]) -> Line:
+    """Return the line of least squares."""
+    count = len(values)
+    middle = sum(x for x, _ in values) / count
+    mean = sum(y for _, y in values) / count
+    spread = sum((x - middle) ** 2 for x, _ in values)
+    slope = sum((x - middle) * (y - mean) for x, y in values) / spread if spread else 0.0
+    return Line(values[0][0], values[-1][0], slope, mean - slope * middle)
+
+
+def _holds(values: Sequence[tuple[float, float]], tolerance: float) -> bool:
+    line = _regress(values)
+    return all(abs(line.at(x) - y) <= tolerance for x, y in values)
+
+
+def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float, slack: float) -> list[Piece]:
+    """Return the maximum of the phases' lines, cut where another one becomes the highest by more than ``slack``."""
+    cuts = {low, high} | {line.start for one in lines.values() for line in one}
+    for x, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+        active = [_active(one, (x + end) / 2) for one in lines.values()]
+        for number, first in enumerate(active):
+            for second in active[number + 1 :]:
+                if first.slope != second.slope:
+                    at = (second.intercept - first.intercept) / (first.slope - second.slope)
+                    if x < at < end:
+                        cuts.add(at)
+    found: list[Piece] = []
+    ordered = sorted(cuts)
+    for x, end in zip(ordered, ordered[1:] or ordered, strict=False):
+        middle = (x + end) / 2
+        current = {name: _active(one, middle) for name, one in lines.items()}
+        top = [max(line.at(place) for line in current.values()) for place in (x, end)]
+        highest = max(current, key=lambda name: current[name].at(middle))
+        tied = [name for name, line in current.items() if min(line.at(x) - top[0], line.at(end) - top[1]) >= -slack]
+        last = found[-1] if found else None
+        # Among equals the previous phase is kept, because a change due to noise is not a crossover.
+        phase = last.phase if last is not None and last.phase in tied else highest
+        line = current[phase]
+        others = [name for name in tied if name != phase]
+        if last is not None and (last.phase, last.slope_bytes, last.intercept_bytes) == (phase, *line[2:]):
+            both = [name for name in last.tied if name in others]
+            found[-1] = msgspec.structs.replace(last, end=end, tied=both)
+        else:
+            found.append(Piece(x, end, phase, line.slope, line.intercept, others))
+    return found
+
+
+def _active(lines: Sequence[Line], x: float) -> Line:
+    return next((line for line in lines if x <= line.end), lines[-1])
+
+
+def sample_curve(
+    predict: Callable[[int], Mapping[str, float]], low: int, high: int, tolerance: float = 0.005, most: int = 40
+) -> dict[int, Mapping[str, float]]:
+    """Return points of a curve from as few calls of ``predict`` as straight pieces need to explain it.
+
+    A range is halved if, for some phase, its middle is not on the straight line between its ends.
+
+    Args:
+        predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
+        tolerance: share of the peak within which the middle counts as on the line.
+    """
+    points: dict[int, Mapping[str, float]] = {}
+
+    def value(x: int) -> Mapping[str, float]:
+        if x not in points:
+            points[x] = predict(x)
+        return points[x]
+
+    ranges = [(low, high)]
+    value(low)
+    value(high)
+    while ranges and len(points) < most:
+        start, end = ranges.pop(0)
+        middle = (start + end) // 2
+        if middle in (start, end):
+            continue
+        begin, half, stop = value(start), value(middle), value(end)
+        share = (middle - start) / (end - start)
+        allowed = tolerance * max(half.values())
+        common = begin.keys() & half.keys() & stop.keys()
+        if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in common):
+            ranges += [(start, middle), (middle, end)]
+    return dict(sorted(points.items()))
+
+
+# Reads other tools' measurements from CSV files, with a mapping of their columns.
+#
+# Two layouts are supported: one row per length (and iteration) with a column for each GPU,
+# ``gpu_{rank}_allocated_mib``, and one row per length, iteration and rank.
+
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_RANK = "{rank}"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+
+
+class CsvMapping(msgspec.Struct, frozen=True):
+    """Mapping of columns to their meaning."""
+
+    length: str
+    """Column with the sequence length, or another quantity of the horizontal axis."""
+    figures: dict[str, str]
+    """Columns by the figure's name (``allocated``, ``reserved`` ...); ``{rank}`` stands for a GPU's number."""
+    rank: str = ""
+    """Column with the rank, if each rank has its own rows."""
+    iteration: str = ""
+    """Column with the iteration, if a length was measured several times."""
+    unit: str = "MiB"
+    """Unit of all figures; one of ``UNITS``."""
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """Figures of one rank in one row."""
+
+    length: int
+    rank: int
+    iteration: int
+    figures: dict[str, int]
+    """Bytes by the figure's name."""
+
+
+class Band(msgspec.Struct, frozen=True):
+    """A figure at one length over the ranks, bytes."""
+
+    length: int
+    lowest: float
+    median: float
+    highest: float
+    ranks: int
+
+
+class HeaderError(ValueError):
+    """The file has no header with names separated by commas."""
+
+
+def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
+    """Return the measurements of a CSV file in the order of its rows, and of ranks within a row.
+
+    Raises:
+        ValueError: the file does not match the mapping; one line with the file's line and column.
+    """
+    if mapping.unit not in UNITS:
+        raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {mapping.unit}")
+    rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+    header = _header(rows)
+    columns = _Columns(header, mapping)
+    found: list[Measurement] = []
+    for row in rows:
+        if not any(cell.strip() for cell in row):
+            continue
+        line = rows.line_num
+        if len(row) != len(header):
+            raise ValueError(f"line {line}: {len(row)} columns, the header has {len(header)}")
+        found.extend(columns.measurements(row, line))
+    if not found:
+        raise ValueError("no measurements: the file has no rows below its header")
+    return found
+
+
+def guess_mapping(text: str) -> CsvMapping:
+    """Return a mapping guessed from the header's names.
+
+    Raises:
+        ValueError: no column is recognised as a length, or none as a figure in bytes.
+    """
+    header = _header(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
+    plain = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header}
+    length = _first(plain, r"(seq(uence)?_?)?len(gth)?|seq(uence)?|tokens|context(_length)?|x")
+    rank = _first(plain, r"rank|gpu|device")
+    iteration = _first(plain, r"iter(ation)?|step|repeat|run")
+    figures: dict[str, str] = {}
+    for name, words in plain.items():
+        figure = next((one for one in ("allocated", "reserved", "active", "nvml") if one in words.split("_")), None)
+        if figure is None:
+            continue
+        if "peak" in words.split("_") or "max" in words.split("_"):
+            figure = f"{figure}_peak"
+        pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
+        figures.setdefault(figure, pattern)
+    if not length or not figures:
+        what = "length" if not length else "figure (allocated, reserved, active, nvml)"
+        raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}: give a mapping")
+    words = re.sub(r"(?<![A-Za-z])bytes?(?![A-Za-z])", "B", " ".join(header), flags=re.IGNORECASE)
+    unit = next((one for one in UNITS if re.search(rf"(?<![A-Za-z]){one}(?![A-Za-z])", words, re.IGNORECASE)), "MiB")
+    return CsvMapping(length, figures, rank, iteration, unit)
+
+
+def _header(rows: Iterator[list[str]]) -> list[str]:
+    """Return the names in a file's first line.
+
+    Raises:
+        HeaderError: the file is empty, or its columns are not separated by commas.
+    """
+    header = [name.strip() for name in next(rows, [])]
+    if not any(header):
+        raise HeaderError("is empty, or has no header in its first line")
+    other = next((name for mark, name in _SEPARATORS.items() if len(header) == 1 and mark in header[0]), None)
+    if other is not None:
+        raise HeaderError(f"its columns are separated by {other}, not by commas: write it with commas")
+    return header
+
+
+def bands(measurements: Iterable[Measurement], figure: str, warm_up: int = 0) -> list[Band]:
+    """Return the lowest, median and highest rank at each length, ordered by length.
+
+    Args:
+        warm_up: number of first iterations of each length and rank to omit; at least one iteration is kept.
+
+    Raises:
+        ValueError: no measurement has that figure.
+    """
+    of: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for one in measurements:
+        if figure in one.figures:
+            of[one.length][one.rank].append((one.iteration, one.figures[figure]))
+    if not of:
+        raise ValueError(f"no measurement has a figure {figure}")
+    found: list[Band] = []
+    for length in sorted(of):
+        # A rank's peak is the highest of its iterations.
+        peaks = [max(size for _, size in sorted(rows)[min(warm_up, len(rows) - 1) :]) for rows in of[length].values()]
+        found.append(Band(length, min(peaks), statistics.median(peaks), max(peaks), len(peaks)))
+    return found
+
+
+def points(measured: Iterable[Band], phase: str = WHOLE_STEP) -> dict[int, dict[str, float]]:
+    """Return the highest rank's peaks as points of a curve with one phase, for ``curve.pieces``."""
+    return {band.length: {phase: band.highest} for band in measured}
+
+
+class _Columns:
+    """Positions of a file's columns."""
+
+    def __init__(self, header: list[str], mapping: CsvMapping) -> None:
+        self._mapping = mapping
+        self._header = header
+        self._length = self._place(mapping.length)
+        self._rank = self._place(mapping.rank) if mapping.rank else -1
+        self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
+        self._figures: dict[int, dict[str, int]] = defaultdict(dict)
+        """Columns by rank and figure; rank -1 if a row belongs to one rank."""
+        if not mapping.figures:
+            raise ValueError("the mapping names no figure")
+        for figure, name in mapping.figures.items():
+            for rank, place in self._places(name):
+                self._figures[rank][figure] = place
+
+    def measurements(self, row: list[str], line: int) -> Iterable[Measurement]:
+        length = self._whole(row, self._length, line)
+        iteration = self._whole(row, self._iteration, line) if self._iteration >= 0 else 0
+        for rank, columns in sorted(self._figures.items()):
+            figures = {
+                figure: round(self._number(row, place, line) * UNITS[self._mapping.unit])
+                for figure, place in columns.items()
+                if row[place].strip()
+            }
+            own = max(0, rank) if self._rank < 0 else self._whole(row, self._rank, line)
+            if figures:
+                yield Measurement(length, own, iteration, figures)
+
+    def _place(self, name: str) -> int:
+        if name not in self._header:
+            raise ValueError(f"column {name} is not in the file, which has {', '.join(self._header) or 'no header'}")
+        if self._header.count(name) > 1:
+            raise ValueError(f"column {name} is in the file {self._header.count(name)} times")
+        return self._header.index(name)
+
+    def _places(self, name: str) -> list[tuple[int, int]]:
+        if _RANK not in name:
+            return [(-1, self._place(name))]
+        pattern = re.compile(re.escape(name).replace(re.escape(_RANK), r"(\d+)", 1))
+        found = [(int(match[1]), at) for at, one in enumerate(self._header) if (match := pattern.fullmatch(one))]
+        if not found:
+            raise ValueError(f"no column matches {name} in the file, which has {', '.join(self._header)}")
+        return found
+
+    def _number(self, row: list[str], place: int, line: int) -> float:
+        try:
+            number = float(row[place])
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or number < 0:
+            raise ValueError(
+                f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no number of 0 or more"
+            )
+        return number
+
+    def _whole(self, row: list[str], place: int, line: int) -> int:
+        number = self._number(row, place, line)
+        if number != int(number):
+            raise ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no whole number")
+        return int(number)
+
+
+def _first(plain: dict[str, str], pattern: str) -> str:
+    return next((name for name, words in plain.items() if re.fullmatch(pattern, words)), "")
+
+
+# A figure with its expected error and basis.
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """An estimate with its expected error and its basis."""
+
+    value: float
+    """In the unit stated by the function that returns it."""
+    error: float
+    """Expected error as a share of the value, 0.05 for 5 %."""
+    basis: str
+    """The measurement or computation behind it, for display."""
+
+
+MIB = 2**20
+_CONTEXT_BYTES = 1256 * MIB
+"""One rank: context, loaded modules, cuBLAS, a communicator without peers. An out-of-memory event on an H200 with
+18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
+_PEER_BYTES = 586 * MIB
+"""Per neighbour in NCCL's ring. Each of four ranks on NVSwitch has two: 2,428 MiB in 8 of 8 measured ranks."""
+_OFFLOAD_BYTES = 42 * MIB
+"""Additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks."""
+
+
+def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, device: str = "NVIDIA H200") -> Figure:
+    """Return the bytes that one training process uses on its GPU outside PyTorch's reserved memory.
+
+    Args:
+        offload: whether the optimizer is on the CPU.
+    """
+    ranks = ranks_on_host * hosts
+    neighbours = min(max(0, ranks - 1), 2)
+    value = _CONTEXT_BYTES + neighbours * _PEER_BYTES + (_OFFLOAD_BYTES if offload else 0)
+    like_measured = "H200" in device or "H100" in device or "H800" in device
+    if like_measured and hosts == 1 and ranks_on_host in (1, 4):
+        return Figure(value, 0.03, "measured on H200s, torch 2.11, CUDA 13")
+    if like_measured and hosts == 1 and ranks_on_host < 4:
+        return Figure(value, 0.1, "between one and four ranks measured on H200s, by neighbours in NCCL's ring")
+    if like_measured and hosts == 1:
+        return Figure(value, 0.3, "four ranks measured on H200s; more may use NVLink SHARP or trees")
+    where = "several hosts" if hosts > 1 else "this GPU"
+    return Figure(value, 0.4, f"measured on H200s of one host, not on {where}")

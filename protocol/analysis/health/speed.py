@@ -1,0 +1,394 @@
+"""Recompilation storms of ``torch.compile``: a function that is compiled repeatedly while the run trains.
+
+A rank reports each compilation by Dynamo (``Compiles``). A few are normal: the first, one with dynamic shapes, another
+for the last batch of an epoch or for evaluation. Raised if one function was recompiled ``RECOMPILES`` times after the
+run's first ``WARM_UP`` steps, or if Dynamo stopped compiling it at its limit. Resolved after ``QUIET_STEPS`` steps
+without a recompilation.
+"""
+
+from collections import deque
+
+import msgspec
+
+from ...messages.telemetry import Compiles, DataLoaderInfo, Hello, Step
+from ...text import counted, duration, sanitize
+from ..findings.finding import HIDDEN, Finding, Kind, Shown, State
+from ..words import Words
+
+# Input-bound runs: the share of a step for which the training thread waits for its next batch.
+#
+# Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank, without the ``LEFT_OUT`` longest
+# (an epoch's first batch waits for new workers) and without the run's first ``WARM_UP`` steps. On a GPU waiting costs
+# only the time for which the device idles: the wait is then the smaller of the host's wait and the step's device time
+# outside forward, backward, optimizer, evaluation and checkpoint. Raised if at least half of the ranks wait ``SHARE``
+# of the step and ``LEAST_US`` per step (a single slow rank is a straggler), in the whole window and in
+# ``FEWEST_PARTS`` of its parts of ``EVERY`` steps: refilling a shuffle buffer, or a briefly busy file system, affects
+# only a few parts. Resolved if the share is below half of ``SHARE`` at two consecutive checks.
+
+
+WINDOW = 80
+WARM_UP = 5
+LEFT_OUT = 4
+EVERY = 10
+SHARE = 0.25
+LEAST_US = 5_000
+FEWEST_PARTS = 5
+LOOKS = 2
+_WORK = frozenset(("forward", "backward", "optimizer", "eval", "checkpoint"))
+
+
+class DataWaitFacts(msgspec.Struct, frozen=True):
+    """The wait per step, and the settings of the data loader."""
+
+    share: float
+    """Share of the step for which the rank with the longest wait waits."""
+    wait_ms: float
+    step_ms: float
+    window_steps: int
+    ranks_bound: int
+    ranks_total: int
+    cuda: bool
+    loader: DataLoaderInfo | None = None
+    """Settings of that rank's DataLoader; None: unknown, or not PyTorch's DataLoader."""
+    workers_needed: int = 0
+    """Number of worker processes per rank that would hide the wait, if loading scales; 0: unknown."""
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.cuda = False
+        self.loader: DataLoaderInfo | None = None
+        self.steps = 0
+        self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+
+
+class DataWait:
+    """Judges all ranks of a run."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._free = 0
+        self._facts: DataWaitFacts | None = None
+        self._who: tuple[int, ...] = ()
+
+    def hello(self, hello: Hello) -> None:
+        """Record a rank's device and loader."""
+        rank = self._ranks.setdefault(hello.rank, _Rank())
+        rank.cuda = hello.device.kind == "cuda"
+        if hello.loader is not None:
+            rank.loader = hello.loader
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank that ended."""
+        self._ranks.pop(rank, None)
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._ranks[step.rank] = _Rank()
+        rank.steps += 1
+        if rank.steps <= WARM_UP:
+            return []
+        wait = work = 0
+        for record in step.phases:
+            name = record.name
+            if name in _WORK:
+                work += record.device_us or 0
+            elif name == "data":
+                wait = record.host_us
+        if step.fetch_us is not None and step.fetch_us < wait:
+            wait = step.fetch_us  # the rest of ``data`` is the script's own work on the batch
+        if wait and rank.cuda and step.device_us is not None:
+            wait = max(0, min(wait, step.device_us - work))
+        rank.window.append((wait, step.host_us))
+        if rank.steps % EVERY or len(rank.window) < WINDOW or step.rank != min(self._ranks):
+            return []
+        return self._check(step.step)
+
+    def reset(self) -> list[Finding]:
+        """Discard all steps; return the resolved finding, if any."""
+        facts, who = self._facts, self._who
+        self._facts, self._free = None, 0
+        for rank in self._ranks.values():
+            rank.steps = 0
+            rank.window.clear()
+        return [Finding("input_bound", facts, "resolved", "warning", who)] if facts is not None else []
+
+    def _check(self, step: int) -> list[Finding]:
+        shares: dict[int, tuple[float, float, float]] = {}
+        bound: list[int] = []
+        full = 0
+        for number, rank in self._ranks.items():
+            if len(rank.window) == WINDOW:
+                steps = list(rank.window)
+                full += 1
+                if self._facts is None and not may_be_bound(steps):
+                    continue
+                shares[number] = share, wait, _ = _share(sorted(steps)[:-LEFT_OUT])
+                if share >= SHARE and wait >= LEAST_US and _is_lasting(steps):
+                    bound.append(number)
+        if not full:
+            return []
+        if self._facts is not None:
+            middle = sorted(shares.values())[full // 2]
+            self._free = self._free + 1 if middle[0] < SHARE / 2 else 0
+            if self._free < LOOKS:
+                return []
+            found = Finding("input_bound", self._facts, "resolved", "warning", self._who, step=step)
+            self._facts = None
+            return [found]
+        if not bound or len(bound) * 2 < full:
+            return []
+        worst = max(bound, key=lambda number: shares[number][0])
+        share, wait, host = shares[worst]
+        loader = self._ranks[worst].loader
+        self._free, self._who = 0, tuple(sorted(bound))
+        self._facts = DataWaitFacts(
+            share,
+            wait / 1e3,
+            host / 1e3,
+            WINDOW,
+            len(bound),
+            full,
+            self._ranks[worst].cuda,
+            loader,
+            workers_needed(loader, wait, host),
+        )
+        return [Finding("input_bound", self._facts, "raised", "warning", self._who, step=step)]
+
+
+def may_be_bound(steps: list[tuple[int, int]]) -> bool:
+    """Return whether the share of ``_check`` may reach ``SHARE``: a cheap test whose False is certain.
+
+    The omitted steps have at least the mean wait, and each at most the longest time.
+    """
+    waits, hosts = zip(*steps, strict=True)
+    kept = len(steps) - LEFT_OUT
+    return sum(waits) * kept >= SHARE * (sum(hosts) - LEFT_OUT * max(hosts)) * len(steps)
+
+
+def _is_lasting(steps: list[tuple[int, int]]) -> bool:
+    parts = [_share(steps[at : at + EVERY])[0] for at in range(0, WINDOW, EVERY)]
+    return sum(part >= SHARE for part in parts) >= FEWEST_PARTS
+
+
+def _share(steps: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """Return (waiting as a share of the steps' time, mean wait, mean step time), times in microseconds."""
+    waits, hosts = zip(*steps, strict=True)
+    wait, host = sum(waits), sum(hosts)
+    return wait / max(1, host), wait / len(steps), host / len(steps)
+
+
+def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float) -> int:
+    """Return how many worker processes would load a batch in the rest of a step's time; 0: unknown.
+
+    Without workers the wait is a batch's whole cost. With ``w`` workers a waiting run receives one batch per step, so a
+    batch costs about ``w`` steps of a worker's time.
+    """
+    compute = step_us - wait_us
+    if loader is None or compute <= 0:
+        return 0
+    cost = wait_us if loader.workers == 0 else loader.workers * step_us
+    return int(-(-cost // compute)) + (loader.workers == 0)
+
+
+_MOST_WORKERS = 64
+"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
+
+
+def _input(finding: Finding) -> Words:
+    facts: DataWaitFacts = finding.facts
+    of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
+    return Words(
+        f"waits for data {facts.share:.0%} of each step{of}",
+        f"Waiting for the next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of "
+        f"{facts.window_steps} steps){_loader(facts)}.",
+        _loader_remedy(facts),
+        "Data arrives in time again.",
+    )
+
+
+def _loader(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return ""
+    pinned = "pinned" if loader.pin_memory else "not pinned"
+    ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
+    return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
+
+
+def _loader_remedy(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return (
+            "Load data in advance: a DataLoader with num_workers, or a prefetching thread; or prepare "
+            "(tokenize, decode) the data once, before the run."
+        )
+    parts: list[str] = []
+    most = loader.cpus or _MOST_WORKERS
+    if not facts.workers_needed:
+        pass
+    elif facts.workers_needed <= most:
+        parts.append(
+            f"num_workers={max(facts.workers_needed, loader.workers + 1)} would hide the wait, if workers scale"
+        )
+    else:
+        few = facts.workers_needed <= 2 * most
+        needed = f"about {facts.workers_needed}" if few else f"more than {2 * most}"
+        cpus = f", but this rank may use {counted(loader.cpus, 'CPU')}" if loader.cpus else ""
+        parts.append(
+            f"hiding it takes {needed} workers{cpus}: make each sample cheaper (tokenize or decode once, before the "
+            "run)"
+        )
+    if not loader.workers and not parts:
+        parts.append("num_workers above 0 loads batches in the background")
+    if loader.workers and loader.prefetch_factor < 4:
+        parts.append("a higher prefetch_factor evens out samples that differ in cost")
+    if loader.workers and not loader.persistent_workers:
+        parts.append("persistent_workers=True avoids restarting them at each epoch")
+    if facts.cuda and not loader.pin_memory:
+        parts.append("pin_memory=True with non_blocking copies overlaps the copy with the step")
+    text = "; ".join(parts)
+    return f"Try: {text}." if text else "Make each sample cheaper."
+
+
+_SHOWN: dict[str, Shown] = {
+    "ranks_bound": Shown("ranks that wait for data"),
+    "share": Shown("share of the step", "share"),
+    "wait_ms": Shown("waited for data", "ms"),
+    "loader": Shown("data loader"),
+    "prefetch_factor": Shown("batches loaded ahead"),
+    "pin_memory": Shown("pinned memory"),
+    "cpus": Shown("processors per rank"),
+    "cuda": HIDDEN,
+}
+
+KINDS = (
+    Kind(
+        "input_bound",
+        DataWaitFacts,
+        _input,
+        shown=_SHOWN,
+        limits={
+            "wait, of the step": f"{SHARE:.0%}",
+            "wait a step": f"{LEAST_US / 1000:g} ms",
+            "window": f"{WINDOW} steps, and {FEWEST_PARTS} of its {WINDOW // EVERY} parts",
+        },
+    ),
+)
+
+
+RECOMPILES = 4
+COMPILES_WARM_UP = 1
+QUIET_STEPS = 100
+
+
+class CompileFacts(msgspec.Struct, frozen=True):
+    """The function, the number of recompilations, and the last reason."""
+
+    function: str
+    recompiles: int
+    seconds: float
+    """Time of its compilations since warm-up."""
+    reason: str
+    """Dynamo's description of the guard that failed last; empty: unknown."""
+    since_step: int
+    limit_reached: bool = False
+    """Whether Dynamo reached its limit, so that the function runs uncompiled from now on."""
+
+
+class _Function:
+    def __init__(self, step: int) -> None:
+        self.count: dict[int, int] = {}
+        self.seconds = 0.0
+        self.reason = ""
+        self.since = self.step = step
+        self.ranks: set[int] = set()
+        self.raised = False
+        self.limit = False
+
+
+class Recompilation:
+    """Judges all ranks of a run."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, _Function] = {}
+
+    def compiles(self, message: Compiles) -> list[Finding]:
+        """Process a rank's compilations since its last message."""
+        found: list[Finding] = []
+        for one in message.functions:
+            if one.step <= COMPILES_WARM_UP or not (one.reason or one.failed):
+                continue
+            function = self._functions.setdefault(one.name, _Function(one.step))
+            function.count[message.rank] = function.count.get(message.rank, 0) + 1
+            function.seconds += one.seconds
+            function.reason = one.reason or function.reason
+            function.step = max(function.step, one.step)
+            function.limit = function.limit or "limit" in one.failed.lower()
+            if function.count[message.rank] >= RECOMPILES or function.limit:
+                fresh = not function.raised or message.rank not in function.ranks
+                function.ranks.add(message.rank)
+                state = "updated" if function.raised else "raised"
+                if fresh or one is message.functions[-1]:
+                    found.append(_finding(one.name, function, state))
+                function.raised = True
+        return found
+
+    def step(self, step: int) -> list[Finding]:
+        """Resolve findings that are quiet at ``step``; call it at intervals."""
+        found: list[Finding] = []
+        for name, function in list(self._functions.items()):
+            if step - function.step > QUIET_STEPS:
+                del self._functions[name]
+                if function.raised:
+                    found.append(_finding(name, function, "resolved"))
+        return found
+
+    def reset(self) -> list[Finding]:
+        """Reset; return the resolved findings."""
+        found = [_finding(name, one, "resolved") for name, one in self._functions.items() if one.raised]
+        self._functions.clear()
+        return found
+
+
+def _finding(name: str, function: _Function, state: State) -> Finding:
+    facts = CompileFacts(
+        name, max(function.count.values()), function.seconds, function.reason, function.since, function.limit
+    )
+    ranks = tuple(sorted(function.ranks))
+    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)
+
+
+def _recompilation(finding: Finding) -> Words:
+    facts: CompileFacts = finding.facts
+    why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
+    limit = (
+        " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
+        if facts.limit_reached
+        else ""
+    )
+    return Words(
+        f"torch.compile keeps recompiling {facts.function}: {counted(facts.recompiles, 'time')}",
+        f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
+        "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
+        "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
+        "It has not been recompiled since.",
+    )
+
+
+_COMPILES_SHOWN: dict[str, Shown] = {
+    "recompiles": Shown("recompilations"),
+    "seconds": Shown("time spent", "s"),
+}
+
+COMPILES_KINDS = (
+    Kind(
+        "recompilation",
+        CompileFacts,
+        _recompilation,
+        shown=_COMPILES_SHOWN,
+        limits={f"recompilations of a function after step {COMPILES_WARM_UP}": str(RECOMPILES)},
+    ),
+)

@@ -1,0 +1,212 @@
+"""Keeps the latest state of every rank and of its device's processes, for reports of failed allocations."""
+
+import msgspec
+
+from ..messages.control import RankState
+from ..messages.memory import OomReport, RankMoment
+from ..messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, SegmentUse, StackGroup, Step
+from ..snapshot.columns import FREE, Frame, Snapshot
+from .allocator.snapshot_layout import Piece, layout_at
+from .allocator.snapshot_replay import Replay, pending_states
+from .allocator.snapshot_views import find_oom, live_stacks
+from .deaths.detector import HostPressure
+from .oom.detector import OomContext
+from .oom.words import explain
+from .remedies import remedies
+
+# Reads an out-of-memory error from a memory snapshot, for ``ftmon oom FILE``.
+#
+# A snapshot has the request, the free memory, and every block with its stack. It lacks step, phase, batch, and other
+# users of the device. The phase is derived from the failing stack, if possible.
+
+
+SEGMENTS = 256
+_HOLDERS = 20
+_PHASES = (
+    ("optimizer", ("torch/optim/", "optimizer.py", "zero/stage", "_take_model_step")),
+    ("backward", ("autograd/__init__.py", "autograd/graph.py", "_engine_run_backward", "checkpoint.py:backward")),
+    ("forward", ("forward", "_call_impl", "cross_entropy")),
+)
+
+
+def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
+    """Return a report of the last out-of-memory error of a snapshot; None if there was none."""
+    found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
+    if not found:
+        return None
+    replay, index = max(found, key=lambda one: one[0].time_of(one[1]))
+    oom = oom_of(snapshot, replay)
+    if oom is None:
+        return None
+    around = OomContext(to_come=pending_states(replay, index))
+    verdict = explain(oom, around)
+    return OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
+
+
+def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
+    """Return the last out-of-memory error of one device as the message of a rank; rank and step are 0: unknown."""
+    found = find_oom(replay)
+    if found is None:
+        return None
+    pieces = layout_at(replay, found.entry)
+    frames = snapshot.frames_of(found.stack)
+    return Oom(
+        rank=0,
+        step=0,
+        phase=phase_of(frames),
+        time=replay.time_of(found.entry) / 1e6,
+        requested_bytes=found.requested_bytes,
+        device_free_bytes=found.device_free_bytes,
+        # Other users of the device are unknown: its capacity is at least this large.
+        device_total_bytes=found.device_free_bytes + found.reserved_bytes,
+        allocated_bytes=found.allocated_bytes,
+        reserved_bytes=found.reserved_bytes,
+        message=f"CUDA out of memory on device {replay.device}",
+        stack=[_words(frame) for frame in reversed(frames)],
+        room_bytes=found.device_free_bytes if found.device_free_bytes < found.requested_bytes else 0,
+        reserved_free_bytes=found.free_bytes,
+        free_blocks=sum(1 for piece in pieces for block in piece.blocks if block.state == FREE),
+        largest_free_bytes=found.largest_usable_bytes,
+        usable_free_bytes=found.usable_free_bytes,
+        expandable=any(piece.expandable for piece in pieces),
+        # Whether the first step was over is not in the snapshot.
+        steps_done=1,
+        holders=_holders(snapshot, replay, found.entry),
+        segments=[_use(piece) for piece in sorted(pieces, key=lambda piece: -piece.size)[:SEGMENTS]],
+        snapshot=snapshot.path,
+    )
+
+
+def phase_of(frames: list[Frame]) -> str:
+    """Return the phase derived from a stack (innermost first); empty if unknown."""
+    words = " ".join(f"{frame.filename}:{frame.name}" for frame in frames)
+    return next((phase for phase, marks in _PHASES if any(mark in words for mark in marks)), "")
+
+
+def _holders(snapshot: Snapshot, replay: Replay, index: int) -> list[StackGroup]:
+    tallies = list(live_stacks(replay, index).items())[:_HOLDERS]
+    return [
+        StackGroup(tally.bytes, tally.blocks, [_words(frame) for frame in reversed(snapshot.frames_of(stack))])
+        for stack, tally in tallies
+    ]
+
+
+def _use(piece: Piece) -> SegmentUse:
+    free = [block.size for block in piece.blocks if block.state == FREE]
+    flags = ("s" if piece.small else "") + ("e" if piece.expandable else "") + ("p" if piece.pool else "")
+    return SegmentUse(piece.size, piece.size - sum(free), max(free, default=0), len(free), flags)
+
+
+def _words(frame: Frame) -> str:
+    return f"{frame.filename}:{frame.line} {frame.name}"
+
+
+_RANKS = 512
+_PROCESSES = 32
+_FULL = 0.95
+_FRESH_S = 5.0
+
+
+class LatestByRank:
+    """The latest messages of each rank and each device; one assignment per message."""
+
+    def __init__(self) -> None:
+        self._hellos: dict[int, Hello] = {}
+        self._beats: dict[int, Heartbeat] = {}
+        self._steps: dict[int, Step] = {}
+        self._gpus: dict[str, DeviceSample] = {}
+        self._hosts: dict[str, DeviceSample] = {}
+
+    def hello(self, hello: Hello) -> None:
+        """Record a rank's device, and forget the state of an earlier process of that rank."""
+        known = self._hellos.get(hello.rank)
+        if known is not None and (known.pid, known.start_ticks) != (hello.pid, hello.start_ticks):
+            self._beats.pop(hello.rank, None)
+            self._steps.pop(hello.rank, None)
+        self._hellos[hello.rank] = hello
+
+    def beat(self, beat: Heartbeat) -> None:
+        """Keep a rank's current phase and step."""
+        self._beats[beat.rank] = beat
+
+    def step(self, step: Step) -> None:
+        """Keep a rank's last step."""
+        self._steps[step.rank] = step
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Keep the latest sample of a device."""
+        if sample.kind == "gpu":
+            self._gpus[sample.uuid or f"{sample.host} {sample.index}"] = sample
+        else:
+            self._hosts[sample.host] = sample
+
+    def report(self, t: float, oom: Oom, states: dict[int, RankState]) -> OomReport:
+        """Return the report of a failed allocation, with the state of all ranks at ``t``."""
+        hello = self._hellos.get(oom.rank)
+        if hello is not None and not oom.capacity_bytes:  # of a probe that did not report the device
+            oom = msgspec.structs.replace(oom, measure=hello.memory_measure)
+        sample = self._device_of(hello, oom.measure) if hello is not None else None
+        processes = _largest(sample)
+        # Any process may use host memory; for a device, only the processes that compute on it are listed.
+        around = OomContext(hello, processes if oom.measure == "cuda" else ())
+        verdict = explain(oom, around)
+        ranks = sorted(self._hellos.keys() | self._beats.keys() | states.keys())[:_RANKS]
+        return OomReport(
+            rank=oom.rank,
+            step=oom.step,
+            phase=oom.phase,
+            time=oom.time,
+            oom=oom,
+            verdict=verdict,
+            remedies=remedies(oom, verdict, around),
+            ranks=[self._moment(t, rank, states.get(rank), oom) for rank in ranks],
+            processes=processes,
+            device_used_bytes=sample.used_bytes if sample is not None else 0,
+        )
+
+    def pressure(self, t: float, rank: int) -> HostPressure | None:
+        """Return the use of a rank's host memory just before ``t``; None if it was not full, or unknown."""
+        hello = self._hellos.get(rank)
+        sample = self._hosts.get(hello.host) if hello is not None else None
+        if sample is None or t - sample.time > _FRESH_S or sample.used_bytes < _FULL * sample.total_bytes:
+            return None
+        held = next((process.used_bytes for process in sample.processes if process.rank == rank), 0)
+        return HostPressure(max(0.0, t - sample.time), sample.used_bytes, sample.total_bytes, held)
+
+    def _moment(self, t: float, rank: int, state: RankState | None, oom: Oom) -> RankMoment:
+        hello, beat, step = self._hellos.get(rank), self._beats.get(rank), self._steps.get(rank)
+        sample = self._device_of(hello, hello.memory_measure) if hello is not None else None
+        peak = step.peak_phase if step is not None else None
+        if rank == oom.rank:  # its own report is newer than its last heartbeat
+            beat = Heartbeat(
+                rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step,
+                allocated=oom.allocated_bytes, reserved=oom.reserved_bytes,
+            )  # fmt: skip
+        return RankMoment(
+            rank,
+            state.state if state is not None else "starting",
+            beat.step if beat is not None else step.step + 1 if step is not None else 0,
+            beat.phase if beat is not None else "",
+            beat.micro_step if beat is not None else 0,
+            beat.allocated if beat is not None else 0,
+            beat.reserved if beat is not None else 0,
+            peak.peak_span.peak if peak is not None else 0,
+            list(step.batch_shape) if step is not None else [],
+            beat.collective if beat is not None else "",
+            round(max(0.0, t - beat.time), 3) if beat is not None else 0.0,
+            f"{hello.host} {hello.device.kind} {hello.device.index}" if hello is not None else "",
+            sample.used_bytes if sample is not None else 0,
+            sample.total_bytes if sample is not None else 0,
+        )
+
+    def _device_of(self, hello: Hello, measure: str) -> DeviceSample | None:
+        if measure != "cuda":
+            return self._hosts.get(hello.host)
+        # CUDA numbers the visible devices, NVML all devices: only the UUID is the same for both.
+        return self._gpus.get(hello.device.uuid) or self._gpus.get(f"{hello.host} {hello.device.index}")
+
+
+def _largest(sample: DeviceSample | None) -> list[ProcessMemory]:
+    if sample is None:
+        return []
+    return sorted(sample.processes, key=lambda process: -process.used_bytes)[:_PROCESSES]

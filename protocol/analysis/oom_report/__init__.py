@@ -1,1 +1,0 @@
-"""Builds reports of failed allocations: the verdict, remedies and the state of all ranks."""

@@ -1,1 +1,0 @@
-"""Comparing runs and sweeps: what differs by more than its noise."""

@@ -1,0 +1,156 @@
+"""Types of the texts of findings."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..text import gib
+from .estimates.memory import WHOLE_STEP, Piece
+from .estimates.time import Compared
+
+PART_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "master_copies": "master weights",
+    "partitions": "ZeRO partitions",
+    "buckets": "buckets",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "other": "other memory",
+    "unattributed": "not attributed",
+}
+"""Labels of ``protocol.messages.memory.PARTS``."""
+
+
+class Words(NamedTuple):
+    """Text of a finding."""
+
+    title: str
+    text: str
+    """The meaning, with figures, without the remedy."""
+    remedy: str = ""
+    resolved: str = "It is over."
+    """Added to the text when the finding is resolved."""
+
+
+class Added(NamedTuple):
+    """An addition to a finding's text and evidence."""
+
+    name: str
+    """Name of the addition; a later one of the same name replaces it."""
+    evidence: dict[str, Any]
+    text: str = ""
+    """A sentence; empty: none."""
+
+
+def sentence(clause: str) -> str:
+    """Return a clause as a sentence; empty for an empty one."""
+    return f"{clause[0].upper()}{clause[1:]}." if clause else ""
+
+
+def stop(clause: str) -> str:
+    """Return a clause with a full stop at its end."""
+    return clause if clause.endswith(".") else f"{clause}."
+
+
+def number(value: float | None) -> str:
+    """Format a figure in four significant digits; ``?`` for None."""
+    if value is None:
+        return "?"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+# Text of a peak's curve.
+
+
+KIB, MIB = 2**10, 2**20
+_LEAST_MIB = 0.05
+"""Slopes below this are written in KiB, because they would be 0.0 MiB."""
+_FLAT = 0.005
+"""A piece that rises by less than this share of its peak is described as flat."""
+
+
+def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
+    """Return the highest phases by range: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
+
+    For a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``. For phases that are equally high:
+    ``backward and optimizer tie``.
+
+    Args:
+        unit: unit of the horizontal axis, in the singular.
+    """
+    words: list[str] = []
+    before: list[str] = []
+    for number, piece in enumerate(curve):
+        rise = piece.slope_bytes * (piece.end - piece.start)
+        flat = abs(rise) <= _FLAT * max(piece.at(piece.start), piece.at(piece.end))
+        size, name = (MIB, "MiB") if abs(piece.slope_bytes) >= _LEAST_MIB * MIB else (KIB, "KiB")
+        rate = "" if flat else f" at {piece.slope_bytes / size:+.1f} {name} a {unit}"
+        until = "" if number == len(curve) - 1 else f" to {round(piece.end):,} {unit}s"
+        phases = sorted([piece.phase, *piece.tied])
+        names = " and ".join(filter(None, (", ".join(phases[:-1]), phases[-1])))
+        if not words and piece.phase == WHOLE_STEP:
+            words.append(f"{rate.removeprefix(' at ') or 'flat'}{until}")
+        elif not words:
+            words.append(f"{names} {'tie' if piece.tied else 'leads'}{rate}{until}")
+        elif phases == before:
+            words.append(f"then{rate or ' flat'}{until}")
+        else:
+            words.append(f"then {names}{rate}{until}")
+        before = phases
+    return ", ".join(words)
+
+
+# Text that compares a live run's peaks with the predicted ones.
+
+
+_PHASES = {"optimizer": "the optimizer step"}
+_ALIKE_SHARE = 0.25
+"""If the differences of all phases agree within this share, they are reported as one."""
+
+
+def percent(share: float) -> str:
+    """Format a difference: ``+4.3 %``."""
+    text = f"{share * 100:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
+
+
+def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
+    """Return sentences with the predicted peaks of a rank's phases, and the differences of the measured ones."""
+    within = [
+        f"{one.phase} {gib(one.predicted_bytes)} (measured {percent(one.share)})"
+        for one in found
+        if one.predicted_bytes
+    ]
+    sentences = [f"predicted: {', '.join(within)}"]
+    parted = [one for one in found if one.parted]
+    if not parted:
+        return sentences
+    most = max(parted, key=lambda one: abs(one.by_bytes))
+    where = "above" if most.by_bytes > 0 else "below"
+    phase = _PHASES.get(most.phase, most.phase)
+    text = (
+        f"{phase} was {gib(abs(most.by_bytes))} {where} its prediction, more than the expected error of "
+        f"{error * 100:.0f} %"
+    )
+    if most.parts:
+        named = ", ".join(f"{PART_LABELS.get(name, name)} {_signed(size)}" for name, size in most.parts)
+        taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
+        return [*sentences, f"{text}: {named}{taken}"]
+    return [*sentences, text + _by_phase(found, parted, most)]
+
+
+def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compared) -> str:
+    """Return the text by phase, if the parts are unknown."""
+    if len(parted) < len(found):
+        others = [one.phase for one in found if not one.parted]
+        return f"; {' and '.join(others)} {'agrees' if len(others) == 1 else 'agree'}"
+    spread = max(abs(one.by_bytes - most.by_bytes) for one in found)
+    if len(found) > 1 and spread <= _ALIKE_SHARE * abs(most.by_bytes):
+        return "; all phases by the same amount, so this memory stays allocated"
+    return ""
+
+
+def _signed(size: int) -> str:
+    return ("+" if size > 0 else "-") + gib(abs(size))

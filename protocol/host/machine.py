@@ -1,0 +1,277 @@
+"""Memory that a process may use on this host: the host's memory, and the limits of the process's control groups.
+
+Only Linux has the files that are read here; elsewhere everything is unknown.
+"""
+
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..text import sanitize
+
+# GPUs: memory, data-sheet rates and bandwidths, by their names in PyTorch or NVML. One table for all of ftmon.
+#
+# Sources. Rates (dense, sums in fp32; ``fp32`` is that of the CUDA cores) and bandwidths: NVIDIA's data sheets of the
+# A100, A30, A40, A10, L4, L40, L40S, H100, H200, H20, GH200, V100 and T4; the HGX B200/B300 and GB200 NVL72
+# specifications per GPU; those of the RTX A6000, A5000, 6000 Ada and PRO 6000; the white papers of the GA102, Ada and
+# RTX Blackwell architectures (GeForce: half the rate if sums are in fp32). Memory: the "total capacity" of PyTorch's
+# out-of-memory messages (``cudaMemGetInfo``), which is the base of ``set_per_process_memory_fraction``. It is less
+# than the name states, by ECC and the driver's own memory, and varies by up to 0.3 % with the driver's version.
+# NVIDIA publishes no rates of the A10G: only its memory is known.
+
+
+GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU. Rates in TFLOP/s (0: it does not compute in that type), bandwidths in GB/s (10^9 bytes)."""
+
+    pattern: str
+    """Regular expression for the whole name, without the maker's name."""
+    title: str
+    """Name in tables; empty: the kind is not in fit tables."""
+    memory_gib: float
+    """The device's total capacity as PyTorch reports it."""
+    bf16: float
+    fp16: float
+    tf32: float
+    fp32: float
+    memory_gbs: float
+    """Bandwidth of the device's memory."""
+    link_gbs: float
+    """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe without NVLink."""
+    host_gbs: float
+    """Bandwidth to the host's memory, in one direction."""
+    capability: tuple[int, int]
+    """Compute capability: kernels and workspaces differ by it."""
+
+    @property
+    def name(self) -> str:
+        """The title, or the name that the first alternative of the pattern matches."""
+        first = re.sub(r"\[(.)[^]]*\]", r"\1", self.pattern.split("|")[0])
+        return self.title or first.replace(".*", "").rstrip(" -")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total capacity as PyTorch reports it, bytes."""
+        return round(self.memory_gib * GIB)
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return the data-sheet peak in FLOP/s for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if there is none."""
+        if precision not in ("bf16", "fp16", "tf32", "fp32"):
+            return None
+        return getattr(self, precision) * 1e12 or None
+
+
+GPUS = (
+    Gpu(r"RTX 4060", "RTX 4060 8 GB", 7.63, 30.2, 30.2, 15.1, 15.1, 272, 16, 16, (8, 9)),
+    Gpu(r"RTX 3060", "RTX 3060 12 GB", 11.76, 25.5, 25.5, 12.7, 12.7, 360, 32, 32, (8, 6)),
+    Gpu(r"T4", "T4 16 GB", 14.56, 0.0, 65.0, 0.0, 8.1, 320, 16, 16, (7, 5)),
+    Gpu(r"RTX 4080", "", 15.70, 97.5, 97.5, 48.7, 48.7, 717, 32, 32, (8, 9)),
+    Gpu(r"V100-SXM2-32GB.*", "", 31.74, 0.0, 125.0, 0.0, 15.7, 900, 150, 16, (7, 0)),
+    Gpu(r"V100-SXM2.*", "", 15.77, 0.0, 125.0, 0.0, 15.7, 900, 150, 16, (7, 0)),
+    Gpu(r"V100-PCIE-32GB.*", "", 31.74, 0.0, 112.0, 0.0, 14.0, 900, 16, 16, (7, 0)),
+    Gpu(r"V100-PCIE.*", "", 15.77, 0.0, 112.0, 0.0, 14.0, 900, 16, 16, (7, 0)),
+    Gpu(r"L4", "L4 24 GB", 22.03, 121.0, 121.0, 60.0, 30.3, 300, 32, 32, (8, 9)),
+    Gpu(r"A10", "", 22.06, 125.0, 125.0, 62.5, 31.2, 600, 32, 32, (8, 6)),
+    Gpu(r"A10G", "A10G 24 GB", 22.06, 0.0, 0.0, 0.0, 0.0, 600, 32, 32, (8, 6)),
+    Gpu(r"RTX 3090", "RTX 3090 24 GB", 23.69, 71.0, 71.0, 35.6, 35.6, 936, 56, 32, (8, 6)),
+    Gpu(r"RTX 4090", "RTX 4090 24 GB", 23.64, 165.2, 165.2, 82.6, 82.6, 1008, 32, 32, (8, 9)),
+    Gpu(r"A30", "", 23.53, 165.0, 165.0, 82.0, 10.3, 933, 100, 32, (8, 0)),
+    Gpu(r"RTX A5000", "", 23.68, 111.1, 111.1, 55.6, 27.8, 768, 56, 32, (8, 6)),
+    Gpu(r"RTX 5090", "RTX 5090 32 GB", 31.36, 209.5, 209.5, 104.8, 104.8, 1792, 64, 64, (12, 0)),
+    Gpu(r"A[18]00[- ].*80GB.*", "A100 80 GB", 79.25, 312.0, 312.0, 156.0, 19.5, 2039, 300, 32, (8, 0)),
+    Gpu(r"A[18]00[- ].*", "A100 40 GB", 39.39, 312.0, 312.0, 156.0, 19.5, 1555, 300, 32, (8, 0)),
+    Gpu(r"A40", "A40 48 GB", 44.35, 149.7, 149.7, 74.8, 37.4, 696, 56, 32, (8, 6)),
+    Gpu(r"RTX A6000", "", 47.41, 154.8, 154.8, 77.4, 38.7, 768, 56, 32, (8, 6)),
+    Gpu(r"RTX 6000 Ada Generation", "", 47.37, 364.2, 364.2, 182.1, 91.1, 960, 32, 32, (8, 9)),
+    Gpu(r"L40", "", 44.40, 181.05, 181.05, 90.5, 90.5, 864, 32, 32, (8, 9)),
+    Gpu(r"L40S", "L40S 48 GB", 44.40, 362.05, 362.05, 183.0, 91.6, 864, 32, 32, (8, 9)),
+    Gpu(r"H100|H100 80GB HBM[23]e?|H100 SXM5?.*|H800( SXM5?.*)?", "H100 80 GB", 79.11,
+        989.4, 989.4, 494.7, 66.9, 3350, 450, 64, (9, 0)),
+    Gpu(r"H[18]00 PCIe", "", 79.11, 756.0, 756.0, 378.0, 51.0, 2039, 64, 64, (9, 0)),
+    Gpu(r"H100 NVL", "", 93.00, 835.5, 835.5, 417.5, 60.0, 3938, 300, 64, (9, 0)),
+    Gpu(r"RTX PRO 6000 Blackwell.*", "RTX PRO 6000 96 GB", 94.97, 503.8, 503.8, 251.9, 126.0, 1792, 64, 64, (12, 0)),
+    Gpu(r"GH200.*", "", 94.50, 989.4, 989.4, 494.7, 66.9, 4000, 450, 450, (9, 0)),
+    Gpu(r"H20", "", 95.00, 148.0, 148.0, 74.0, 44.0, 4000, 450, 64, (9, 0)),
+    Gpu(r"H200", "H200 141 GB", 139.80, 989.4, 989.4, 494.7, 66.9, 4800, 450, 64, (9, 0)),
+    Gpu(r"H200 NVL", "", 139.80, 835.5, 835.5, 417.5, 60.0, 4800, 450, 64, (9, 0)),
+    Gpu(r"B200", "B200 180 GB", 178.35, 2250.0, 2250.0, 1125.0, 75.0, 8000, 900, 64, (10, 0)),
+    Gpu(r"B300( SXM6.*)?", "B300 288 GB", 267.69, 2250.0, 2250.0, 1125.0, 75.0, 8000, 900, 128, (10, 3)),
+    Gpu(r"GB200", "", 184.00, 2500.0, 2500.0, 1250.0, 80.0, 8000, 900, 450, (10, 0)),
+)  # fmt: skip
+"""All kinds; the first that matches a name is used."""
+
+FIT_TABLE = tuple(sorted((gpu for gpu in GPUS if gpu.title), key=lambda gpu: gpu.memory_gib))
+"""The kinds in "does it fit" tables, 8 to 288 GB, by memory."""
+
+_MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
+
+
+def find_gpu(device: str) -> Gpu | None:
+    """Return the kind of GPU for a name in PyTorch or NVML, or a title of the table.
+
+    Returns:
+        None for a CPU, a MIG slice, or a GPU that is not in the table.
+    """
+    name = _MAKER.sub("", device.strip())
+    if "MIG" in name:
+        return None
+    return next((gpu for gpu in GPUS if name == gpu.title or re.fullmatch(gpu.pattern, name)), None)
+
+
+# The control groups that a process is in, of cgroup version 2 and 1.
+#
+# A limit applies to a group and all groups below it, so a process's own group and its ancestors all count: under SLURM
+# without a cgroup namespace, only the job's group has a limit, and not the mounted root. Only Linux has these files.
+
+
+ROOT = Path("/")
+
+
+def hierarchies(controller: str, pid: int | str, root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
+    """Yield (directory, mount point) of each cgroup of a process in which a controller may limit it.
+
+    In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
+
+    Args:
+        controller: ``memory`` or ``cpu``.
+        pid: the process, or ``self``.
+        root: directory of the kernel's files; differs only in tests.
+    """
+    try:
+        lines = (root / f"proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller in controllers.split(","):
+            mount = mounts / controller
+        elif number == "0" and not controllers:
+            mount = mounts
+        else:
+            continue
+        yield mount / path.lstrip("/"), mount
+
+
+def own_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Yield the directories of this process's cgroups and of their ancestors, up to the mount points."""
+    for own, mount in hierarchies(controller, "self", root):
+        for group in [own, *own.parents]:
+            yield group
+            if group == mount:
+                break
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the CPU time per wall-clock time that this process's cgroups allow; None: no limit, or unknown."""
+    found = (_quota_of(group) for group in own_groups("cpu", root))
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """Return a group's quota per period: ``cpu.max`` in version 2, ``cpu.cfs_*_us`` (-1: no limit) in version 1."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            quota, period = (int(word) for name in names for word in (group / name).read_text().split())
+        except (OSError, ValueError):
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None
+
+
+_UNLIMITED = 1 << 60
+"""Cgroup version 1 reports "no limit" as a number near 2^63."""
+
+
+def memory_group(root: Path = ROOT) -> Path | None:
+    """Return the directory of the own cgroup or ancestor with the lowest memory limit; None without a limit."""
+    return min(_limited_groups(root), default=(0, None), key=lambda found: found[0])[1]
+
+
+def group_limit(group: Path) -> int | None:
+    """Return the memory limit of a cgroup in bytes; None: there is none, or it cannot be read."""
+    limit = _number(group / "memory.max")
+    if limit is None:
+        limit = _number(group / "memory.limit_in_bytes")
+    return limit if limit is not None and limit < _UNLIMITED else None
+
+
+def group_memory(group: Path) -> tuple[int, int] | None:
+    """Return (used, limit) bytes of a cgroup; reclaimable file cache does not count as used."""
+    limit = group_limit(group)
+    if limit is None:
+        return None
+    used = _number(group / "memory.current")
+    if used is None:
+        used = _number(group / "memory.usage_in_bytes")
+    if used is None:
+        return None
+    return max(0, used - _droppable(group)), limit
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Return the bytes that this process may use: the host's, or a control group's lower limit; 0 if unknown."""
+    found = [limit for limit, _ in _limited_groups(root)]
+    total = _meminfo("MemTotal:", root)
+    return min([*found, total] if total else found, default=0)
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Return the bytes that this process can still allocate on the host and in its control groups; 0 if unknown."""
+    found = [
+        max(0, memory[1] - memory[0])
+        for _, group in _limited_groups(root)
+        if (memory := group_memory(group)) is not None
+    ]
+    available = _meminfo("MemAvailable:", root)
+    return min([*found, available] if available else found, default=0)
+
+
+def cpu_model(root: Path = ROOT) -> str:
+    """Return the name of the host's processor, or of its architecture if /proc has none."""
+    try:
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return sanitize(line.split(":", 1)[1].strip(), 80)
+    except (OSError, IndexError):
+        pass
+    return platform.machine()
+
+
+def _limited_groups(root: Path) -> Iterator[tuple[int, Path]]:
+    for group in own_groups("memory", root):
+        limit = group_limit(group)
+        if limit is not None:
+            yield limit, group
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _droppable(group: Path) -> int:
+    """Return bytes of ``inactive_file`` (``total_inactive_file`` in version 1, which includes child groups)."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    figures = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(figures.get("total_inactive_file") or figures.get("inactive_file") or 0)
+
+
+def _meminfo(field: str, root: Path) -> int:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0

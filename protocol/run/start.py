@@ -1,0 +1,299 @@
+"""Request to start a run: one JSON object on the standard input of the process that creates the run and its launcher.
+
+That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
+a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and exits with status 0; for a refusal it
+prints text to standard error and exits with another status.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO, Literal
+
+import msgspec
+
+from ..errors import UsageError
+from ..host.process import ProcessId
+from .notices import Notify
+from .rundir import ExitFile, RunDir, RunOptions, monitor_environment
+
+# The line between the command that started a run and the run's launcher: a socket pair that only these two hold.
+#
+# It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
+# either end detects at once that the other process is gone, also after SIGKILL.
+#
+# - launcher to command: JSON lines, one ``LauncherMessage`` each.
+# - command to launcher: ``UNTIE``, once, when the run may outlive the command. Until then, the loss of the connection
+# counts as a request to end the run.
+
+
+UNTIE = b"u"
+
+
+class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of a launcher to the command that started it."""
+
+    launcher: ProcessId | None = None
+    end: ExitFile | None = None
+
+
+class CommandEnd:
+    """The command's end of the line. No method raises or blocks."""
+
+    def __init__(self) -> None:
+        self._socket, self._other = socket.socketpair()
+        self._socket.setblocking(False)
+        self._text = b""
+        self.launcher: ProcessId | None = None
+        """The launcher's process; None: not reported yet."""
+        self.end: ExitFile | None = None
+        """How the job ended; None: not reported yet."""
+        self.closed = False
+        """The launcher is gone."""
+
+    @property
+    def launchers_end(self) -> int:
+        """The descriptor for the launcher to inherit."""
+        return self._other.fileno()
+
+    def fileno(self) -> int:
+        """Return the command's own descriptor, for ``select``."""
+        return self._socket.fileno()
+
+    def handed_over(self) -> None:
+        """Close this process's copy of the launcher's end."""
+        self._other.close()
+
+    def untie(self) -> None:
+        """Let the run outlive this process."""
+        with contextlib.suppress(OSError):
+            self._socket.send(UNTIE)
+
+    def read(self) -> None:
+        """Read the launcher's messages."""
+        while not self.closed:
+            try:
+                data = self._socket.recv(65_536)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                data = b""
+            self.closed = not data
+            self._text += data
+        *lines, self._text = self._text.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                word = msgspec.json.decode(line, type=LauncherMessage)
+                self.launcher = word.launcher or self.launcher
+                self.end = word.end or self.end
+
+
+class LauncherEnd:
+    """The launcher's end of the line."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        self._socket.setblocking(False)
+        self._untied = False
+        self.open = True
+
+    def fileno(self) -> int:
+        """Return the descriptor, for ``select``."""
+        return self._socket.fileno()
+
+    def send(self, word: LauncherMessage) -> None:
+        """Send a message; it is dropped if the command is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.send(msgspec.json.encode(word) + b"\n", socket.MSG_NOSIGNAL)
+
+    def lost(self) -> bool:
+        """Read the line; return whether the command that the run was tied to is gone."""
+        try:
+            data = self._socket.recv(4096)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        self._untied = self._untied or UNTIE in data
+        self.open = bool(data)
+        return not self.open and not self._untied
+
+
+# Starts ftmon's own processes, without the environment variables of any run.
+
+
+_HUB = "ftmon.trainer.hub"
+
+
+def module_command(module: str, words: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs one of ftmon's modules with this Python."""
+    # -P: modules in the user's working directory must not shadow the standard library's.
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def spawn_module(
+    module: str,
+    words: Sequence[str],
+    *,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    pass_fds: Sequence[int] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> "subprocess.Popen[bytes]":
+    """Start one of ftmon's modules in a session of its own, which does not receive the terminal's signals.
+
+    Args:
+        module: its full name.
+        words: its arguments.
+        stdin: as for ``subprocess.Popen``, as are ``stdout``, ``stderr`` and ``pass_fds``.
+        stdout: its output.
+        stderr: its errors.
+        pass_fds: descriptors that it inherits.
+        environ: its environment; variables of a run are removed.
+
+    Raises:
+        OSError: the process cannot be created.
+    """
+    return subprocess.Popen(
+        module_command(module, words),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        pass_fds=tuple(pass_fds),
+        env=monitor_environment(environ),
+    )
+
+
+def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a hub; if several are started, the hub's lock lets only one run.
+
+    Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
+    have to restart it.
+
+    Args:
+        run: the run directory.
+        log: file for its output.
+
+    Raises:
+        OSError: the process cannot be created.
+    """
+    return spawn_module(_HUB, [str(run.path)], stdout=log, stderr=log)
+
+
+_SCRIPT = "ftmon.trainer.launch.start"
+_RECIPE = "ftmon.trainer.recipe.start"
+
+
+class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run to start."""
+
+    kind: Literal["run", "train", "demo"]
+    name: str = ""
+    """Name of the run; empty: that of the script or the configuration."""
+    options: RunOptions = RunOptions()
+    notify: Notify | None = None
+    """Targets of notifications of the run's events."""
+    command: list[str] = []
+    """For ``run``: the script's command."""
+    config: str = ""
+    """For ``train``: the configuration file, or its first ``key.sub=value``."""
+    resume: str = ""
+    """For ``train``, instead of ``config``: the directory of the run whose configuration and checkpoint are used."""
+    overrides: list[str] = []
+    """For ``train`` and ``demo``: ``key.sub=value`` pairs that override the configuration."""
+    fault: str | None = None
+    """For ``demo``, like ``steps`` and ``ranks``: a fault to inject."""
+    steps: int | None = None
+    ranks: int | None = None
+    line: int | None = None
+    """Inherited descriptor: the launcher's end of the socket pair to the requesting process; None: no process waits for
+    the run.
+    """
+    stdin: int | None = None
+    """Inherited descriptor that becomes the job's standard input; None: no standard input."""
+
+
+class _Started(msgspec.Struct):
+    run: str
+
+
+def spawn_start(
+    request: StartRequest, line: CommandEnd | None = None, *, stdin: int | None = None, environ: Mapping[str, str]
+) -> tuple["subprocess.Popen[bytes]", bytes]:
+    """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
+
+    Args:
+        request: what to start.
+        line: the requesting process's end of the socket pair to the run's launcher; None: no process waits for the run.
+        stdin: descriptor that becomes the job's standard input.
+        environ: the environment of the job; variables of a run are removed.
+
+    Raises:
+        UsageError: the request cannot be encoded: an argument is not UTF-8.
+        OSError: the process cannot be created.
+    """
+    # A copy: the process's own descriptor 0 is the pipe with the request.
+    input_copy = os.dup(stdin) if stdin is not None else None
+    try:
+        inherited = [each for each in (line and line.launchers_end, input_copy) if each is not None]
+        request = msgspec.structs.replace(request, line=line and line.launchers_end, stdin=input_copy)
+        try:
+            written = msgspec.json.encode(request)
+        except UnicodeEncodeError:
+            raise UsageError("the command has a word that is not UTF-8; rename that file") from None
+        process = spawn_module(
+            _SCRIPT if request.kind == "run" else _RECIPE,
+            [],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=inherited,
+            environ=environ,
+        )
+    finally:
+        if input_copy is not None:
+            os.close(input_copy)
+    if line is not None:
+        line.handed_over()
+    return process, written
+
+
+def started_run(output: bytes) -> RunDir | None:
+    """Return the run in the output of the process that starts runs; None if it printed none."""
+    for line in reversed(output.splitlines()):
+        try:
+            return RunDir(Path(msgspec.json.decode(line, type=_Started).run))
+        except msgspec.MsgspecError:
+            continue  # a line that an imported library printed
+    return None
+
+
+def print_started(run: RunDir) -> None:
+    """Print the line that ``started_run`` reads."""
+    print(msgspec.json.encode(_Started(str(run.path))).decode(), flush=True)
+
+
+def read_request(file: IO[bytes]) -> StartRequest:
+    """Read a request from a file, up to its end.
+
+    Raises:
+        UsageError: it is not a valid request.
+    """
+    try:
+        request = msgspec.json.decode(file.read(), type=StartRequest)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UsageError(f"standard input must be a request to start a run, in JSON: {error}") from None
+    for descriptor in (request.line, request.stdin):
+        if descriptor is not None:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                raise UsageError(f"standard input names descriptor {descriptor}, which is not open") from None
+    return request

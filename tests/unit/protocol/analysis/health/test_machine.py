@@ -1,0 +1,144 @@
+"""GPUs: throttling, memory errors, XIDs, as NVML and the driver's log tell of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import CheckpointFacts, Checkpoints, Gpus, XidFacts
+from ftmon.protocol.messages.telemetry import Checkpoint, CheckpointFailed, DeviceHealth, DeviceSample, Xid
+from ftmon.trainer.host.hardware.gpus import Xids, read_xid
+
+# Checkpoints that could not be written: one finding from the first failure to the next complete one.
+
+
+FULL = "No space left on device"
+
+
+def fail(judge: Checkpoints, step: int, kept: str = "") -> Finding:
+    (found,) = judge.failed(CheckpointFailed(0, step, float(step), f"out/step-{step}", FULL, kept))
+    return found
+
+
+def test_a_checkpoint_that_failed_is_an_error_that_names_why_where_and_what_is_left() -> None:
+    found = fail(Checkpoints(), 20, "out/step-10")
+    assert (found.kind, found.state, found.severity, found.step) == ("checkpoint_failed", "raised", "error", 20)
+    assert found.facts == CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10")
+
+
+def test_further_failures_are_counted_and_the_next_complete_one_resolves() -> None:
+    judge = Checkpoints()
+    fail(judge, 20)
+    again = fail(judge, 30)
+    assert (again.state, again.severity, again.step) == ("updated", "error", 30)
+    assert again.facts == CheckpointFacts("out/step-30", FULL, 20, 30, 2, "")
+    (over,) = judge.complete(Checkpoint(0, 40, 40.0, "out/step-40"))
+    assert over.state == "resolved"
+    assert judge.complete(Checkpoint(0, 50, 50.0, "out/step-50")) == []
+    assert fail(judge, 60).state == "raised"
+
+
+def sample(t: float, *reasons: str, busy: float = 95.0, index: int = 0, **fields: Any) -> DeviceSample:
+    return DeviceSample(
+        "n", "gpu", index, "H", t, 1, 2, utilization_percent=busy, throttle_reasons=list(reasons), **fields
+    )
+
+
+def kinds(found: list[Finding], state: str = "raised") -> list[str]:
+    return [one.kind for one in found if one.state == state]
+
+
+def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
+    gpus = Gpus()
+    found = [one for t in range(40) for one in gpus.sample(sample(t, "thermal (hardware)", temperature_c=91.0))]
+    assert kinds(found) == ["gpu_throttling"]
+    facts = found[0].facts
+    assert (found[0].severity, found[0].key, facts.host, facts.index) == ("warning", "n:0", "n", 0)
+    assert (facts.reasons, facts.temperature_c) == (("thermal (hardware)",), 91.0)
+    later = [one for t in range(40, 80) for one in gpus.sample(sample(t))]
+    assert kinds(later, "resolved") == ["gpu_throttling"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "busy"), [(("power cap",), 99.0), (("application clocks",), 99.0), (("thermal (software)",), 3.0)]
+)
+def test_a_power_cap_set_clocks_and_an_idle_gpu_are_no_findings(reasons: tuple[str, ...], busy: float):
+    gpus = Gpus()
+    assert [one for t in range(60) for one in gpus.sample(sample(t, *reasons, busy=busy))] == []
+
+
+def test_a_short_slowdown_is_no_finding():
+    gpus = Gpus()
+    found = [one for t in range(60) for one in gpus.sample(sample(t, *(["hardware slowdown"] if t % 20 < 4 else [])))]
+    assert found == []
+
+
+def health(t: float, index: int = 0, **fields: Any) -> DeviceHealth:
+    return DeviceHealth("n", index, t, **fields)
+
+
+def test_uncorrectable_errors_are_told_and_new_ones_are_an_error():
+    gpus = Gpus()
+    assert gpus.health(health(0, ecc_uncorrected=0)) == []
+    (old,) = Gpus().health(health(0, ecc_uncorrected=3))
+    assert old.severity == "warning"
+    (new,) = gpus.health(health(10, ecc_uncorrected=2))
+    assert (new.kind, new.severity, new.facts.new_errors) == ("gpu_memory_errors", "error", 2)
+    assert gpus.health(health(20, ecc_uncorrected=2)) == [], "once"
+    (pending,) = Gpus().health(health(0, remap_pending=True))
+    assert (pending.kind, pending.severity) == ("gpu_memory_errors", "warning")
+    assert (pending.facts.remap_pending, pending.facts.remap_failed, pending.facts.uncorrected) == (True, False, None)
+
+
+def test_a_card_that_offers_nothing_gives_no_finding():
+    gpus = Gpus()
+    assert [one for t in range(0, 100, 10) for one in gpus.health(health(t))] == []
+
+
+LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "meaning"),
+    [
+        (79, "error", "the GPU has fallen off the bus"),
+        (48, "error", "an uncorrectable (double bit) memory error"),
+        (63, "warning", "a memory row was remapped"),
+        (31, "warning", "a memory page fault of a kernel: an illegal address, of the program most often"),
+        (999, "warning", "see NVIDIA's list of XID errors"),
+    ],
+)
+def test_an_xid_is_told_with_what_it_means(code: int, severity: str, meaning: str):
+    (found,) = Gpus().xid(Xid("n", 1.0, code, -1, "0000:3b:00", LINE.format(code)))
+    assert (found.kind, found.state, found.severity) == ("gpu_xid", "raised", severity)
+    assert found.facts == XidFacts("n", code, -1, "0000:3b:00", 1, LINE.format(code), meaning)
+
+
+def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counted():
+    gpus = Gpus()
+    assert gpus.xid(Xid("n", 1.0, 45)) == []
+    assert kinds(gpus.xid(Xid("n", 1.0, 13, 0))) == ["gpu_xid"]
+    (again,) = gpus.xid(Xid("n", 2.0, 13, 0))
+    assert (again.state, again.facts.count) == ("updated", 2)
+    (other,) = gpus.xid(Xid("n", 3.0, 13, 1))
+    assert (other.state, other.facts.count, other.key) == ("raised", 1, "n:1:13"), "another GPU, from NVML"
+
+
+def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
+    log = tmp_path / "kmsg"
+    log.write_text("4,1,1,-;" + LINE.format(13) + "\n")
+    xids = Xids("n", str(log))
+    assert xids.poll() == [], "what was there before is older than the run"
+    with log.open("a") as file:
+        file.write("6,2,2,-;something else\n" + "4,3,3,-;" + LINE.format(79) + "\n")
+    (found,) = xids.poll()
+    assert (found.code, found.bus, found.host) == (79, "0000:3b:00", "n")
+    assert xids.poll() == []
+    xids.close()
+    assert read_xid("4,1,1,-;NVRM: loading", "n", 0.0) is None
+
+
+def test_without_log_or_driver_nothing_is_found(tmp_path: Path):
+    xids = Xids("n", str(tmp_path / "none"))
+    assert xids.poll() == []
+    xids.close()

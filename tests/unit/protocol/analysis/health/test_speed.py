@@ -1,0 +1,531 @@
+"""Detectors of a run's own series: losses, gradient norms, the loss scaler, waiting for data."""
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.loss import BLOCK, Join, Levels
+from ftmon.protocol.analysis.health.monitor import HealthMonitor
+from ftmon.protocol.analysis.health.speed import (
+    LEFT_OUT,
+    SHARE,
+    WINDOW,
+    CompileFacts,
+    Recompilation,
+    may_be_bound,
+    workers_needed,
+)
+from ftmon.protocol.messages.telemetry import (
+    Compilation,
+    Compiles,
+    DataLoaderInfo,
+    DeviceInfo,
+    DeviceSample,
+    Hello,
+    PhaseRecord,
+    Span,
+    Step,
+    Update,
+)
+from ftmon.trainer.probe.link import publisher
+from ftmon.trainer.probe.link.publisher import SlowFacts, loader_info
+
+# Compilations that go on, and what the probe reads for them.
+
+
+def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "size mismatch") -> Compiles:
+    return Compiles(0, 1.0, 9, [Compilation(name, step, 0.5, reason) for step in steps])
+
+
+def test_a_function_that_is_compiled_again_and_again_is_told_with_the_reason():
+    judge = Recompilation()
+    assert judge.compiles(compiled(1, 1, 1, 1, 1, 1)) == [], "warm-up"
+    assert judge.compiles(compiled(2, 5, 9)) == []
+    (found,) = judge.compiles(compiled(12))
+    assert (found.kind, found.severity, found.ranks, found.step) == ("recompilation", "warning", (0,), 12)
+    assert found.facts == CompileFacts("forward (model.py:40)", 4, 2.0, "size mismatch", 2)
+    assert [one.state for one in judge.step(200)] == ["resolved"]
+
+
+def test_a_few_compilations_of_many_functions_are_healthy():
+    judge = Recompilation()
+    for number in range(30):
+        assert judge.compiles(compiled(2, 50, 400, name=f"f{number}")) == []
+    assert judge.compiles(compiled(*range(2, 40), reason="")) == [], "never compiled before"
+
+
+def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
+    def metric(name: str, began: float, reason: str = "") -> Any:
+        return SimpleNamespace(
+            co_name=name, co_filename="/a/model.py", co_firstlineno=40, recompile_reason=reason, fail_type=None,
+            start_time_us=int(began * 1e6), entire_frame_compile_time_s=0.5,
+        )  # fmt: skip
+
+    kept = [metric("forward", 100.0), metric("", 100.0)]
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(_compilation_metrics=kept))
+    monkeypatch.setattr(publisher, "wall_offset_ns", lambda: 150_000_000_000)
+    introduction: Any = SimpleNamespace(facts={})
+    tracker: Any = SimpleNamespace(step=7)
+    facts = SlowFacts(3, introduction, tracker, lambda: None)
+    facts.note_step(50_000_000_000)
+    facts.note_step(500_000_000_000)  # not the first
+    first = facts.compiles()
+    assert first is not None
+    assert (first.total, first.functions) == (1, [Compilation("forward (model.py:40)", 1, 0.5)])
+    assert facts.compiles() is None
+    kept.append(metric("forward", 250.0, "size mismatch"))
+    second = facts.compiles()
+    assert second is not None
+    assert second.functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
+
+
+def test_the_settings_of_a_real_dataloader_are_read_off_its_iterator():
+    found = loader_info(iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)))))
+    assert isinstance(found, DataLoaderInfo)
+    assert (found.workers, found.prefetch_factor, found.persistent_workers) == (0, 0, False)
+    assert found.cpus >= 1
+    assert loader_info(iter([1])) is None
+
+
+ZERO = Span(0, 0, 0)
+
+
+def hello(rank: int = 0, ranks: int = 1, pid: int = 100, **fields) -> Hello:
+    kind = fields.pop("kind", "cpu")
+    return Hello(rank, rank, ranks, "host", pid + rank, 7, DeviceInfo(kind, 0, "d", 1), "glibc", 1e9, **fields)
+
+
+def step(number: int, rank: int = 0, data_ms: float = 1.0, **fields) -> Step:
+    phases = [
+        PhaseRecord("data", 0, int(data_ms * 1000), ZERO, ZERO),
+        PhaseRecord("forward", 0, 99_000, ZERO, ZERO, device_us=fields.pop("busy_us", None)),
+    ]
+    return Step(rank, number, 1e9, int(data_ms * 1000) + 99_000, phases, **fields)
+
+
+def fed(steps: Iterable[Step], *hellos: Hello) -> list[Finding]:
+    monitor = HealthMonitor()
+    found = [one for each in hellos or (hello(),) for one in monitor.hello(each)]
+    for each in steps:
+        found += monitor.step(each)
+    return found
+
+
+def kinds(found: list[Finding], state: str = "raised") -> list[str]:
+    return [one.kind for one in found if one.state == state]
+
+
+def falling(at: int, seed: int = 0) -> float:
+    return (2.0 + 3.0 * math.exp(-at / 100)) * (1 + random.Random(seed * 10_000 + at).gauss(0, 0.05))
+
+
+def series(count: int, loss: Callable[[int], float] = falling, **fields: Callable[[int], float]) -> list[Step]:
+    return [
+        step(at, loss=loss(at), **{name: make(at) for name, make in {"lr": lambda _: 1e-4, **fields}.items()})
+        for at in range(1, count)
+    ]
+
+
+def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
+    steps = [step(at, rank, loss=2.0 + at / 100, grad_norm=0.5, lr=1e-4) for at in range(1, 30) for rank in (0, 1)]
+    steps += [step(30, 0, loss=2.3, grad_norm=0.5), step(30, 1, loss=math.nan, grad_norm=0.5)]
+    steps += [step(31, rank, loss=math.nan) for rank in (0, 1)]
+    found = [one for one in fed(steps, hello(0, 2), hello(1, 2)) if one.kind == "nan_loss"]
+    first = found[0].facts
+    assert (first.first_rank, first.first_step, first.last_good_step) == (1, 30, 29)
+    assert first.last_good_loss == pytest.approx(2.29)
+    assert first.finite_elsewhere
+    assert found[-1].ranks == (0, 1)
+    assert found[0].severity == "error"
+    assert (found[0].ranks, found[0].step) == ((1,), 30)
+    assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
+
+
+def test_that_other_ranks_were_finite_is_kept_for_the_whole_run():
+    steps = [
+        step(at, rank, loss=math.nan if rank == 1 and at >= 30 else 2.0) for at in range(1, 200) for rank in (0, 1)
+    ]
+    found = [one for one in fed(steps, hello(0, 2), hello(1, 2)) if one.kind == "nan_loss"]
+    assert found[-1].facts.steps >= 100
+    assert all(one.facts.finite_elsewhere for one in found)
+
+
+def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
+    steps = [step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)]
+    late = [step(6, 0, loss=math.nan), step(5, 1, loss=math.nan), step(6, 1, loss=math.nan)]
+    found = fed([*steps, *late], hello(0, 2), hello(1, 2))
+    assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
+    raised = [one for one in found if one.state == "raised"]
+    assert [one.facts.first_rank for one in raised] == [1], "no rank is named before all have reported the step"
+
+
+def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
+    steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
+    found = fed(steps, hello(0, 2), hello(1, 2))
+    assert [(one.kind, one.facts.first_ranks) for one in found] == [("nan_gradient", (0, 1))]
+    facts = found[0].facts
+    assert (found[0].ranks, facts.value, facts.first_step, facts.last_good_step) == ((0, 1), "nan", 5, 4)
+    assert not facts.finite_elsewhere
+
+
+@pytest.mark.parametrize("how", ["time", "end"])
+def test_nan_is_raised_though_the_other_rank_reports_no_more(how: str):
+    monitor = HealthMonitor()
+    for rank in (0, 1):
+        monitor.hello(hello(rank, 2))
+    for each in (step(1, 0, loss=1.0), step(1, 1, loss=1.0), step(2, 0, loss=math.nan)):
+        assert monitor.step(each) == []
+    sample = DeviceSample("host", "host", 0, "d", 1e9 + 1.0, 1, 2)
+    assert monitor.sample(sample) == []
+    found = monitor.rank_ended(1) if how == "end" else monitor.sample(msgspec.structs.replace(sample, time=1e9 + 5.2))
+    assert [(one.kind, one.facts.first_rank) for one in found] == [("nan_loss", 0)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(value: float):
+    skipped = [step(at, loss=1.0, grad_norm=value if at == 5 else 1.0, overflow=at == 5) for at in range(1, 20)]
+    assert fed(skipped) == []
+    taken = [step(at, loss=1.0, grad_norm=value if at == 5 else 1.0) for at in range(1, 20)]
+    assert kinds(fed(taken)) == ["nan_gradient"]
+
+
+def test_nan_resolves_after_twenty_finite_steps():
+    steps = [step(at, loss=math.nan if at == 5 else 1.0) for at in range(1, 40)]
+    found = fed(steps)
+    assert kinds(found) == ["nan_loss"]
+    assert kinds(found, "resolved") == ["nan_loss"]
+    assert kinds(fed(steps[:24]), "resolved") == []
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda at: 4 * math.exp(min(3.0, at / 15)),
+        lambda at: 10.8,
+        lambda at: 2 * (1 + 3 * min(1.0, at / 120)),
+    ],
+    ids=["exponential", "back to chance", "slow"],
+)
+def test_a_loss_that_rises_and_stays_is_divergence(after: Callable[[int], float]):
+    steps = series(500, lambda at: falling(at) if at < 300 else after(at - 300))
+    found = fed(steps)
+    assert kinds(found) == ["diverging_loss"]
+    facts = found[0].facts
+    assert 290 <= facts.since_step <= 420
+    assert facts.lowest == pytest.approx(2.2, abs=0.4)
+    assert found[0].severity in ("warning", "error")
+    assert (facts.rollouts, facts.stepped, facts.lr) == (False, False, 1e-4)
+
+
+def test_a_divergence_that_comes_back_is_resolved():
+    found = fed(series(700, lambda at: falling(at) * (5 if 300 <= at < 400 else 1)))
+    assert kinds(found) == kinds(found, "resolved") == ["diverging_loss"]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        falling,
+        lambda at: falling(at) * (8 if at % 90 < 3 else 1),
+        lambda at: falling(at) * (1.4 if at > 300 else 1),
+        lambda at: random.Random(at).expovariate(1.0),
+        lambda at: 0.05 * random.Random(at).gauss(0, 1),
+        lambda at: 0.7 + at / 800 + random.Random(at).gauss(0, 0.2),
+        lambda at: 1.0 if random.Random(at).random() < 0.7 else 5.0,
+        lambda at: 3 * math.exp(-at / 60) * math.exp(random.Random(at).gauss(0, 0.4)),
+    ],
+    ids=["ordinary", "spikes", "curriculum", "exponential noise", "around zero", "generator", "mixture", "memorised"],
+)
+def test_a_healthy_loss_is_no_divergence(loss: Callable[[int], float]):
+    assert "diverging_loss" not in kinds(fed(series(900, loss)))
+
+
+def test_a_restart_of_the_learning_rate_has_time_to_come_down():
+    def loss(at: int) -> float:
+        return falling(at) + (3 * math.exp(-(at - 400) / 30) if at >= 400 else 0)
+
+    steps = series(700, loss, lr=lambda at: 1e-4 * (0.02 + 0.98 * (1 - at % 400 / 400)))
+    assert kinds(fed(steps)) == []
+    stays = series(700, lambda at: falling(at) + (3 if at >= 400 else 0), lr=lambda at: 1e-4 * (1.02 - at % 400 / 400))
+    assert kinds(fed(stays)) == ["diverging_loss"], "what has not come down by then is one"
+
+
+def cyclic_rate(at: int) -> float:
+    return 1 - abs(2 * (at / 600 % 1) - 1)
+
+
+def alternating(at: int) -> float:
+    return falling(at) * (4 if at // 60 % 2 else 1)
+
+
+def annealed(at: int) -> float:
+    return falling(at) + 1.7 * min(1.0, max(0, at - 300) / 150)
+
+
+def harder(at: int) -> float:
+    return falling(at) * (2.2 if at >= 400 else 1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "rate"),
+    [
+        (lambda at: falling(at) * (1 + cyclic_rate(at)), lambda at: 1e-4 * (0.05 + cyclic_rate(at))),
+        (lambda at: falling(at) * (0.2 + (1 - at % 500 / 500)), lambda at: 1e-4 * (1.01 - at % 500 / 500)),
+        (alternating, lambda _: 1e-4),
+        (lambda at: falling(at) * (1 + 2 * math.exp(-(at % 200) / 50) * (at > 200)), lambda _: 1e-4),
+        (lambda at: falling(at) + 0.004 * at + 0.6 * math.sin(at / 30), lambda _: 1e-4),
+    ],
+    ids=["cyclic rate", "warm restarts", "two tasks in turn", "target networks", "swings and rises slowly"],
+)
+def test_a_loss_that_moves_as_the_run_has_always_moved_is_no_divergence(
+    loss: Callable[[int], float], rate: Callable[[int], float]
+):
+    assert kinds(fed(series(2400, loss, lr=rate))) == []
+
+
+def rollout(number: int, **fields) -> Step:
+    one = step(number, **fields)
+    one.phases.insert(1, PhaseRecord("generate", 0, 50_000, ZERO, ZERO))
+    return one
+
+
+def test_a_rise_that_other_things_than_a_divergence_explain_is_information():
+    found = fed(series(900, annealed))
+    assert {(one.kind, one.severity) for one in found} == {("diverging_loss", "info")}
+    assert not found[0].facts.rollouts
+    policy = [rollout(at, loss=0.3 + 10 * min(1.0, max(0, at - 200) / 100), lr=1e-6) for at in range(1, 500)]
+    found = [one for one in fed(policy) if one.kind == "diverging_loss"]
+    assert {one.severity for one in found} == {"info"}
+    assert found[0].facts.rollouts
+
+
+def test_a_step_to_another_level_is_a_warning_once_it_has_stayed():
+    found = [one for one in fed(series(1100, harder)) if one.kind == "diverging_loss"]
+    assert found[0].severity == "info"
+    assert 490 < found[0].step < 530
+    assert found[0].facts.stepped
+    assert found[-1].severity == "warning"
+    back = fed(series(1100, lambda at: harder(at) * (0.4 if at > 600 else 1)))
+    assert {one.severity for one in back} == {"info"}
+    assert back[-1].state == "resolved"
+
+
+def test_a_loss_that_turns_while_the_learning_rate_still_rises_is_a_divergence():
+    def turned(at: int) -> float:
+        return falling(at) + 8 * min(1.0, max(0, at - 150) / 60)
+
+    found = fed(series(500, turned, lr=lambda at: 1e-6 * at))
+    assert [(one.kind, one.severity) for one in found if one.state == "raised"] == [("diverging_loss", "error")]
+
+
+def test_a_divergence_that_came_back_and_comes_again_as_high_is_told_once():
+    again = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 or 800 <= at < 920 else 1))
+    assert kinds(fed(again)) == ["diverging_loss"]
+    worse = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 else 12 if at >= 800 else 1))
+    assert kinds(fed(worse)) == ["diverging_loss", "diverging_loss"]
+    longer = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 or at >= 800 else 1))
+    assert kinds(fed(longer)) == ["diverging_loss", "diverging_loss"]
+
+
+def test_losses_that_alternate_between_engines_are_not_judged_as_one_series():
+    rows = [
+        one for at in range(1, 400) for one in (step(at, loss=1.0), step(at, loss=9.0 if at > 200 else 1.0, lr=1e-4))
+    ]
+    assert kinds(fed(rows)) == []
+    both = [Update("generator", loss=math.nan), Update("critic", loss=1.0)]
+    folded = [step(at, loss=9.0 if at > 200 else 1.0, updates=[] if at < 3 else both[1:] * 2) for at in range(1, 400)]
+    assert kinds(fed(folded)) == []
+    assert kinds(fed([*folded, step(400, loss=1.0, updates=both)])) == ["nan_loss"]
+    join = Join()
+    join.ranks = {0}
+    for row in rows[:20]:
+        join.add(row)
+    assert join.alternating
+
+
+def test_a_plateau_is_told_once_and_never_in_the_tail_of_a_schedule():
+    def flat(at: int) -> float:
+        return (2.0 + 3 * math.exp(-min(at, 500) / 100)) * (1 + random.Random(at).gauss(0, 0.02))
+
+    found = fed(series(4500, flat))
+    assert kinds(found) == ["loss_plateau"]
+    assert (found[0].severity, found[0].facts.never_fell) == ("info", False)
+    assert kinds(fed(series(4500, flat, lr=lambda at: 1e-4 if at < 800 else 1e-5))) == [], "the tail of a schedule"
+    slow = series(4500, lambda at: 8.0 * at**-0.1 * (1 + random.Random(at).gauss(0, 0.02)))
+    assert kinds(fed(slow)) == [], "a power law goes on falling"
+
+
+def test_a_loss_that_never_fell_says_so():
+    found = fed(series(3000, lambda at: 5.0 + random.Random(at).gauss(0, 0.05)))
+    assert kinds(found) == ["loss_plateau"]
+    facts = found[0].facts
+    assert (found[0].severity, facts.never_fell) == ("info", True)
+    assert (facts.loss, facts.first_loss) == (pytest.approx(5.0, abs=0.05), pytest.approx(5.0, abs=0.05))
+
+
+def test_a_second_plateau_is_compared_with_the_start_of_the_run():
+    def flat_twice(at: int) -> float:
+        level = 8.0 if at < 30 else 3.0 if at < 2000 else 2.9
+        return level * (1 + random.Random(at).gauss(0, 0.005))
+
+    found = fed(series(4500, flat_twice))
+    assert [(one.kind, one.state) for one in found] == [
+        ("loss_plateau", state) for state in ("raised", "resolved", "raised")
+    ]
+    assert found[2].facts.first_loss == pytest.approx(8.0, rel=0.01)
+    assert not found[2].facts.never_fell
+
+
+def norm(at: int) -> float:
+    return math.exp(random.Random(at).gauss(0, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    [
+        (lambda n: n * 100, "gradient_explosion"),
+        (lambda n: n * 1e-6, "gradient_collapse"),
+        (lambda n: 0.0, "gradient_collapse"),
+    ],
+)
+def test_norms_that_explode_or_collapse_are_found_and_resolve(after: Callable[[float], float], kind: str):
+    steps = series(400, grad_norm=lambda at: after(norm(at)) if 200 <= at < 260 else norm(at))
+    found = [one for one in fed(steps) if one.kind == kind]
+    assert [one.state for one in found] == ["raised", "resolved"]
+    assert found[0].facts.since_step == 200
+    assert found[0].facts.usual == pytest.approx(1.0, rel=0.3)
+
+
+def test_single_spikes_of_the_norm_and_a_solved_task_are_no_findings():
+    spiky = series(400, grad_norm=lambda at: norm(at) * (1000 if at % 50 == 0 else 1))
+    assert kinds(fed(spiky)) == []
+    spikes = series(400, grad_norm=lambda at: norm(at) * (1000 if at % 50 in (0, 1, 3, 4, 5, 7) else 1))
+    assert kinds(fed(spikes)) == [], "a few in a row"
+    solved = series(600, lambda at: 3 * math.exp(-at / 40), grad_norm=lambda at: 1.0 if at < 300 else 1e-9)
+    assert "gradient_collapse" not in kinds(fed(solved))
+
+
+def test_a_norm_that_alternates_between_two_levels_neither_explodes_nor_collapses():
+    empty = series(900, grad_norm=lambda at: 1e-7 if random.Random(at).random() < 0.5 else norm(at))
+    assert kinds(fed(empty)) == []
+    task = series(1500, grad_norm=lambda at: norm(at) * (40 if at > 200 and at % 200 < 30 else 1))
+    assert kinds(fed(task)) == ["gradient_explosion"], "told the first time only"
+
+
+def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
+    def steps(scale: float, share: float) -> list[Step]:
+        r = random.Random(1)
+        return [
+            step(at, loss=2.0, loss_scale=scale if at > 100 else 4096.0, overflow=at > 100 and r.random() < share)
+            for at in range(1, 200)
+        ]
+
+    floor = fed(steps(1.0, 1.0))
+    assert kinds(floor) == ["scaler_floor"]
+    assert floor[0].severity == "error"
+    assert kinds(fed(steps(256.0, 0.4))) == ["scaler_skipping"]
+    assert kinds(fed(steps(128.0, 1.0), hello(deepspeed_config={"fp16": {"min_loss_scale": 128}}))) == ["scaler_floor"]
+    back = steps(256.0, 0.4) + [step(at, loss=2.0, loss_scale=256.0) for at in range(200, 260)]
+    assert kinds(fed(back), "resolved") == ["scaler_skipping"]
+
+
+def test_a_scaler_that_looks_for_its_scale_at_the_start_skips_on_purpose():
+    steps = [step(at, loss=2.0, loss_scale=2.0 ** max(8, 32 - at), overflow=at < 24) for at in range(1, 300)]
+    assert kinds(fed(steps)) == []
+    rare = [step(at, loss=2.0, loss_scale=1024.0, overflow=at % 100 == 0) for at in range(1, 1000)]
+    assert kinds(fed(rare)) == []
+
+
+def test_a_run_that_waits_for_data_is_told_with_what_would_hide_it():
+    loader = DataLoaderInfo(workers=0, cpus=16)
+    found = fed([step(at, data_ms=150) for at in range(1, 100)], hello(loader=loader))
+    assert kinds(found) == ["input_bound"]
+    facts = found[0].facts
+    assert facts.share == pytest.approx(150 / 249, abs=0.01)
+    assert (found[0].severity, found[0].ranks) == ("warning", (0,))
+    assert (facts.ranks_bound, facts.ranks_total, facts.cuda) == (1, 1, False)
+    assert (facts.loader, facts.workers_needed) == (loader, 3)
+    workers = [step(at, data_ms=800 if at % 8 == 0 else 1) for at in range(1, 200)]
+    assert kinds(fed(workers)) == ["input_bound"], "each worker's batch is late"
+    gone = [step(at, data_ms=150 if at < 100 else 1) for at in range(1, 300)]
+    assert kinds(fed(gone), "resolved") == ["input_bound"]
+
+
+def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no_findings():
+    epochs = [step(at, data_ms=5000 if at % 50 == 0 else 2) for at in range(1, 300)]
+    assert kinds(fed(epochs)) == []
+    refilled = [step(at, data_ms=400 if at % 300 < 20 else 2) for at in range(1, 900)]
+    assert kinds(fed(refilled)) == [], "a buffer that is filled again"
+    busy = [step(at, data_ms=60, busy_us=155_000, device_us=159_000) for at in range(1, 300)]
+    assert kinds(fed(busy, hello(kind="cuda"))) == []
+    idle = [step(at, data_ms=60, busy_us=95_000, device_us=159_000) for at in range(1, 300)]
+    assert kinds(fed(idle, hello(kind="cuda"))) == ["input_bound"]
+
+
+def test_the_cheap_look_passes_over_no_window_that_waits_for_data():
+    rng = random.Random(7)
+    passed_over = 0
+    for _ in range(2000):
+        wait, host = rng.choice([(90, 400), (110, 400), (150, 400)]), rng.choice([1, 3])
+        window = [(rng.randrange(wait[0]), rng.randrange(wait[1] - 200, host * wait[1])) for _ in range(WINDOW)]
+        window += [(rng.randrange(500), rng.randrange(900)) for _ in range(rng.randrange(5))]
+        window = rng.sample(window, WINDOW)
+        kept = sorted(window)[:-LEFT_OUT]
+        share = sum(one[0] for one in kept) / sum(one[1] for one in kept)
+        passed_over += not may_be_bound(window)
+        assert may_be_bound(window) or share < SHARE
+    assert 500 < passed_over < 2000
+
+
+def test_the_blocks_before_the_recent_values_are_those_that_ended_before_them():
+    levels = Levels()
+    for count in range(1, 500):
+        levels.add(float(count), count, None)
+        ended = [block for block in levels.blocks if block.end <= count - BLOCK]
+        assert levels.before() == ended[-len(levels.before()) or len(ended) :]
+        assert len(levels.before()) >= min(len(ended), 47)
+
+
+def test_one_rank_of_four_that_waits_for_data_is_not_an_input_bound_run():
+    steps = [step(at, rank, data_ms=200 if rank == 2 else 1) for at in range(1, 200) for rank in range(4)]
+    assert kinds(fed(steps, *(hello(rank, 4) for rank in range(4)))) == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "wait", "whole", "needed"),
+    [
+        (0, 100_000, 200_000, 2),
+        (0, 300_000, 400_000, 4),
+        (4, 50_000, 150_000, 6),
+        (2, 100_000, 100_000, 0),
+        (8, 190_000, 200_000, 160),
+    ],
+)
+def test_the_workers_that_hide_a_wait(workers: int, wait: float, whole: float, needed: int):
+    assert workers_needed(DataLoaderInfo(workers=workers), wait, whole) == needed
+
+
+def test_another_job_of_the_run_begins_anew():
+    monitor = HealthMonitor()
+    monitor.hello(hello())
+    for each in [step(at, loss=math.nan if at > 5 else 1.0) for at in range(1, 10)]:
+        monitor.step(each)
+    ended = monitor.hello(hello(pid=900))
+    assert kinds(ended, "resolved") == ["nan_loss"]
+    assert fed([step(at, loss=9.0, grad_norm=9.0) for at in range(1, 50)], hello(), hello(pid=900)) == []
+
+
+def test_a_rank_that_ended_is_not_waited_for():
+    join = Join()
+    join.ranks = {0, 1}
+    assert join.add(step(1, 0, loss=1.0)) == []
+    assert [row.loss for row in join.add(step(1, 1, loss=3.0))] == [2.0]
+    join.drop(1)
+    assert [row.step for row in join.add(step(2, 0, loss=1.0))] == [2]

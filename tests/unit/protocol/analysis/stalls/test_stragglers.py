@@ -1,0 +1,468 @@
+"""Numbers of ranks in, stragglers out."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis import kinds
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls.stragglers import (
+    EVERYWHERE,
+    SlowDevices,
+    SlowRankFacts,
+    StragglerFacts,
+    StragglerFinding,
+    Stragglers,
+    Work,
+    work_of,
+)
+from ftmon.protocol.analysis.words import Words
+from ftmon.protocol.messages import control
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, ProcessMemory, Span, Step
+from ftmon.protocol.messages.wire import Frame
+
+PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}
+NOTHING = Span(0, 0, 0)
+TRANSFER = 3.0
+
+Parts = dict[str, float]
+Make = Callable[[int, int], Parts]
+
+
+def play(
+    make: Make,
+    *,
+    ranks: int = 2,
+    steps: int = 60,
+    judge: Stragglers | None = None,
+    first: int = 1,
+    more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {},
+) -> tuple[Stragglers, list[StragglerFinding]]:
+    """Run steps in which ``make`` says how many milliseconds a rank works in each phase; the others wait."""
+    judge = judge or Stragglers()
+    found: list[StragglerFinding] = []
+    t = 0.0
+    for step in range(first, first + steps):
+        works = {rank: make(rank, step) for rank in range(ranks)}
+        wall = max(sum(work.values()) for work in works.values()) + TRANSFER
+        t += wall / 1e3
+        for rank, work in works.items():
+            own = {name: round(ms * 1e3) for name, ms in work.items()}
+            waited = round(wall * 1e3) - sum(own.values())
+            found += judge.step(t, rank, step, Work(own, waited, True, round(wall * 1e3), **more(rank, step)))
+    return judge, found
+
+
+def slow(rank: int, **excess: float) -> Make:
+    """Ranks that work alike, within 3 %, but ``rank``, by ``excess`` milliseconds of some phases."""
+    noise = random.Random(1)
+
+    def make(one: int, step: int) -> Parts:
+        more = excess if one == rank else {}
+        return {name: ms * noise.uniform(0.97, 1.03) + more.get(name, 0.0) for name, ms in PARTS.items()}
+
+    return make
+
+
+def said(found: list[StragglerFinding]) -> Words:
+    return kinds.words_of(Finding("straggler", SlowRankFacts(found[0].facts)))
+
+
+def drawn(noise: random.Random) -> Make:
+    """Ranks each with its own draw."""
+    return lambda rank, step: {"idle": 1e3 * noise.choice([0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8])}
+
+
+@pytest.mark.parametrize("phase", PARTS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_for_which_the_others_wait_is_found_with_its_phase(ranks: int, phase: str) -> None:
+    _, found = play(slow(ranks - 1, **{phase: 100.0}), ranks=ranks)
+    (finding,) = found
+    facts = finding.facts
+    assert (finding.state, facts.rank, facts.slow_at) == ("raised", ranks - 1, phase)
+    assert facts.own_us - facts.others_us == pytest.approx(100_000, rel=0.05)
+    assert facts.others_waited_us - facts.waited_us == pytest.approx(100_000, rel=0.05)
+    assert facts.phases_us[phase] - facts.others_phases_us[phase] == pytest.approx(100_000, rel=0.05)
+
+
+@pytest.mark.parametrize(("excess", "steps", "found"), [(100.0, 20, 1), (50.0, 20, 0), (50.0, 60, 1), (20.0, 300, 0)])
+def test_the_smaller_the_excess_the_longer_it_must_last(excess: float, steps: int, found: int) -> None:
+    _, findings = play(slow(1, forward=excess), steps=steps)
+    assert len(findings) == found
+
+
+def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps() -> None:
+    judge, found = play(slow(-1), steps=40)
+    _, found = play(slow(1, data=900.0), steps=5, judge=judge, first=41)
+    assert [(one.facts.rank, one.facts.slow_at, one.facts.steps) for one in found] == [(1, "data", 4)]
+    assert found[0].facts.own_us == pytest.approx(1_000_000, rel=0.05), "the steps before do not count"
+    _, found = play(lambda rank, step: {"data": 500.0 + 8_000.0 * rank}, steps=6)
+    assert [finding.facts.rank for finding in found] == [1], "from the start, after the steps of warm-up"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_longer_one_four_times(
+    ranks: int,
+) -> None:
+    alarms = 0
+    for seed in range(40):
+        noise = random.Random(seed)
+        draws = [500.0, 500.0, 500.0, 2_000.0]
+        _, found = play(lambda rank, step: {"forward": noise.choice(draws)}, ranks=ranks, steps=100)  # noqa: B023
+        alarms += bool(found)
+    assert alarms <= 1
+
+
+def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
+    _, found = play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)
+    assert found == []
+
+
+def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
+    _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
+    assert found[0].facts.slow_at == EVERYWHERE
+    assert said(found).title.startswith("rank 1 is slow everywhere: 29")
+
+
+def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found() -> None:
+    base = slow(2, forward=200.0)
+    _, found = play(lambda rank, step: base(rank, step) | ({"data": 80.0} if rank == 1 else {}), ranks=4)
+    assert [finding.facts.rank for finding in found] == [2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("sigma", [0.1, 0.25, 0.5, 1.0])
+def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks: int, sigma: float) -> None:
+    noise = random.Random(7)
+    _, found = play(lambda rank, step: {"forward": 400 * noise.lognormvariate(0, sigma)}, ranks=ranks, steps=500)
+    assert found == []
+
+
+def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers() -> None:
+    for seed in range(20):
+        _, found = play(drawn(random.Random(seed)), steps=100)
+        assert found == []
+
+
+def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run() -> None:
+    def make(rank: int, step: int) -> Parts:
+        return {"forward": 300.0 + (400.0 if step // 30 % 2 == rank else 0.0)}
+
+    _, found = play(make, steps=3000)
+    assert len(found) <= 4
+
+
+def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again() -> None:
+    judge, found = play(slow(1, data=150.0), steps=40)
+    assert [finding.state for finding in found] == ["raised"]
+    _, found = play(slow(-1), steps=60, judge=judge, first=41)
+    assert [finding.state for finding in found] == ["resolved"]
+    assert judge.standing == {}
+    _, found = play(slow(0, data=150.0), steps=60, judge=judge, first=101)
+    assert [(finding.state, finding.facts.rank) for finding in found] == [("raised", 0)]
+
+
+def test_ranks_whose_waiting_is_not_seen_are_not_compared() -> None:
+    judge = Stragglers()
+    for step in range(1, 80):
+        for rank in range(2):
+            # Both take as long for the step and nobody is seen to wait: the figures support no verdict.
+            own = {"forward": 200_000 if rank else 100_000}
+            assert judge.step(step, rank, step, Work(own, 0, True, 205_000)) == []
+
+
+def test_ranks_that_do_not_train_together_are_not_compared() -> None:
+    judge = Stragglers()
+    for step in range(1, 80):
+        for rank in range(2):
+            own = 200_000 if rank else 100_000
+            assert judge.step(step, rank, step, Work({"forward": own}, 5000, True, own + 5000)) == []
+
+
+def test_more_micro_steps_are_not_slowness() -> None:
+    make = slow(1, forward=90.0)
+    _, found = play(make, more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+    assert found == []
+    _, found = play(slow(1, forward=400.0), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+    assert len(found) == 1
+
+
+def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
+    def make(rank: int, step: int) -> Parts:
+        return {"forward": 100.0, "eval": 300.0 if rank == 0 else 0.0}
+
+    _, found = play(make, steps=200, more=lambda rank, step: {"comparable": rank != 0})
+    assert found == []
+    base = slow(-1)
+    _, found = play(
+        lambda rank, step: base(rank, step) | ({"idle": 900.0} if rank == 0 and step % 5 == 0 else {}), steps=400
+    )
+    assert found == [], "nor do a few long steps make a straggler where the phase is not known"
+
+
+def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
+    judge = Stragglers()
+    make = slow(1, forward=150.0)
+    found: list[StragglerFinding] = []
+    for step in range(1, 60):
+        for rank in range(2):
+            if (rank, step) in ((1, 9), (0, 14)):
+                continue
+            own = {name: round(ms * 1e3) for name, ms in make(rank, step).items()}
+            found += judge.step(step, rank, step, Work(own, 256_000 - sum(own.values()), True, 256_000))
+    assert [finding.facts.rank for finding in found] == [1]
+    ended = judge.remove(1)
+    assert ended is not None
+    assert ended.state == "resolved"
+    assert judge.step(60.0, 0, 60, Work({"forward": 1}, 0, True, 1)) == []
+
+
+def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
+    more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {"cpu": 100_000, "tokens": 900 if rank else 512}  # noqa: E731
+    _, found = play(slow(1, idle=100.0), more=more)
+    title, text, *_ = said(found)
+    assert title == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
+    assert "Of a step of 203 ms rank 1 works 200 ms and waits 3 ms for other ranks" in text
+    assert "the others work 100 ms and wait 103 ms" in text
+    assert "used no CPU for 100 ms" in text
+    assert "900 tokens, the others' 512" in text
+
+
+# From a rank's step to its work.
+
+
+def record(name: str, host: int, device: int | None = None, **fields: Any) -> PhaseRecord:
+    return PhaseRecord(name, 0, host, NOTHING, NOTHING, device, **fields)
+
+
+def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work() -> None:
+    step = Step(
+        0, 3, 0.0, 1000, [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
+    )
+    work = work_of(step, device=False)
+    assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
+    assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
+
+
+def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are() -> None:
+    phases = [
+        record("idle", 40, 45),
+        record("data", 10, 0),
+        record("forward", 5, 30),
+        record("backward", 5, 90, waited_us=50),
+    ]
+    work = work_of(Step(0, 3, 0.0, 170, [*phases, record("optimizer", 3, 5)], device_us=170), device=True)
+    assert work.own == {"idle": 35, "data": 10, "forward": 30, "backward": 40, "optimizer": 5}
+    assert (work.waited, work.measured, work.comparable) == (50, True, True)
+
+
+def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_is_compared() -> None:
+    phases = [record("data", 10, 0), record("forward", 5, 30), record("backward", 5, 100, collectives=3)]
+    work = work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
+    assert work.own == {"idle": 20, "data": 10, "forward": 30}
+    assert (work.waited, work.measured, work.comparable) == (100, False, True)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [record("forward", 5, 30, collectives=2), record("backward", 5, 90, collectives=3)],  # parameters are gathered
+        [record("forward", 5, 30), record("backward", 5, 90)],  # nothing says where waiting is
+        [record("forward", 5, 30), record("eval", 5, 30), record("backward", 5, 90, collectives=3)],
+    ],
+)
+def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases: list[PhaseRecord]) -> None:
+    assert not work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True).comparable
+    assert not work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"
+
+
+def cpu_step(sim: Any, works: dict[int, float], noise: random.Random, slow_at: str = "forward") -> Any:
+    """Phases of a step whose wall time collectives make the same on every rank: who is early waits in backward."""
+    longest = max(works.values())
+
+    def phases(rank: int, step: int) -> list[Any]:
+        work = works[rank] * noise.uniform(0.97, 1.03)
+        wait = max(0.0, longest - works[rank])
+        shares = {"data": 2.0, "forward": 30.0, "backward": 60.0, "optimizer": 8.0}
+        shares[slow_at] += work - 100.0
+        return [
+            sim.phase(
+                name,
+                ms=ms + (wait if name == "backward" else 0),
+                collective_us=int(wait * 1000) if name == "backward" else 0,
+                collectives=1,
+            )
+            for name, ms in shares.items()
+        ]
+
+    return phases
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(make_sim: Any, ranks: int, phase: str):
+    sim = make_sim(ranks, cuda=False)
+    sim.begin()
+    noise = random.Random(1)
+    usual = dict.fromkeys(range(ranks), 100.0)
+    sim.train(1, 19, cpu_step(sim, usual, noise))
+    sim.train(20, 48, cpu_step(sim, {**usual, ranks - 1: 200.0}, noise, phase))
+    (alert,) = sim.alerts("slow")
+    assert alert.rank == ranks - 1
+    assert alert.evidence["slow_at"] == phase
+    assert alert.evidence["ratio"] == pytest.approx(2.0, rel=0.1)
+    assert alert.evidence["others_waited_ms"] - alert.evidence["waited_ms"] == pytest.approx(100, rel=0.2)
+    sim.train(49, 80, cpu_step(sim, usual, noise))
+    assert sim.alerts("slow")[0].resolved is not None
+    assert sim.sends("slow") == 2, "raised once, resolved once"
+
+
+@pytest.mark.parametrize(("in_loader", "where"), [(0.98, "data"), (0.02, "batch")])
+def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(make_sim: Any, in_loader: float, where: str):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    noise = random.Random(3)
+    phases = cpu_step(sim, {0: 100.0, 1: 200.0}, noise, "data")
+    for number in range(1, 49):
+        for rank in (0, 1):
+            made = phases(rank, number)
+            step = sim.step(rank, number, made, fetch_us=int(made[0].host_us * in_loader))
+            sim.feed(step, sim.beat(rank, number + 1, "data", moved=True))
+        sim.tick()
+    (alert,) = sim.alerts("slow")
+    assert (alert.rank, alert.evidence["slow_at"]) == (1, where)
+    assert alert.evidence["own_ms_by_phase"][where] == pytest.approx(100, rel=0.1)
+
+
+def test_a_rank_that_ended_is_no_longer_compared(make_sim: Any):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    noise = random.Random(2)
+    sim.train(1, 10, cpu_step(sim, dict.fromkeys(range(4), 100.0), noise))
+    sim.fact(0, alive=False, exit_code=0)
+    sim.wait(2)
+    for step in range(11, 40):
+        make = cpu_step(sim, {0: 100.0, 1: 100.0, 2: 100.0, 3: 200.0}, noise)
+        for rank in (1, 2, 3):
+            sim.feed(sim.step(rank, step, make(rank, step)))
+        sim.tick()
+    assert [alert.rank for alert in sim.alerts("slow")] == [3]
+
+
+def test_new_processes_under_the_same_ranks_are_judged_anew(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    noise = random.Random(2)
+    for generation in range(1, 12):
+        make = cpu_step(sim, {0: 100.0, 1: 200.0} if generation % 2 else {0: 200.0, 1: 100.0}, noise)
+        sim.train(1, 6, make)
+        for rank in range(2):
+            sim.feed(sim.hello(rank, pid=1000 * generation + rank))
+    assert sim.alerts("slow") == []
+
+
+def test_a_standing_alert_of_a_hub_that_died_ends_once_the_rank_is_as_fast_again(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    noise = random.Random(2)
+    sim.train(1, 40, cpu_step(sim, {0: 100.0, 1: 200.0}, noise))
+    (alert,) = sim.alerts("slow")
+    later = make_sim(2, cuda=False)
+    later.begin()
+    later.detectors.restore(Frame(1, sim.now, one) for one in [alert])
+    later.train(41, 80, cpu_step(later, {0: 100.0, 1: 100.0}, noise))
+    (ended,) = later.alerts("slow")
+    assert (ended.id, ended.rank) == (alert.id, 1)
+    assert ended.resolved is not None
+
+
+STACK = """Thread 0x00007f0000000001 (most recent call first):
+  File "/home/a/run/train.py", line {line} in {function}
+  File "/home/a/run/train.py", line 9 in <module>
+"""
+
+
+def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    noise = random.Random(2)
+    sim.train(1, 24, cpu_step(sim, {0: 100.0, 1: 200.0}, noise))
+    sampled = 0
+    for _ in range(40):
+        for action in sim.detectors.drain_actions():
+            assert (action.verb, action.ranks) == (control.Stacks(quiet=True), (1,))
+            sampled += 1
+            place = (44, "tokenize") if sampled % 4 else (51, "log")
+            text = STACK.format(line=place[0], function=place[1])
+            answer = Result("", True, "stacks", "", {"text": text, "thread": "0x00007f0000000001"})
+            sim.sent += sim.detectors.stacks(sim.now, action, {1: answer})
+        sim.tick()
+    assert sampled == 10
+    (alert,) = sim.alerts("slow")
+    assert alert.evidence["at"] == "train.py:44 in tokenize"
+
+
+def gpu(rank: int, **fields: Any) -> DeviceSample:
+    given = {"uuid": f"GPU-{rank}", "sm_clock_mhz": 1980, "processes": [ProcessMemory(100 + rank, 1, rank)], **fields}
+    return DeviceSample("host", "gpu", rank, "H200", 1.0, 1, 2, **given)
+
+
+def hindrance(devices: SlowDevices, rank: int) -> str:
+    """Return what the title of a slow rank says of its device."""
+    straggler = StragglerFacts(rank, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
+    said = kinds.words_of(Finding("straggler", SlowRankFacts(straggler, devices.why(rank)), rank=rank))
+    return said.title.partition("; ")[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"throttle_reasons": ["thermal (hardware)"]}, "its GPU is throttled: thermal (hardware)"),
+        ({"sm_clock_mhz": 1200}, "its GPU is clocked at 1200 MHz, others 1980"),
+        ({"processes": [ProcessMemory(7, 1)]}, "its GPU is shared with 1 process of others"),
+        ({}, ""),
+    ],
+)
+def test_a_slow_rank_is_told_with_what_hinders_its_gpu(fields: dict[str, Any], words: str):
+    hindered = SlowDevices()
+    for rank in range(3):
+        hindered.hello(
+            Hello(rank, rank, 3, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
+        )
+        hindered.sample(gpu(rank, **(fields if rank == 1 else {})))
+    assert hindrance(hindered, 1) == words
+    assert hindrance(hindered, 0) == ""
+
+
+def test_a_slow_device_is_the_reason_of_slow_computing(make_sim: Any):
+    sim = make_sim(2)
+    sim.begin()
+    sim.feed(gpu(0, uuid=""), gpu(1, uuid="", sm_clock_mhz=900))
+
+    def phases(rank: int, step: int) -> list[Any]:
+        work = 60.0 if rank else 30.0
+        return [
+            sim.phase("forward", ms=work),
+            sim.phase("backward", ms=150.0 - work, collectives=4),
+            sim.phase("optimizer", ms=10.0),
+        ]
+
+    for step in range(1, 40):
+        for rank in range(2):
+            sim.feed(sim.step(rank, step, phases(rank, step), device_us=160_000))
+        sim.tick()
+    (alert,) = sim.alerts("slow")
+    assert (alert.rank, alert.evidence["slow_at"]) == (1, "forward")
+    assert alert.evidence["device"]["sm_clock_mhz"] == 900
+
+
+def test_what_holds_all_devices_down_alike_is_no_reason_for_one():
+    hindered = SlowDevices()
+    for rank in range(2):
+        hindered.hello(
+            Hello(rank, rank, 2, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
+        )
+        hindered.sample(gpu(rank, throttle_reasons=["power cap"]))
+    assert hindrance(hindered, 1) == ""

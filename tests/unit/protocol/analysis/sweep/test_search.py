@@ -1,0 +1,181 @@
+"""Which configuration a sweep runs next: order, budget, searches by real runs."""
+
+import pytest
+from ftmon.protocol.analysis.estimates.memory import Piece
+from ftmon.protocol.analysis.sweep import summary
+from ftmon.protocol.analysis.sweep.search import Tried, largest, left, order, phase_curve, why_not_next
+from ftmon.protocol.analysis.sweep.summary import curves, fastest, pool
+from ftmon.protocol.analysis.sweep.text import result_lines, row_text, table
+from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Planned, Predicted, RankRow, Row
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def planned(name: str, peak: int, fits: bool | None) -> Planned:
+    return Planned({"c": name}, Predicted(peak, "backward", peak, peak, fits))
+
+
+def row(seq: int, repeat: int = 0, ms: float = 100.0, optimizer: int = 10 * GIB) -> Row:
+    backward = 8 * GIB + seq * 2 * MIB
+    phases = {"backward": PhaseFigures(backward), "optimizer": PhaseFigures(optimizer)}
+    rank = RankRow(0, 3, ms, ms, ms, seq / ms * 1e3, phases)
+    return Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, repeat, ranks=[rank])
+
+
+def test_the_risky_come_last_or_first_with_fail_fast_and_without_predictions_the_order_stays() -> None:
+    runs = [planned("over", 90, False), planned("big", 70, True), Planned({"c": "?"}), planned("small", 5, True)]
+    assert [run.settings["c"] for run in order(runs)] == ["small", "big", "?", "over"]
+    assert [run.settings["c"] for run in order(runs, fail_fast=True)] == ["over", "?", "big", "small"]
+    runs = [Planned({"c": name}) for name in "zaq"]
+    assert order(runs) == runs
+    assert order(runs, fail_fast=True) == runs
+
+
+def test_no_run_begins_that_would_not_end_within_the_budget() -> None:
+    rows = [row(1), row(2)]
+    assert why_not_next(Budget(), 1e9, rows) == ""
+    assert why_not_next(Budget(100.0), 69.0, rows) == ""
+    assert "29 s are left of the budget, and a run takes 30 s" in why_not_next(Budget(100.0), 71.0, rows)
+    assert "used up" in why_not_next(Budget(100.0), 100.0, [])
+    assert "used up" in why_not_next(Budget(100.0), 60.0, [], ending_seconds=40.0)
+
+
+def test_what_is_left_is_told_in_time_and_money() -> None:
+    found = left(Budget(7200.0, 10.0), 1800.0, [row(1)], 4)
+    assert (found.left_seconds, found.used_money, found.left_money) == (5400.0, 5.0, 15.0)
+    assert found.expected_seconds == 120.0
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 39, 40, 41, 64, 126, 127, 128, 4096])
+@pytest.mark.parametrize("guess", [None, 1, 40, 128])
+def test_the_largest_that_fits_is_found_from_any_guess(limit: int, guess: int | None) -> None:
+    calls: list[int] = []
+
+    def measure(value: int) -> Tried:
+        calls.append(value)
+        return Tried(value <= limit, float(value))
+
+    found = largest(measure, 1, 128, 1, guess)
+    assert found.value == (min(limit, 128) or None)
+    assert found.at_the_end == (limit >= 128)
+    assert len(calls) == len(set(calls)) <= 16
+
+
+def test_a_right_guess_takes_two_runs_and_values_are_multiples_of_the_step_above_the_lowest() -> None:
+    found = largest(lambda value: Tried(value <= 5_310, 0.0), 1, 100_000, 1, 5_310)
+    assert (found.value, len(found.tried)) == (5_310, 2)
+    found = largest(lambda value: Tried(value <= 1_000, 0.0), 128, 4_096, 128)
+    assert found.value == 896
+    assert all((value - 128) % 128 == 0 for value in found.tried)
+
+
+def test_where_the_phase_changes_is_found_by_few_runs_where_it_is_predicted() -> None:
+    runs: list[int] = []
+
+    def measure(seq: int) -> dict[str, float] | None:
+        runs.append(seq)
+        if seq > 6_000:
+            return None
+        return {"optimizer": 10.0 * GIB, "backward": 8.0 * GIB + seq * 2 * MIB}
+
+    predicted = [Piece(1, 1024, "optimizer", 0, 10 * GIB), Piece(1024, 8192, "backward", 2 * MIB, 8 * GIB)]
+    _, pieces = phase_curve(measure, 1, 8192, predicted)
+    assert [piece.phase for piece in pieces] == ["optimizer", "backward"]
+    assert pieces[0].end == pytest.approx(1024, abs=2)
+    assert len(runs) == len(set(runs)) <= 7
+
+
+def test_a_phase_that_only_the_middle_of_the_range_has_is_no_part_of_the_curve() -> None:
+    def measure(seq: int) -> dict[str, float]:
+        return {"backward": 8.0 * GIB + seq * 2 * MIB, **({"idle": float(GIB)} if 100 < seq < 900 else {})}
+
+    points, pieces = phase_curve(measure, 1, 1024)
+    assert "idle" in points[512]
+    assert [piece.phase for piece in pieces] == ["backward"]
+
+
+def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -> None:
+    rows = [row(seq, repeat, ms=100.0 + 2 * repeat) for seq in (128, 512, 1024, 2048, 4096) for repeat in range(3)]
+    pooled = pool(rows)
+    assert pooled[0].repeats == 3
+    assert pooled[0].step_ms is not None
+    assert (pooled[0].step_ms.low, pooled[0].step_ms.median, pooled[0].step_ms.high) == (100.0, 102.0, 104.0)
+    (curve,) = curves(pooled)
+    assert curve.axis == "seq"
+    assert [piece.phase for piece in curve.pieces] == ["optimizer", "backward"]
+    best = fastest(pooled)
+    assert best is not None
+    assert best.settings["seq"] == 4096
+    assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
+
+
+def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
+    rows = [Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, ranks=[RankRow(0)]) for seq in (64, 32)]
+    rows += [row(seq) for seq in (128, 512)]
+    assert (pool(rows)[0].peak_bytes, pool(rows)[0].step_ms) == (None, None)
+    assert [list(curve.points) for curve in curves(pool(rows))] == [[128, 512]]
+    best = fastest(pool([rows[0], row(128)]))
+    assert best is not None
+    assert best.settings["seq"] == 128
+    assert fastest(pool(rows[:2])) is None
+    assert result_lines(rows[:2], None) == []
+    rows = [
+        Row({"seq": seq}, "done", 0.0, ranks=[RankRow(0, 3, 10.0, phases={name: PhaseFigures(GIB)})])
+        for seq, name in ((64, "forward"), (128, "backward"))
+    ]
+    assert curves(pool(rows)) == []
+
+
+def test_a_resident_set_is_compared_with_no_prediction_for_gpus() -> None:
+    sizes = {"forward": GIB, "backward": GIB + 2**20}
+    figures = {name: PhaseFigures(size // 2, resident_peak_bytes=size) for name, size in sizes.items()}
+    expected = Predicted(GIB // 8, "backward", GIB // 8, GIB // 8, True)
+    rows = [
+        Row({"seq": seq}, "done", 0.0, ranks=[RankRow(0, 3, 10.0, phases=figures)], predicted=expected)
+        for seq in (64, 128)
+    ]
+    assert "predicted" not in row_text(rows[0])
+    assert table(pool(rows))[1] == ["64", "1.00 GiB", "backward", "", "10.0", "", "done"]
+    assert "peak by seq: backward and forward tie" in result_lines(rows, None), "they differ by less than its error"
+
+
+def test_a_failure_says_where_and_what_was_asked_for() -> None:
+    failed = Row({"seq": 9}, "out-of-memory", 0.0, phase="backward", rank=1, step=3, asked_bytes=3 * GIB)
+    assert row_text(failed) == "out of memory in backward, rank 1, step 3: asked for 3.00 GiB"
+    assert table(pool([row(1), failed]))[2][-1].startswith("out of memory in backward")
+    assert pool([row(1), Row({"seq": 1, "zero": 3}, "hang", 0.0, repeat=1)])[0].verdict == "hang"
+
+
+def test_a_table_shows_the_figures_that_were_asked_for() -> None:
+    other = RankRow(
+        1, 3, 250.0, 240.0, 260.0, 30.0, {"backward": PhaseFigures(3 * GIB, 5 * GIB, host_ms=40.0, device_ms=70.0)},
+        reserved_peak_bytes=6 * GIB, loss=2.0,
+    )  # fmt: skip
+    both = Row({"seq": 64}, "done", 0.0, 30.0, ranks=[*row(64).ranks, other])
+    wanted = [
+        "peak",
+        "backward.ms",
+        "backward.reserved",
+        "reserved",
+        "loss",
+        "step_ms",
+        "tokens_per_second",
+        "eval.peak",
+    ]
+    assert table(pool([both]), wanted) == [
+        ["seq", *wanted, "result"],
+        ["64", "10.00 GiB", "70.0", "5.00 GiB", "6.00 GiB", "2.0000", "250.0", "670", "", "done"],
+    ]
+    assert summary.value(both, "forward.peak") is None
+    repeated = [Row({"seq": 1}, "done", 0.0, repeat=number, ranks=row(1, number, ms).ranks)
+                for number, ms in enumerate((100.0, 104.0, 110.0))]  # fmt: skip
+    assert table(pool(repeated), ["step_ms"])[1] == ["1", "104.0 ±5.0", "done"]
+
+
+@pytest.mark.parametrize(
+    "name", ["peaks", "backward", "backward.", ".peak", "banana.peak", "backward.loss", "init.peak"]
+)
+def test_a_figure_that_no_run_has_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"are peak, reserved, nvml, step_ms, .*PHASE\.ms"):
+        summary.check(name)

@@ -1,0 +1,49 @@
+"""The report of a real snapshot from an H200 that ran out of memory at its loss."""
+
+from caching_allocator import MIB, CachingAllocator
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot_views import find_oom
+from ftmon.protocol.analysis.oom_report import report_of
+from ftmon.protocol.snapshot.columns import compact
+from snapshot_files import DATA, read_snapshot
+
+OOM = DATA / "oom_backward.pickle.gz"
+
+
+def test_a_real_failure_at_the_loss_is_told_as_logits_with_the_size_of_a_copy() -> None:
+    snapshot = read_snapshot(OOM)
+    report = report_of(snapshot, [Replay(snapshot, 0)])
+    assert report is not None
+    assert report.phase == "forward"
+    assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
+    assert report.oom.stack[-1].endswith("functional.py:3504 cross_entropy")
+    assert report.oom.device_free_bytes > report.oom.requested_bytes, "a limit was set on that process"
+    first = report.remedies[0]
+    assert (first.kind, first.frees_bytes) == ("chunked_loss", report.oom.requested_bytes)
+
+
+def test_what_the_snapshot_held_adds_up_and_who_held_most_is_named() -> None:
+    snapshot = read_snapshot(OOM)
+    report = report_of(snapshot, [Replay(snapshot, 0)])
+    assert report is not None
+    oom = report.oom
+    assert sum(segment.size_bytes for segment in oom.segments) == oom.reserved_bytes
+    assert sum(segment.free_blocks for segment in oom.segments) == oom.free_blocks
+    assert oom.holders[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")
+    assert oom.holders == sorted(oom.holders, key=lambda group: -group.bytes)
+
+
+def test_free_memory_of_another_stream_serves_no_request() -> None:
+    allocator = CachingAllocator()
+    held = [allocator.alloc(20 * MIB) for _ in range(8)]
+    other = allocator.alloc(60 * MIB, stream=1)
+    for address in (*held[::2], other):
+        allocator.free(address)
+    allocator.fail(40 * MIB, 0)
+    snapshot = compact(allocator.snapshot(), "made")
+    replay = Replay(snapshot, 0)
+    oom, report = find_oom(replay), report_of(snapshot, [replay])
+    assert oom is not None
+    assert report is not None
+    assert (report.oom.usable_free_bytes, report.oom.largest_free_bytes) == (80 * MIB, 20 * MIB)
+    assert (oom.kind, report.verdict.kind) == ("fragmentation", "fragmentation")

@@ -1,0 +1,183 @@
+"""The host as a device, control groups as the kernel writes them, and a sampler that lives without a GPU."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pynvml
+import pytest
+from eventually import eventually
+from ftmon.protocol.host.machine import available_memory, cpu_model, group_memory, memory_group, memory_limit
+from ftmon.protocol.messages.telemetry import DeviceHealth, DeviceSample
+from ftmon.trainer.host.hardware import watch
+from ftmon.trainer.host.hardware.gpus import reasons_in_words
+from ftmon.trainer.host.hardware.host import HostLoad
+from ftmon.trainer.host.hardware.watch import DeviceSampler
+
+GIB = 2**30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSample]:
+    found: list[DeviceSample] = []
+
+    def take() -> None:
+        found.extend(one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == kind)
+
+    eventually(lambda: len(found) >= count, f"{count} samples of {kind}", each=take)
+    return found
+
+
+def test_the_host_is_sampled_with_the_resident_memory_of_its_ranks():
+    load = HostLoad()
+    before = psutil.Process().memory_info().rss
+    sample = load.sample("here", 5.0, {os.getpid(): 3})
+    after = psutil.Process().memory_info().rss
+    assert (sample.host, sample.kind, sample.index, sample.time) == ("here", "host", 0, 5.0)
+    assert 0 < sample.used_bytes <= sample.total_bytes <= psutil.virtual_memory().total
+    assert sample.utilization_percent is not None
+    (process,) = sample.processes
+    assert (process.pid, process.rank) == (os.getpid(), 3)
+    assert min(before, after) - 64 * 2**20 < process.used_bytes < max(before, after) + 64 * 2**20
+    assert HostLoad().sample("here", 5.0, {2**22 + 1: 0}).processes == [], "a rank that is gone has no memory"
+
+
+def test_the_limit_of_a_control_group_of_version_2_is_the_hosts_size(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+        },
+    )
+    group = memory_group(root)
+    assert group == root / "sys/fs/cgroup/job", "the limit of a group above holds too"
+    assert group_memory(group) == (2 * GIB, 4 * GIB)
+    sample = HostLoad(root).sample("here", 5.0, {})
+    assert (sample.used_bytes, sample.total_bytes) == (2 * GIB, 4 * GIB)
+
+
+def test_the_limit_of_a_control_group_of_version_1_counts_even_where_our_path_is_not_mounted(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:devices:/\n4:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+        },
+    )
+    group = memory_group(root)
+    assert group is not None
+    assert group_memory(group) == (4 * GIB, 8 * GIB)
+
+
+def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {20 * 2**20} kB\n",
+            "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC 9654\n",
+            "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+            "sys/fs/cgroup/slurm/job_7/memory.max": f"{16 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/memory.current": f"{15 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/memory.stat": f"inactive_file {2 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/step_0/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/step_0/memory.current": f"{3 * GIB}\n",
+        },
+    )
+    assert memory_limit(root) == 8 * GIB, "its own group has the lowest limit"
+    assert available_memory(root) == 3 * GIB, "the group above is fuller"
+    assert cpu_model(root) == "AMD EPYC 9654"
+    write(root, {"proc/self/cgroup": "4:memory:/slurm/job_7\n"})
+    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": f"{32 * GIB}\n"})
+    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes": f"{GIB}\n"})
+    assert memory_limit(root) == 32 * GIB, "version 1"
+    assert available_memory(root) == 20 * GIB, "the host has less"
+    write(root, {"proc/self/cgroup": "0::/\n"})
+    assert (memory_limit(root), available_memory(root)) == (64 * GIB, 20 * GIB), "no limit"
+    assert (memory_limit(root / "none"), available_memory(root / "none")) == (0, 0), "unknown"
+
+
+def test_without_a_limit_the_host_is_its_own_size(tmp_path: Path):
+    unlimited = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert memory_group(write(tmp_path, unlimited)) is None
+    assert memory_group(tmp_path / "nowhere") is None
+
+
+def test_throttle_reasons_are_words_and_idle_is_none():
+    assert reasons_in_words(0x1) == []
+    assert reasons_in_words(0x4 | 0x40) == ["power cap", "thermal (hardware)"]
+
+
+def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    def no_driver() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    sampler = DeviceSampler("here", dict, 0.05)
+    sampler.start()
+    try:
+        samples = wait_for(sampler, "host", 3)
+        assert all(sample.kind == "host" for sample in samples)
+        assert samples[0].time < samples[2].time
+    finally:
+        sampler.close()
+    sampler.join(60)
+    assert not sampler.is_alive()
+
+
+def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch):
+    looks: list[str] = []
+
+    class Failing:
+        def __init__(self) -> None:
+            looks.append("opened")
+
+        def samples(self, host: str, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
+            if looks.count("sampled") == 2 and "failed" not in looks:
+                looks.append("failed")
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            looks.append("sampled")
+            return [DeviceSample(host, "gpu", 0, "a GPU", now, 1, 2)]
+
+        def health(self, host: str, now: float) -> list[DeviceHealth]:
+            return [DeviceHealth(host, 0, now)]
+
+        def close(self) -> None:
+            looks.append("closed")
+
+    monkeypatch.setattr(watch, "Nvml", Failing)
+    monkeypatch.setattr(watch, "RETRY_SECONDS", 0.1)
+    sampler = DeviceSampler("here", dict, 0.02)
+    sampler.start()
+    try:
+        wait_for(sampler, "gpu", 4)
+    finally:
+        sampler.close()
+    assert looks[:6] == ["opened", "sampled", "sampled", "failed", "closed", "opened"]
+
+
+def test_a_table_of_ranks_that_changes_while_it_is_read_costs_one_look_at_most():
+    def changing() -> dict[int, int]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    sampler = DeviceSampler("here", changing, 0.05)
+    sampler.start()
+    try:
+        assert wait_for(sampler, "host", 2)[0].processes == []
+    finally:
+        sampler.close()

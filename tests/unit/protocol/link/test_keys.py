@@ -1,0 +1,105 @@
+"""Keys on disk: private, made once, and an allow-list that fails closed."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import RunDirError, UsageError
+from ftmon.protocol.link import keys
+from ftmon.protocol.run import rundir
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_key_file_is_private_even_under_an_open_umask(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        keys.client_pair()
+        keys.allow(keys.make_pair().public)
+    finally:
+        os.umask(before)
+    assert mode(home / "keys") == 0o700
+    assert mode(home / "keys" / "client.key") == 0o600
+    assert mode(home / "keys" / "allowed") == 0o600
+
+
+def test_a_pair_is_made_once_and_kept() -> None:
+    run = rundir.create("demo", ["ftmon"], "demo")
+    assert keys.client_pair() == keys.client_pair()
+    assert keys.server_pair(run) == keys.server_pair(run)
+    assert keys.server_pair(run) != keys.client_pair()
+
+
+def test_a_secret_that_others_can_read_is_refused(home: Path) -> None:
+    keys.client_pair()
+    (home / "keys" / "client.key").chmod(0o644)
+    with pytest.raises(RunDirError, match="chmod 600"):
+        keys.client_pair()
+
+
+def test_a_damaged_key_file_is_named_with_the_remedy(home: Path) -> None:
+    keys.client_pair()
+    (home / "keys" / "client.key").write_text("{")
+    with pytest.raises(RunDirError, match=r"client\.key: is not a key file.*remove it"):
+        keys.client_pair()
+
+
+def test_a_pair_does_not_print_its_secret() -> None:
+    pair = keys.make_pair()
+    assert pair.secret not in repr(pair)
+    assert pair.secret not in f"{pair}"
+
+
+def test_the_list_holds_who_was_allowed_and_the_user_and_nobody_else() -> None:
+    friend, stranger = keys.make_pair(), keys.make_pair()
+    keys.allow(friend.public, "laptop\nof a friend")
+    assert keys.allowed() == {keys.client_pair().public: "this user", friend.public: "laptop of a friend"}
+    let_in = keys.AllowList()
+    assert let_in.callback(keys.ZAP_DOMAIN, friend.public.encode())
+    assert let_in.callback(keys.ZAP_DOMAIN, keys.client_pair().public.encode())
+    assert not let_in.callback(keys.ZAP_DOMAIN, stranger.public.encode())
+    keys.disallow(friend.public)
+    assert not let_in.callback(keys.ZAP_DOMAIN, friend.public.encode())
+
+
+def test_a_list_that_others_can_write_lets_nobody_in(home: Path) -> None:
+    friend = keys.make_pair()
+    keys.allow(friend.public)
+    (home / "keys" / "allowed").chmod(0o666)
+    assert not keys.AllowList().callback(keys.ZAP_DOMAIN, friend.public.encode())
+
+
+def test_a_damaged_line_of_the_list_is_named_and_lets_nobody_in(home: Path) -> None:
+    keys.allow(keys.make_pair().public)
+    (home / "keys" / "allowed").write_text("# my laptops\n\nnonsense\n")
+    with pytest.raises(RunDirError, match="allowed:3: not a public key"):
+        keys.allowed()
+    assert not keys.AllowList().callback(keys.ZAP_DOMAIN, keys.client_pair().public.encode())
+
+
+def test_only_a_key_can_be_allowed() -> None:
+    with pytest.raises(UsageError, match="is not a public key"):
+        keys.allow("ssh-ed25519 AAAA")
+
+
+def test_removing_a_key_that_is_not_let_in_is_refused_and_changes_nothing(home: Path) -> None:
+    other = keys.make_pair().public
+    keys.allow(other, "a colleague")
+    with pytest.raises(UsageError, match="is not allowed here, so nothing was removed"):
+        keys.disallow(keys.make_pair().public)
+    with pytest.raises(UsageError, match="a public key has 40 characters"):
+        keys.disallow("")
+    with pytest.raises(UsageError, match="is your own key"):
+        keys.disallow(keys.client_pair().public)
+    assert other in keys.allowed()
+    keys.disallow(other)
+    assert other not in keys.allowed()

@@ -1,0 +1,119 @@
+"""The specification names everything the code has: a field cannot be added in silence."""
+
+import re
+import sqlite3
+from pathlib import Path
+
+import field_tables
+import msgspec
+import pytest
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.messages import control, hosts, telemetry, wire
+from ftmon.protocol.recording import results, schema
+from messages import EXAMPLES
+from places import DOCS
+from streams import Stream, write
+
+PROTOCOL = (DOCS / "protocol.md").read_text()
+RECORDING = (DOCS / "recording.md").read_text()
+
+
+def section(heading: str) -> str:
+    """Give the text under one heading, down to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PROTOCOL, re.M | re.S)
+    assert found, f"docs/protocol.md has no heading {heading!r}"
+    return found[1]
+
+
+def rows(text: str) -> list[str]:
+    return re.findall(r"^\| `(\w+)` \|", text, re.M)
+
+
+def test_the_field_tables_are_those_of_the_types() -> None:
+    lines, current = PROTOCOL.splitlines(), field_tables.rewritten(PROTOCOL).splitlines()
+    stale = [f"- {line}" for line in lines if line not in current] + [
+        f"+ {line}" for line in current if line not in lines
+    ]
+    assert lines == current, "\n".join(["run: python tests/support/field_tables.py", *stale])
+
+
+class _Newer(msgspec.Struct, tag="alert"):
+    """An alert with a field more, whose table is the alert's."""
+
+    id: int
+    urgent: bool = False
+    """Somebody is to be woken."""
+    blank: int = 0
+
+
+def test_a_field_that_the_document_lacks_is_added_with_its_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(field_tables, "PARTS", ())
+    monkeypatch.setattr(wire, "MESSAGE_TYPES", (_Newer,))
+    head = "#### `alert` (_Newer)\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
+    document = head + "| `id` | str | 3 | its number |\n"
+    with pytest.raises(ValueError, match=r"_Newer\.blank: has no meaning"):
+        field_tables.rewritten(document)
+    found = field_tables.rewritten(document + "| `blank` | | | nothing |\n")
+    assert "| `id` | int | required | its number |\n| `urgent` | bool | false | somebody is to be woken |\n" in found
+
+
+def test_the_header_the_span_and_the_version_are_there() -> None:
+    assert rows(section("The envelope")) == list(wire.Header.__struct_fields__)
+    assert all(f"`{name}`" in section("Span") for name in telemetry.Span.__struct_fields__)
+    assert f"Version **{wire.VERSION[0]}.{wire.VERSION[1]}**" in PROTOCOL
+    assert f"| {wire.VERSION[0]}.{wire.VERSION[1]} |" in section("Change notes")
+
+
+def test_every_channel_verb_and_query_has_its_row() -> None:
+    assert tuple(rows(section("Parties and channels"))) == sockets.CHANNELS
+    assert rows(section("Verbs")) == [control.name_of(verb) for verb in control.ALL]
+    assert rows(section("Queries")) == list(results.RESULTS)
+
+
+def test_every_word_of_a_fixed_list_is_explained() -> None:
+    words = section("Words")
+    for kind in (control.RankStateName, control.RunStateName, control.Severity, control.AlertKind):
+        assert all(f"`{name}`" in words for name in kind.__args__)
+    assert all(f"`{name}`" in words for name in telemetry.PHASES)
+
+
+def test_the_limits_are_those_of_the_sockets() -> None:
+    text = section("Parties and channels")
+    assert f"`SNDHWM` {sockets.SEND_HIGH_WATER:,}" in text
+    assert f"`RCVHWM` {sockets.RECEIVE_HIGH_WATER:,}" in text
+    assert f"`MAXMSGSIZE` {sockets.MAX_MESSAGE_BYTES // 2**20} MiB" in text
+    assert f"{wire.RESTART_LEAP:,}" in PROTOCOL
+    assert keys.ZAP_DOMAIN
+
+
+def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> None:
+    connection = sqlite3.connect(write(tmp_path / "r.sqlite", Stream(ranks=2, steps=30).frames()))
+    names = connection.execute("SELECT name FROM sqlite_schema WHERE type IN ('table', 'view')").fetchall()
+    assert rows(RECORDING) == [name for (name,) in names]
+    for (name,) in names:
+        row = next(line for line in RECORDING.splitlines() if line.startswith(f"| `{name}` |"))
+        for column in connection.execute(f"PRAGMA table_info({name})"):
+            general = re.sub(r"^(data|forward|backward|optimizer)_", "PHASE_", column[1])
+            assert f"`{column[1]}`" in row or f"`{general}`" in row, f"{name}.{column[1]}"
+    assert f"schema {schema.SCHEMA_VERSION}" in RECORDING
+    connection.close()
+
+
+def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=2, steps=50).frames())
+    job = next(message for message in EXAMPLES if isinstance(message, hosts.Job))
+    frames.append(wire.Frame(frames[-1].seq + 1, frames[-1].t, job))
+    connection = sqlite3.connect(write(tmp_path / "r.sqlite", frames))
+    examples = re.findall(r"```sql\n(.*?)```", RECORDING, re.S)
+    assert len(examples) >= 4
+    for statement in (part for example in examples for part in example.split(";") if part.strip()):
+        assert connection.execute(statement).fetchall(), statement
+    connection.close()
+
+
+def test_the_pandas_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=50).frames())
+    monkeypatch.chdir(tmp_path)
+    for code in re.findall(r"```python\n(.*?)```", RECORDING, re.S):
+        exec(compile(code, "docs/recording.md", "exec"), {})

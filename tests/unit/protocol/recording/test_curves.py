@@ -1,0 +1,153 @@
+"""Curves of training out of a recording: pooled where long, exact where short, and from older recordings too."""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.messages.telemetry import Checkpoint, Evaluation, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.curves import Rollups, point_of, pool_points, pool_rollups, pool_steps
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.recording.rows import step_rows
+from ftmon.protocol.recording.schema import ROLLUP_COLUMNS, ROLLUP_SIZES
+from ftmon.protocol.recording.writer import Writer
+from streams import STARTED, Stream, write
+
+NO_MEMORY = Span(0, 0, 0)
+
+
+def test_few_steps_come_one_by_one_and_many_pooled_without_losing_a_token(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=2, steps=700, devices=False, logs=False, step_s=0.1).frames())
+    steps = [frame.message for frame in frames if isinstance(frame.message, Step) and frame.message.rank == 1]
+    with Reader(write(tmp_path / "r.sqlite", frames)) as recording:
+        info = recording.info()
+        whole = recording.training(1, info.first_t, info.last_t, 1000)
+        pooled = recording.training(1, info.first_t, info.last_t, 20)
+    assert [point.step for point in whole] == [step.step for step in steps]
+    assert [point.loss for point in whole] == [step.loss for step in steps]
+    assert len(pooled) <= 20
+    for points in (whole, pooled):
+        assert sum(point.count for point in points) == 700
+        assert sum(point.tokens for point in points) == sum(step.tokens for step in steps)
+        assert sum(point.training_us for point in points) == sum(step.training_us for step in steps)
+        assert max(point.max_grad_norm or 0 for point in points) == max(step.grad_norm or 0 for step in steps)
+    assert pooled[0].first_step == 1
+    assert pooled[-1].step == 700
+
+
+def test_a_pooled_loss_is_weighted_by_label_tokens() -> None:
+    few = point_of(Step(0, 1, STARTED, 100, [], loss=1.0, label_tokens=1), 1.0)
+    many = point_of(Step(0, 2, STARTED, 100, [], loss=3.0, label_tokens=3), 2.0)
+    assert pool_points([few, many]).loss == 2.5
+    unknown = point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)
+    assert pool_points([few, unknown]).loss == 2.0
+
+
+def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
+    pauses = [PhaseRecord(name, 0, us, NO_MEMORY, NO_MEMORY) for name, us in (("eval", 600), ("checkpoint", 300))]
+    step = Step(0, 1, STARTED, 1000, [PhaseRecord("data", 900, 50, NO_MEMORY, NO_MEMORY), *pauses], tokens=10)
+    point = point_of(step, 1.0)
+    assert (point.training_us, point.data_us, point.whole_us) == (100, 50, 100)
+
+
+def test_mfu_is_recorded_per_rank_with_the_peak_of_its_device(tmp_path: Path) -> None:
+    hello = next(frame.message for frame in Stream(ranks=1, steps=1).frames() if isinstance(frame.message, Hello))
+    known = msgspec.structs.replace(hello, matmul_precision="bf16")
+    unknown = msgspec.structs.replace(hello, rank=1)
+    step = Step(0, 1, STARTED, 1_000_000, [], tokens=1000, flops=9.894e14 / 2)
+    write(
+        tmp_path / "r.sqlite",
+        [
+            Frame(number, STARTED + number, message)
+            for number, message in enumerate((known, unknown, step, msgspec.structs.replace(step, rank=1)), 1)
+        ],
+    )
+    connection = sqlite3.connect(tmp_path / "r.sqlite")
+    rows = connection.execute("SELECT rank, mfu, flops FROM throughput ORDER BY rank").fetchall()
+    connection.close()
+    assert rows == [(0, pytest.approx(0.5), 9.894e14 / 2), (1, None, 9.894e14 / 2)]
+
+
+def test_evaluations_and_checkpoints_have_rows_and_come_back_as_messages(tmp_path: Path) -> None:
+    evaluations = [Evaluation(0, 50 * k, STARTED + k, "validation", 2.0 / k, seconds=1.5) for k in range(1, 5)]
+    checkpoint = Checkpoint(0, 200, STARTED + 9, "out/step-200", 123, 2.5, best=True)
+    messages = [*evaluations, checkpoint]
+    write(tmp_path / "r.sqlite", [Frame(n, STARTED + n, message) for n, message in enumerate(messages, 1)])
+    connection = sqlite3.connect(tmp_path / "r.sqlite")
+    assert connection.execute("SELECT step, loss FROM evaluations ORDER BY seq").fetchall() == [
+        (each.step, each.loss) for each in evaluations
+    ]
+    assert connection.execute("SELECT path, bytes, best FROM checkpoints").fetchall() == [("out/step-200", 123, 1)]
+    connection.close()
+    with Reader(tmp_path / "r.sqlite") as recording:
+        assert [frame.message for frame in recording.sampled("evaluation", 0, 10)] == evaluations
+        assert [frame.message for frame in recording.sampled("checkpoint", 0, 10)] == [checkpoint]
+
+
+def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=1, steps=100, devices=False, logs=False).frames())
+    cut = len(frames) // 3
+    path = tmp_path / "r.sqlite"
+    for part in (frames[:cut], frames[cut:]):
+        writer = Writer(path)
+        for frame in part:
+            writer.append(frame.seq, frame.t, frame.message)
+        writer.close()
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT min_step, max_step, count FROM curves WHERE level = 0 ORDER BY last_seq")
+    assert rows.fetchall() == [(first, first + 15, 16) for first in range(1, 97, 16)]
+    connection.close()
+
+
+# Pooled rows keep the highest peak and its moment, and continue where an earlier writer stopped.
+
+
+def rows(steps: int, cuda: bool = True) -> list[tuple[object, ...]]:
+    stream = Stream(ranks=1, steps=steps, cuda=cuda, spike_every=7)
+    return [step_rows(f.seq, f.t, f.message)[0] for f in stream.frames() if isinstance(f.message, Step)]
+
+
+def named(row: tuple[object, ...]) -> dict[str, object]:
+    return dict(zip(ROLLUP_COLUMNS, row, strict=True))
+
+
+def test_a_pooled_row_has_maxima_sums_and_the_moment_of_the_peak() -> None:
+    taken = rows(16)
+    pooled = named(pool_steps(taken))
+    highest = max(taken, key=lambda row: row[11])
+    assert pooled["count"] == 16
+    assert (pooled["first_seq"], pooled["last_seq"]) == (taken[0][0], taken[-1][0])
+    assert (pooled["min_step"], pooled["max_step"]) == (1, 16)
+    assert (pooled["allocated_peak"], pooled["peak_t"]) == (highest[11], highest[1])
+    assert pooled["host_us"] == sum(row[5] for row in taken)
+    assert pooled["max_host_us"] == max(row[5] for row in taken)
+    assert abs(pooled["loss"] - sum(row[7] for row in taken) / 16) < 1e-9
+
+
+def test_on_the_cpu_the_moment_is_that_of_the_resident_peak() -> None:
+    taken = rows(16, cuda=False)
+    highest = max(taken, key=lambda row: row[13])
+    pooled = named(pool_steps(taken))
+    assert (pooled["resident_peak"], pooled["peak_t"]) == (highest[13], highest[1])
+    assert pooled["device_us"] is None
+
+
+def test_pooling_pooled_rows_equals_pooling_the_steps() -> None:
+    taken = rows(128)
+    by_sixteen = [pool_steps(taken[at : at + 16]) for at in range(0, 128, 16)]
+    twice, once = named(pool_rollups(1, by_sixteen)), named(pool_steps(taken))
+    assert abs(twice.pop("loss") - once.pop("loss")) < 1e-9
+    assert {**twice, "level": 0} == once
+
+
+def test_rows_are_emitted_as_each_level_fills_and_a_flush_gives_the_rest() -> None:
+    emitted: list[tuple[object, ...]] = []
+    rollups = Rollups(emitted.append)
+    for row in rows(300):
+        rollups.add(row)
+    levels = [row[0] for row in emitted]
+    assert (levels.count(0), levels.count(1), levels.count(2)) == (300 // ROLLUP_SIZES[0], 300 // ROLLUP_SIZES[1], 0)
+    rollups.flush()
+    for level in range(len(ROLLUP_SIZES)):
+        assert sum(named(row)["count"] for row in emitted if row[0] == level) == 300

@@ -1,0 +1,257 @@
+"""A recording of schema 1, which the Writer of commit c144ba7 wrote (2 ranks, 40 steps), is read by today's code."""
+
+import gzip
+import json
+import os
+import sqlite3
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.errors import RecordingError
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.guard import Guard
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.recording.results import RecordingInfo
+from ftmon.protocol.recording.schema import SCHEMA_VERSION, STATEMENTS, expected_tables
+from ftmon.protocol.recording.writer import Writer
+from ftmon.tui.cli.main import main
+from places import DATA
+from streams import Stream, write
+
+# A recording whose tables compute, or whose pages lead in circles: refused in one line or read in part, and soon.
+
+
+ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT"
+HUGE = "printf('%.*c', 900000000, 'x')"
+QUICK = 5.0
+"""Seconds of processor time: no command may take longer on a small file."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=40).frames()))
+
+
+def change(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA legacy_alter_table=ON")
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+def names(table: str) -> list[str]:
+    return [name for name, *_ in expected_tables(SCHEMA_VERSION)[table]]
+
+
+def read_all(path: Path) -> None:
+    with Reader(path) as reader:
+        info = reader.info()
+        reader.state_at(info.last_t)
+        reader.frames(limit=10_000)
+        reader.logs()
+        reader.memory(info.first_t, info.last_t, 50)
+        reader.marks()
+        reader.alerts()
+
+
+@pytest.mark.parametrize("table", ["meta", "steps", "logs", "events", "rollups", "clock", "gaps", "marks"])
+@pytest.mark.parametrize("value", ["n", HUGE], ids=["endless", "huge"])
+def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path: Path, table: str, value: str) -> None:
+    columns = ", ".join(f'{value} AS "{name}"' for name in names(table))
+    change(path, f"DROP TABLE {table}", f"CREATE VIEW {table} AS {ENDLESS} {columns} FROM r")
+    begun = time.thread_time()
+    with pytest.raises(RecordingError, match=f"refused: '{table}' in it is a view, not a table"):
+        read_all(path)
+    assert time.thread_time() - begun < 1
+
+
+def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
+    columns = ", ".join(f'n AS "{name}"' for name in names("logs"))
+    view = f"CREATE VIEW logs AS {ENDLESS} {columns} FROM r".replace("'", "''")
+    planted = f"UPDATE sqlite_schema SET sql = '{view}', rootpage = 0 WHERE name = 'logs'"
+    change(path, "PRAGMA writable_schema=ON", planted)
+    begun = time.thread_time()
+    with Reader(path) as reader:
+        assert reader.logs() == []
+        assert "only the parts that are whole were read" in reader.info().missing
+    assert time.thread_time() - begun < QUICK
+
+
+@pytest.mark.parametrize(
+    ("statements", "words"),
+    [
+        (["DROP TABLE logs", "CREATE VIRTUAL TABLE logs USING fts5(text)"], "is a virtual, not a table"),
+        (
+            ["DROP TABLE logs", f"CREATE TABLE logs(seq INTEGER PRIMARY KEY, t REAL, rank AS ({HUGE}))"],
+            "its table 'logs' has other columns than a recording's",
+        ),
+        (["ALTER TABLE logs RENAME COLUMN text TO words"], "its table 'logs' has other columns"),
+        (["DROP TABLE logs", "CREATE TABLE logs(seq, t, rank, time, stream, text)"], "'logs' has other columns"),
+    ],
+    ids=["virtual", "generated", "renamed", "untyped"],
+)  # fmt: skip
+def test_what_no_recording_has_is_named_in_one_line(path: Path, statements: list[str], words: str) -> None:
+    change(path, *statements)
+    with pytest.raises(RecordingError) as refused:
+        read_all(path)
+    text = str(refused.value)
+    assert text.startswith(f"{path}: refused: ")
+    assert words in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ["CREATE INDEX by_step ON steps(step)", "CREATE VIEW mine AS SELECT step, loss FROM steps"],
+        ["CREATE TRIGGER t AFTER INSERT ON logs BEGIN DELETE FROM logs; END"],
+        ["DROP VIEW phases", f"CREATE VIEW phases AS {ENDLESS} n FROM r"],
+        ["CREATE VIRTUAL TABLE words USING fts5(text)"],
+    ],
+    ids=["index", "trigger", "view", "virtual"],
+)
+def test_what_is_not_read_is_no_obstacle(path: Path, statements: list[str]) -> None:
+    change(path, *statements)
+    before = path.read_bytes()
+    read_all(path)
+    assert path.read_bytes() == before
+
+
+def test_what_is_expected_is_what_the_statements_make() -> None:
+    made = [statement.split("(")[0].split()[-1] for statement in STATEMENTS if statement.startswith("CREATE TABLE")]
+    assert sorted(expected_tables(SCHEMA_VERSION)) == sorted(made)
+
+
+def test_a_value_as_large_as_a_file_cannot_be_is_never_made(path: Path) -> None:
+    change(path, "UPDATE logs SET text = zeroblob(40000000) WHERE seq = (SELECT min(seq) FROM logs)")
+    read_all(path)
+    with Reader(path) as reader:
+        assert reader.logs()
+        assert "damaged" in reader.info().missing
+
+
+@pytest.mark.parametrize("damage", ["repeated", "shifted"])
+def test_pages_in_a_wrong_place_are_read_in_part_and_soon(path: Path, damage: str) -> None:
+    """Salvage went from a row back to one that it had passed, for ever."""
+    whole = path.read_bytes()
+    page = int.from_bytes(whole[16:18], "big")
+    for at in range(2 * page, len(whole) - page, page):
+        end = at + page if damage == "repeated" else at + 107
+        begin = at - page if damage == "repeated" else at + 100
+        middle = whole[begin : begin + page] if damage == "repeated" else b""
+        path.write_bytes(whole[: at if middle else begin] + middle + whole[end:])
+        begun = time.thread_time()
+        with Reader(path) as reader:
+            frames = reader.frames(limit=10_000)
+            reader.info()
+        assert time.thread_time() - begun < QUICK
+        assert [frame.seq for frame in frames] == sorted({frame.seq for frame in frames})
+
+
+def test_an_index_out_of_order_does_not_lead_in_a_circle(path: Path) -> None:
+    """The ranks are found by hopping through an index: what it gives must ascend."""
+    with Reader(path) as reader:
+        page = reader._connection.execute("PRAGMA page_size").fetchone()[0]
+        root = reader._connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'steps_rank'").fetchone()[0]
+    data = bytearray(path.read_bytes())
+    at = (root - 1) * page
+    cells = int.from_bytes(data[at + 3 : at + 5], "big")
+    first = at + 8 + (4 if data[at] == 2 else 0)
+    pointers = [data[first + 2 * cell : first + 2 * cell + 2] for cell in range(cells)]
+    data[first : first + 2 * cells] = b"".join(reversed(pointers))
+    path.write_bytes(data)
+    begun = time.thread_time()
+    with Reader(path) as reader:
+        assert reader.info().ranks == [0, 1]
+    assert time.thread_time() - begun < QUICK
+
+
+def test_a_query_ends_when_its_time_is_spent(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "r.sqlite", seconds=0.3)
+    connection = guard.harden(sqlite3.connect(":memory:"))
+    guard.begin()
+    with pytest.raises(sqlite3.OperationalError) as ended:
+        connection.execute(f"{ENDLESS} count(*) FROM r").fetchone()
+    with pytest.raises(RecordingError, match=r"a question took more than 0\.3 s of processor time"):
+        guard.raise_limit(ended.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "log"])
+def test_a_pipe_is_refused_before_it_is_opened(path: Path, kind: str) -> None:
+    place = path if kind == "fifo" else Path(f"{path}-wal")
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    with pytest.raises(RecordingError, match="is not a regular file"):
+        Reader(path)
+
+
+PACKED = DATA / "recording_before_0_2.sqlite.gz"
+STEPS = "95ca67382197fe18dde48bce3ce6d9648c7de1a6e00d57d678bc80fa6d1b5a56"
+"""SHA-256 of its steps in msgpack, as read by the code of schema 1."""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "recording.sqlite"
+    path.write_bytes(gzip.decompress(PACKED.read_bytes()))
+    return path
+
+
+def test_status_describes_it(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(old), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["exit_code"], found["world_size"]) == ("finished", 0, 2)
+    assert (found["step"], found["total_steps"]) == (40, 40)
+    assert main(["status", str(old)]) == 0
+    assert capsys.readouterr().out.count("warning: rank 1 optimizer +0.9 GiB for 4 ms") == 4
+
+
+def test_memory_shows_the_cause_of_a_spike(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", str(old)]) == 0
+    text = capsys.readouterr().out
+    assert "highest peak: 37.20 GiB in backward, step 10" in text
+    assert "1.00 GiB  x2      _multi_tensor_adamw  adamw.py:500" in text
+
+
+def test_a_replay_shows_every_step_and_alert(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(old), "--plain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 40/40  loss 2.8328" in lines[-3]
+    assert sum("spike: rank 1 optimizer" in line for line in lines) == 4
+    assert lines[-1].endswith("finished")
+
+
+def read(path: Path) -> tuple[RecordingInfo, list[Frame]]:
+    with Reader(path) as reader:
+        assert reader.marks()
+        assert not reader.jobs()  # a table that it lacks counts as empty
+        return reader.info(), reader.frames(limit=10_000)
+
+
+def test_every_step_of_it_is_read_exactly_and_it_is_not_changed(old: Path) -> None:
+    before = old.read_bytes()
+    info, frames = read(old)
+    steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
+    assert (info.schema, info.missing, len(steps)) == (1, "", 80)
+    assert sha256(msgspec.msgpack.encode(steps)).hexdigest() == STEPS
+    assert old.read_bytes() == before
+
+
+def test_what_is_left_of_it_is_read(old: Path) -> None:
+    _, frames = read(old)
+    os.truncate(old, old.stat().st_size * 9 // 10)
+    with Reader(old) as reader:
+        left = reader.frames(limit=10_000)
+        assert reader.info().missing.startswith("the file is cut short: ")
+    assert left
+    assert all(frame in frames for frame in left)
+
+
+def test_a_writer_does_not_continue_it(old: Path) -> None:
+    with pytest.raises(RecordingError, match="has recording schema 1, this ftmon writes 2; move it out of the way"):
+        Writer(old)

@@ -1,0 +1,237 @@
+"""The run directory: private, found by name, refused where it could be somebody else's."""
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from ftmon.protocol.errors import HubError, RunDirError, RunNotFoundError
+from ftmon.protocol.host import process
+from ftmon.protocol.host.process import ProcessId, is_alive, this_process
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def make(name: str, created: float | None = None, *, alive: bool = False) -> RunDir:
+    run = rundir.create(name, ["python", "train.py"], "run")
+    if created is not None:
+        os.utime(run.path / "run.json", (created, created))
+    if alive:
+        run.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
+    return run
+
+
+def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        run = make("demo", alive=True)
+        run.write_exit(ExitFile(0, 1.0, "finished"))
+        os.close(run.lock_hub())
+    finally:
+        os.umask(before)
+    for folder in (home / "runs", run.path, run.logs, run.snapshots):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
+    for file in ("run.json", "hub.json", "exit.json", "hub.lock"):
+        assert stat.S_IMODE((run.path / file).stat().st_mode) == 0o600, file
+    run.check()
+
+
+@pytest.mark.parametrize(("name", "words"), [(b"caf\xe9", "not UTF-8"), (b"gone", "no longer exists")])
+def test_nothing_is_made_of_a_run_whose_working_directory_cannot_be_written_down(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
+) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if name == b"gone":
+        folder.rmdir()
+    with pytest.raises(RunDirError, match=words):
+        make("demo")
+    assert not home.exists()
+
+
+def test_a_link_a_stranger_and_an_open_directory_are_refused(tmp_path: Path) -> None:
+    run = make("demo")
+    link = tmp_path / "link"
+    link.symlink_to(run.path)
+    with pytest.raises(RunDirError, match="is not a directory of its own"):
+        RunDir(link).check()
+    with pytest.raises(RunDirError, match="no such run directory"):
+        RunDir(tmp_path / "none").check()
+    run.path.chmod(0o755)
+    with pytest.raises(RunDirError, match="chmod 700"):
+        run.check()
+    if os.getuid() == 0:
+        run.path.chmod(0o700)
+        os.chown(run.path, 65534, 65534)
+        with pytest.raises(RunDirError, match="belongs to another user"):
+            run.check()
+
+
+def test_no_run_is_made_where_others_could_exchange_it(home: Path) -> None:
+    (home / "runs").mkdir(parents=True)
+    (home / "runs").chmod(0o777)
+    with pytest.raises(RunDirError, match="others may write there; run: chmod 700"):
+        make("demo")
+
+
+@pytest.mark.parametrize("use", [rundir.all_runs, lambda: rundir.find(None), lambda: make("demo"), keys.keys_dir])
+def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
+) -> None:
+    home.mkdir(mode=0o700)
+    home.chmod(0o777)
+    with pytest.raises(RunDirError, match="others may write there; run: chmod go-w"):
+        use()
+    home.chmod(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(home)
+    monkeypatch.setenv("FTMON_HOME", str(link))
+    make("demo")
+    use()  # a link of one's own to a directory of one's own
+    # Where another user owns the directory, or the link: as the file system would say it.
+    real = os.lstat(link)
+    for owned in ("lstat", "stat"):
+        theirs = os.stat_result((*real[:4], os.getuid() + 1, *real[5:]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, owned, lambda _, theirs=theirs, **__: theirs)
+            with pytest.raises(RunDirError, match=f"{link} -> {home}: belongs to another user"):
+                use()
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(RunDirError, match="leads nowhere"):
+        use()
+
+
+def test_a_home_that_cannot_be_made_is_one_line_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "file"))
+    with pytest.raises(RunDirError, match="set FTMON_HOME") as error:
+        make("demo")
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_becomes_a_safe_identifier_that_is_never_used_twice() -> None:
+    ids = [make("../my run/№1").id for _ in range(4)]
+    assert len(set(ids)) == 4
+    for identifier in ids:
+        assert re.fullmatch(r"my-run-1-\d{8}-\d{6}(-[0-9a-f]{4})?", identifier)
+
+
+def test_no_name_means_the_living_run_else_the_newest() -> None:
+    old, new = make("a", 100.0), make("b", 200.0)
+    assert rundir.find(None).id == new.id
+    old.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
+    assert rundir.find(None).id == old.id
+
+
+def test_a_run_is_found_by_identifier_name_or_beginning() -> None:
+    run = make("llama-sft")
+    for name in (run.id, "llama-sft", "llama", run.id[:-2]):
+        assert rundir.find(name).id == run.id
+
+
+def test_a_whole_name_goes_before_a_beginning() -> None:
+    make("demo-large")
+    run = make("demo")
+    assert rundir.find("demo").id == run.id
+    with pytest.raises(RunNotFoundError, match="matches 2 runs"):
+        rundir.find("dem")
+
+
+def test_a_name_that_several_share_means_the_one_alive_else_is_refused() -> None:
+    first, second = make("demo", 1.0), make("demo", 2.0)
+    with pytest.raises(RunNotFoundError) as error:
+        rundir.find("demo")
+    assert str(error.value) == f"'demo' matches 2 runs: {second.id}, {first.id}; name one of them"
+    first.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
+    assert rundir.find("demo").id == first.id
+
+
+def test_a_name_nothing_has_is_refused_with_the_newest_named() -> None:
+    with pytest.raises(RunNotFoundError, match="start one with 'ftmon demo'"):
+        rundir.find("demo")
+    run = make("demo")
+    with pytest.raises(RunNotFoundError, match=f"the newest is {run.id}"):
+        rundir.find("nothing")
+
+
+def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> None:
+    run, damaged = make("demo", 1.0), make("other", 2.0)
+    (home / "runs" / "stray").mkdir()
+    (home / "runs" / "file").write_text("")
+    (damaged.path / "hub.json").write_text("{")
+    assert {found.id for found in rundir.all_runs()} == {run.id, damaged.id}
+    assert rundir.find("demo").id == run.id
+    assert rundir.find(None).id == damaged.id
+    with pytest.raises(RunDirError, match=r"hub\.json: cannot be read"):
+        damaged.living_hub()
+
+
+def test_a_pid_used_again_is_another_process() -> None:
+    mine = this_process()
+    assert is_alive(mine)
+    assert not is_alive(ProcessId(mine.pid, mine.start_ticks + 1))
+    assert not is_alive(ProcessId(0, 0))
+
+
+def test_only_one_hub_holds_the_lock_and_it_ends_with_its_process() -> None:
+    run = make("demo")
+    held = run.lock_hub()
+    with pytest.raises(HubError, match="another hub of this run is alive"):
+        run.lock_hub()
+    os.close(held)
+    os.close(run.lock_hub())
+
+
+def test_a_long_home_gets_short_private_socket_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / ("deep" * 20) / ("er" * 30)))
+    run = make("demo")
+    address = run.ipc_address("control")
+    path = Path(address.removeprefix("ipc://"))
+    assert len(os.fsencode(path)) < 104
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert RunDir(run.path).ipc_address("control") == address, "a rank with its own TMPDIR must find the hub"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        sockets.bind(sockets.hub_socket(context, "control"), address)
+        assert path.exists()
+    finally:
+        context.destroy(linger=0)
+    run.remove_sockets(sockets.CHANNELS)
+    assert not path.parent.exists()
+
+
+def test_a_planted_socket_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / ("deep" * 20) / ("er" * 30)))
+    run = make("demo")
+    twin = Path(run.ipc_address("control").removeprefix("ipc://")).parent
+    twin.rmdir()
+    twin.symlink_to(tmp_path)
+    try:
+        with pytest.raises(RunDirError, match="is not a directory of its own"):
+            run.ipc_address("control")
+    finally:
+        twin.unlink()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    process.write_private(target, b"old")
+    with pytest.raises(TypeError):
+        process.write_private(target, "no bytes")  # type: ignore[arg-type]
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]

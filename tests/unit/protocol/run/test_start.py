@@ -1,0 +1,115 @@
+"""What cannot be started is refused in one line before anything is made."""
+
+import io
+import socket
+
+import msgspec
+import pytest
+from ftmon.protocol.errors import UsageError
+from ftmon.protocol.run import end, rundir
+from ftmon.protocol.run.notices import Notify
+from ftmon.protocol.run.rundir import RunOptions
+from ftmon.protocol.run.start import StartRequest, spawn_start
+from ftmon.trainer.host.sockets import check_free, parse_listen
+from ftmon.trainer.launch import start
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def start_with(monkeypatch):
+    """Has the process that starts runs read a request, or any other bytes; returns its exit status."""
+
+    def status(request):
+        written = request if isinstance(request, bytes) else msgspec.json.encode(request)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written)))
+        return start.main([])
+
+    return status
+
+
+def run_of(*command, **options):
+    return StartRequest("run", options=RunOptions(**options), command=list(command))
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (run_of(), "no command"),
+        (run_of("no-such-program-here"), "no-such-program-here: command not found"),
+        (run_of("true", listen="nonsense"), "must be HOST:PORT"),
+        (run_of("true", listen="127.0.0.1:99999"), "must be HOST:PORT"),
+        (run_of("true", allow_console=True), "need --on-oom hold"),
+        (run_of("true", hold_timeout=5.0), "need --on-oom hold"),
+        (run_of("true", on_oom="hold", hold_timeout=-1.0), "--hold-timeout must be seconds"),
+        (run_of("true", stop_grace=-1.0), "--stop-grace must be seconds"),
+        (run_of("true", on_oom="hold", allow_console=True, read_only=True), "runs no code from outside"),
+        (run_of("true", exit_timeout=5.0, read_only=True), "--exit-timeout need a run that is not --read-only"),
+        (StartRequest("run", command=["true"], notify=Notify([" "], ["hang"])), "--notify needs a command"),
+        (StartRequest("run", command=["true"], line=987), "descriptor 987, which is not open"),
+        (b'{"kind": "run", "options": {"on_hang": "pray"}}', "$.options.on_hang"),
+        (b"", "must be a request to start a run"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(request_, said, home, start_with, capsys):
+    assert start_with(request_) == (end.NOT_STARTED if "not found" in said else end.RUN_USAGE)
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert rundir.all_runs() == []
+
+
+def test_seconds_that_are_none_are_refused():
+    with pytest.raises(UsageError, match="--hang-grace must be seconds"):
+        RunOptions(hang_grace=float("nan")).check()
+
+
+def test_a_word_that_is_not_utf_8_is_refused_before_anything_starts():
+    with pytest.raises(UsageError, match="not UTF-8"):
+        spawn_start(run_of("python", b"caf\xe9.py".decode("utf-8", "surrogateescape")), environ={})
+
+
+def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, start_with, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    assert start_with(run_of(str(script))) == end.NOT_STARTED
+    assert f"python {script}" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_named(home, start_with, capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert start_with(run_of("true", listen=f"127.0.0.1:{port}")) == end.RUN_USAGE
+    assert f"port {port} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["deepspeed", "--num_gpus", "2", "dir/train.py", "--x"], "train"),
+        (["bash", "go.sh"], "go"),
+        (["/usr/bin/env"], "env"),
+    ],
+)
+def test_a_run_is_named_after_its_script(command, name):
+    assert start.default_name(command) == name
+
+
+def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
+    addresses = parse_listen("127.0.0.1:7420").addresses()
+    assert addresses["ranks"] == "tcp://127.0.0.1:7421"
+    assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7421, 7426)]
+    assert parse_listen(":7420").host == "0.0.0.0"
+    assert parse_listen("[::1]:7420").addresses()["agents"] == "tcp://[::1]:7425"
+
+
+def test_an_address_of_another_host_cannot_be_listened_on():
+    with pytest.raises(UsageError, match="cannot be used"):
+        check_free(parse_listen("192.0.2.1:7420"))

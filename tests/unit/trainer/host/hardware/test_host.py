@@ -1,0 +1,291 @@
+"""Who the kernel killed for memory: told from its own log and counters, and never from a SIGKILL alone."""
+
+import os
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.machine import Disks
+from ftmon.protocol.messages.hosts import KernelKill
+from ftmon.protocol.messages.telemetry import DiskSpace, Volume
+from ftmon.trainer.host.hardware import host as looked
+from ftmon.trainer.host.hardware.host import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
+
+# Disks about to fill: what is looked at, and what is made of it.
+
+
+MIB, GIB = 2**20, 2**30
+
+
+def fed(samples: Iterable[tuple[float, float]], total: int = 100 * GIB) -> list[tuple[float, Finding]]:
+    disks = Disks()
+    return [
+        (t, found)
+        for t, free in samples
+        for found in disks.space(DiskSpace("node-1", t, [Volume("/scratch/run", "output", int(free), total)]))
+    ]
+
+
+def states(found: list[tuple[float, Finding]]) -> list[str]:
+    return [one.state for _, one in found if one.state != "updated"]
+
+
+def test_a_disk_that_fills_steadily_is_told_with_the_time_that_is_left():
+    rate = 310 * MIB / 60
+    found = fed((t, 5 * GIB - rate * max(0, t - 100)) for t in range(0, 800, 2))
+    assert states(found) == ["raised"]
+    t, first = found[0]
+    facts = first.facts
+    assert (first.kind, first.severity, first.key) == ("disk_filling", "warning", "node-1:/scratch/run")
+    assert (facts.host, facts.path, facts.use, facts.why) == ("node-1", "/scratch/run", "output", "rate")
+    assert facts.total_bytes == 100 * GIB
+    assert facts.bytes_per_s == pytest.approx(rate, rel=0.05)
+    assert facts.full_in_s == pytest.approx(facts.free_bytes / rate, rel=0.1)
+    assert t < 450, "long before it is full, at 1091"
+
+
+def test_a_small_disk_that_fills_within_half_a_minute_is_told_in_time():
+    found = fed(((t, 64 * MIB - 2 * MIB * t) for t in range(0, 30, 2)), total=64 * MIB)
+    assert found
+    assert found[0][0] <= 16
+
+
+def test_it_resolves_once_there_is_room_again():
+    samples = [(t, 5 * GIB - 10 * MIB * t) for t in range(0, 300, 2)]
+    samples += [(t, 40 * GIB) for t in range(300, 400, 2)]
+    assert states(fed(samples)) == ["raised", "resolved"]
+
+
+def test_a_checkpoint_that_is_being_written_and_removed_again_is_no_finding():
+    samples: list[tuple[float, float]] = []
+    free = 300 * GIB
+    for t in range(0, 3000, 2):
+        within = t % 600
+        free -= 2 * GIB * 2 if within < 15 else 0
+        free += 8 * 4 * GIB if within == 20 and t > 600 else 0
+        samples.append((t, free - random.Random(t).randint(0, 2**20)))
+    assert fed(samples, total=1000 * GIB) == []
+
+
+def test_the_first_of_a_few_checkpoints_that_are_kept_are_no_rate():
+    free, samples = 400.0 * GIB, []
+    for at in range(0, 3000, 2):
+        free -= GIB if at % 300 < 120 and at < 900 else 0  # 60 GiB in two of every five minutes, three times
+        samples.append((float(at), free))
+    assert fed(samples, 2000 * GIB) == []
+    steady = [(float(at), 400.0 * GIB - at * 0.2 * GIB) for at in range(0, 1990, 2)]
+    assert states(fed(steady, 2000 * GIB))[0] == "raised", "the same rate all the time"
+
+
+def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
+    free, samples = 60.0 * GIB, []
+    for at in range(0, 900, 2):
+        free -= GIB / 2 if at < 20 else 20_000 if at < 300 else 100 * MIB  # a checkpoint, a pause, 50 MiB/s
+        samples.append((float(at), free))
+    raised = [t for t, found in fed(samples, 500 * GIB) if found.state == "raised"]
+    assert 300 < raised[0] < 720, "of some 1,100 s that it takes"
+    slow_before = [
+        (float(at), 60 * GIB - (20_000 * at if at < 600 else 50 * MIB * (at - 600))) for at in range(0, 1300, 2)
+    ]
+    raised = [t for t, found in fed(slow_before, 500 * GIB) if found.state == "raised"]
+    assert 600 < raised[0] < 1100
+
+
+def test_a_checkpoint_that_will_not_fit_next_time_is_told():
+    samples: list[tuple[float, float]] = []
+    free = 36 * GIB
+    for t in range(0, 1500, 2):
+        free -= GIB if t % 400 < 20 and t < 1200 else 0  # 10 GiB, three times
+        samples.append((t, free))
+    found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
+    assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
+    assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
+
+
+def test_logs_that_grow_for_hours_are_no_checkpoints():
+    free, samples = 50 * GIB, []
+    for at in range(2100):
+        free -= 20 * MIB if at % 1050 < 1000 else 0  # twice 19.5 GiB, 20 MiB every 30 s
+        samples.append((30.0 * at, free))
+    assert fed(samples) == []
+
+
+def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
+    low = fed([(0, GIB), (2, GIB)])
+    assert [one.severity for _, one in low] == ["warning"]
+    assert fed([(0, MIB)])[0][1].severity == "error"
+
+
+def place(tmp_path: Path, pid: int, **links: Path) -> Path:
+    process = tmp_path / f"proc/{pid}"
+    (process / "fd").mkdir(parents=True)
+    (process / "environ").write_bytes(b"A=b\0TMPDIR=" + os.fsencode(links["tmp"]) + b"\0")
+    (process / "cwd").symlink_to(links["cwd"])
+    return process
+
+
+def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = ("run", "work", "tmp", "checkpoints", "read", "out")
+    folders = {name: tmp_path / name for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    real = os.stat
+    devices = {str(folder): number for number, folder in enumerate(folders.values(), 100)}
+
+    def stat(path, *words, **options):
+        known = devices.get(str(path))
+        return SimpleNamespace(st_dev=known) if known else real(path, *words, **options)
+
+    monkeypatch.setattr(looked.os, "stat", stat)
+    process = place(tmp_path, 7, cwd=folders["work"], tmp=folders["tmp"])
+    (process / "fd/3").symlink_to(folders["checkpoints"] / "shard.pt")
+    (process / "fd/4").symlink_to(folders["read"] / "data.bin")
+    os_lstat = os.lstat
+
+    def lstat(path, *words, **options):
+        found = os_lstat(path, *words, **options)
+        return SimpleNamespace(st_mode=0o120500) if str(path).endswith("fd/4") else found
+
+    monkeypatch.setattr(looked.os, "lstat", lstat)
+    free = {"now": 50}
+    disks = looked.Disks(
+        "h",
+        folders["run"],
+        lambda: {0: 7},
+        lambda _: SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"]),
+        tmp_path,
+    )
+    disks.note_output(0, "../out/not-yet")
+    message = disks.measure(0.0)
+    assert message is not None
+    found = {volume.path: volume.use for volume in message.volumes if volume.path.startswith(str(tmp_path))}
+    assert found.pop(f"{folders['work']}/../out") == "output"
+    expected = {"run": "run directory", "work": "working directory", "tmp": "TMPDIR", "checkpoints": "output"}
+    assert found == {str(folders[name]): use for name, use in expected.items()}, "and not what is only read"
+    assert message.volumes[0].free_bytes == 50 * 4096
+    assert disks.measure(2.0) is None, "nothing changed"
+    free["now"] = 40
+    assert disks.measure(4.0) is not None
+    assert disks.measure(40.0) is not None, "and once in a while all the same"
+
+
+PID = 7894
+RECORDS = (
+    "4,1200,12730463342,-;python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0\n"
+    "6,1270,12730465371,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
+    "oom_memcg=/limited,task_memcg=/limited,task=python,pid=7894,uid=0\n"
+    "3,1271,{at},-;Memory cgroup out of memory: Killed process 7894 (python) total-vm:1256644kB, anon-rss:419692kB, "
+    "file-rss:94504kB, shmem-rss:0kB, UID:0 pgtables:1364kB oom_score_adj:0\n"
+)
+"""As Linux 6.18 wrote them; the second one is another process's on a full host."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with a process in a control group of version 2, limited to 192 MiB, and pids that are the kernel's."""
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
+    (tmp_path / f"proc/{PID}").mkdir()
+    (tmp_path / f"proc/{PID}/cgroup").write_text("0::/limited\n")
+    (tmp_path / f"proc/{PID}/statm").write_text("314161 104923 23626 1 0 200000 0\n")
+    (tmp_path / "dev").mkdir()
+    group = tmp_path / "sys/fs/cgroup/limited"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("201326592\n")
+    count(tmp_path, 0)
+    return tmp_path
+
+
+@pytest.fixture
+def kills(root: Path) -> KernelKills:
+    """Kills of a host where the process was recorded once."""
+    found = KernelKills(root)
+    found.record(PID, 0.0)
+    return found
+
+
+def count(root: Path, kills: int) -> None:
+    text = f"low 0\nhigh 0\nmax 49\noom {kills}\noom_kill {kills}\noom_group_kill 0\n"
+    (root / "sys/fs/cgroup/limited/memory.events").write_text(text)
+
+
+def log(root: Path, at: str = "0") -> None:
+    (root / "dev/kmsg").write_text(RECORDS.format(at=at))
+
+
+def test_a_record_of_the_kernels_log_says_who_was_killed_and_for_whose_limit() -> None:
+    kills = [read_kill(line) for line in RECORDS.format(at="12730465446").splitlines()]
+    assert kills[:2] == [None, None]
+    kill = kills[2]
+    assert kill is not None
+    assert (kill.pid, kill.name, kill.resident_bytes, kill.of_group) == (PID, "python", 419692 * 1024, True)
+    assert kill.at == pytest.approx(12730.465446)
+    of_host = (
+        "3,9,1,-;Out of memory: Killed process 12 (python3) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB"
+    )
+    kill = read_kill(of_host)
+    assert kill is not None
+    assert not kill.of_group
+
+
+def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path, kills: KernelKills) -> None:
+    log(root)
+    found = kills.find(PID, 1.0)
+    assert found is not None
+    assert (found.sure, found.exhausted, found.name) == (True, "group", "python")
+    assert found.killed_bytes == 419692 * 1024
+    assert found.limits_bytes == [201326592]
+    assert found.resident_bytes > 0
+
+
+def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path, kills: KernelKills) -> None:
+    count(root, 1)
+    kills.record(PID, 1.0)  # large processes still live for a moment after the kernel killed them
+    found = kills.find(PID, 2.0)
+    assert found is not None
+    assert (found.sure, found.exhausted, found.kills, found.recent_kills) == (False, "group", 1, 1)
+
+
+def test_a_kill_long_ago_explains_nothing(root: Path, kills: KernelKills) -> None:
+    count(root, 3)
+    kills.record(PID, 5.0)
+    for second in range(6, int(RECENT_SECONDS) + 40):
+        kills.record(PID, float(second))
+    assert kills.find(PID, RECENT_SECONDS + 40.0) is None
+
+
+def test_a_sigkill_without_evidence_is_not_the_kernels(root: Path, kills: KernelKills) -> None:
+    assert kills.find(PID, 1.0) is None
+    (root / "dev/kmsg").write_text("6,1,1,-;something else\n")
+    found = kills.find(PID, 1.0)
+    assert found is not None
+    assert found == KernelKill(False)
+
+
+def test_a_log_with_pids_of_another_namespace_is_not_read(root: Path) -> None:
+    (root / "proc/self/ns/pid").unlink()
+    (root / "proc/self/ns/pid").symlink_to("pid:[4026532201]")
+    log(root)
+    assert KernelKills(root).find(PID, 1.0) is None
+
+
+def test_an_old_record_of_a_pid_that_is_used_again_is_passed_over(root: Path) -> None:
+    # Half an hour away from now, on a host that was started when you like.
+    log(root, at=str(int((time.clock_gettime(time.CLOCK_BOOTTIME) + 1800) * 1e6)))
+    found = KernelKills(root).find(PID, 1.0)
+    assert found is not None
+    assert not found.exhausted
+
+
+def test_version_1_of_control_groups_counts_in_memory_oom_control(tmp_path: Path) -> None:
+    (tmp_path / "proc/5").mkdir(parents=True)
+    (tmp_path / "proc/5/cgroup").write_text("9:name=systemd:/\n4:memory:/job\n0::/\n")
+    group = tmp_path / "sys/fs/cgroup/memory/job"
+    group.mkdir(parents=True)
+    (group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert memory_groups(5, tmp_path) == [group]
+    assert kill_count(group) == 2

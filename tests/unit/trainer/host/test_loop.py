@@ -1,0 +1,85 @@
+"""Coroutines of the main loop go on when the replies they wait for arrive, in the call that brings them."""
+
+import select
+import threading
+from typing import Any
+
+import pytest
+from ftmon.trainer.host import loop
+from ftmon.trainer.host.loop import Mailbox, Reply
+
+# Calls that threads post reach the main loop.
+
+
+def test_a_call_that_fails_leaves_those_behind_it_waiting_and_the_main_loop_awake() -> None:
+    mailbox, made = Mailbox(), list[str]()
+    mailbox.post(lambda: made.append("first"))
+    mailbox.post(lambda: made.append(1 // 0))
+    mailbox.post(lambda: made.append("last"))
+    with pytest.raises(ZeroDivisionError):
+        mailbox.drain()
+    assert made == ["first"]
+    assert select.select([mailbox.fileno()], [], [], 0)[0]
+    mailbox.drain()
+    assert made == ["first", "last"]
+    assert not select.select([mailbox.fileno()], [], [], 0)[0]
+
+
+def test_a_flow_goes_on_in_the_call_that_brings_what_it_waits_for() -> None:
+    first: Reply[str] = Reply()
+    second: Reply[str] = Reply()
+    seen: list[str] = []
+
+    async def inner() -> str:
+        return f"{await first} and {await second}"
+
+    async def outer() -> None:
+        seen.append("asked")
+        seen.append(await inner())
+
+    loop.start(outer())
+    assert seen == ["asked"]
+    second.arrive("two")  # replies may come in any order
+    assert seen == ["asked"]
+    first.arrive("one")
+    assert seen == ["asked", "one and two"]
+
+
+def test_what_has_arrived_is_not_waited_for() -> None:
+    reply: Reply[int] = Reply()
+    reply.arrive(3)
+    seen: list[int] = []
+
+    async def wait() -> None:
+        seen.append(await reply)
+
+    loop.start(wait())
+    reply.then(seen.append)
+    assert seen == [3, 3]
+
+
+def test_a_failure_is_raised_where_the_reply_is_brought() -> None:
+    reply: Reply[int] = Reply()
+
+    async def fail() -> None:
+        raise ValueError(f"not {await reply}")
+
+    loop.start(fail())
+    with pytest.raises(ValueError, match="not 3"):
+        reply.arrive(3)
+
+
+def test_work_in_a_thread_arrives_in_the_main_loop_also_where_it_failed() -> None:
+    posted: list[Any] = []
+    ready = threading.Semaphore(0)
+
+    def post(call: Any) -> None:
+        posted.append(call)
+        ready.release()
+
+    seen: list[tuple[int, int]] = []
+    for work in (lambda: 1, lambda: 1 // 0):
+        loop.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
+        assert ready.acquire(timeout=200)
+        posted.pop()()
+    assert seen == [(1, threading.get_ident()), (-1, threading.get_ident())]

@@ -1,0 +1,100 @@
+"""The hub's loop serves its sources in order, survives a failing handler, and gives up on one that fails for ever."""
+
+import os
+import time
+
+import pytest
+from ftmon.trainer.host.loop import Failures
+from ftmon.trainer.hub.poll_loop import TICK_SECONDS, PollLoop
+
+
+class Sources:
+    """Two pipes that are always readable, and a loop that ends after a number of ticks."""
+
+    def __init__(self, ticks: int = 2) -> None:
+        self.seen: list[str] = []
+        self._ticks = ticks
+        self._pipes = [os.pipe(), os.pipe()]
+        for _, end in self._pipes:
+            os.write(end, b"x")
+        self.loop = PollLoop(self._tick, lambda: self.seen.append("wait"), lambda: self.seen.append("read"))
+
+    def add(self, first, second) -> None:
+        for (end, _), handler in zip(self._pipes, (first, second), strict=True):
+            self.loop.add(end, handler)
+
+    def _tick(self, _now: float) -> None:
+        self._ticks -= 1
+        if not self._ticks:
+            self.loop.stop()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            for end in pipe:
+                os.close(end)
+
+
+@pytest.fixture
+def sources():
+    made = Sources()
+    yield made
+    made.close()
+
+
+def test_the_first_source_is_served_before_the_second_in_each_round(sources) -> None:
+    sources.add(lambda: sources.seen.append("control"), lambda: sources.seen.append("data"))
+    sources.loop.run()
+    rounds = len(sources.seen) // 4
+    assert rounds >= 2
+    assert sources.seen == ["wait", "control", "data", "read"] * rounds
+
+
+def test_one_failure_costs_its_round_and_no_more(sources, capsys) -> None:
+    def fails_once() -> None:
+        if "failed" not in sources.seen:
+            sources.seen.append("failed")
+            raise ValueError("a bad message")
+
+    sources.add(fails_once, lambda: sources.seen.append("data"))
+    sources.loop.run()
+    assert sources.seen[:3] == ["wait", "failed", "wait"]
+    assert "data" in sources.seen
+    assert capsys.readouterr().err.count("ValueError: a bad message") == 1
+
+
+def test_what_fails_without_end_ends_the_loop(capsys) -> None:
+    sources = Sources(ticks=1_000_000)
+    sources.add(lambda: 1 / 0, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        sources.loop.run()
+    sources.close()
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 101
+
+
+@pytest.mark.parametrize(("every_seconds", "ends"), [(TICK_SECONDS, True), (1.0, False)])
+def test_a_tick_that_always_fails_ends_the_loop_and_a_rare_failure_never_does(every_seconds: float, ends: bool) -> None:
+    failures = Failures()
+    assert any(failures.too_many(1000.0 + number * every_seconds) for number in range(500)) is ends
+
+
+def test_what_arrived_while_the_loop_was_held_up_is_read_before_the_tick() -> None:
+    seen: list[str] = []
+
+    def tick(_now: float) -> None:
+        seen.append("tick")
+        if seen.count("tick") == 2:
+            loop.stop()
+
+    def held_up_once() -> None:
+        seen.append("data")
+        if seen.count("data") == 2:
+            time.sleep(TICK_SECONDS + 0.1)
+
+    loop = PollLoop(tick, lambda: None, lambda: None)
+    reading, writing = os.pipe()
+    os.write(writing, b"x")
+    loop.add(reading, held_up_once)
+    loop.run()
+    os.close(reading)
+    os.close(writing)
+    assert seen[:5] == ["data", "tick", "data", "data", "tick"]

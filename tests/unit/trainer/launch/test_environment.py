@@ -1,0 +1,118 @@
+"""A job's environment carries the mark of its run, the import hook, and what DeepSpeed passes to other hosts."""
+
+import pwd
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.run.rundir import MultiHost, monitor_environment
+from ftmon.trainer.host.processes import INJECT_DIR
+from ftmon.trainer.launch.environment import find_hosts, flight_recorder, job_environment
+
+# Whether a command trains on several hosts.
+
+
+TWO = "worker-0 slots=4\nworker-1 slots=4  # the new one\n\n# worker-2 slots=4\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hosts").write_text(TWO)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("deepspeed --hostfile hosts train.py", MultiHost(["worker-0", "worker-1"])),
+        ("deepspeed -H hosts --ssh_port 2222 train.py", MultiHost(["worker-0", "worker-1"], 2222)),
+        ("env A=b /opt/bin/deepspeed --hostfile=hosts train.py", MultiHost(["worker-0", "worker-1"])),
+        ("python -m deepspeed.launcher.runner --hostfile hosts train.py", MultiHost(["worker-0", "worker-1"])),
+        ("deepspeed --hostfile hosts --num_nodes 1 train.py", None),
+        ("deepspeed --hostfile hosts --include worker-1:0,2 train.py", None),
+        ("deepspeed --hostfile hosts --exclude worker-0 train.py", None),
+        ("deepspeed --hostfile hosts --no_ssh --node_rank 0 train.py", MultiHost(by_hand=True)),
+        ("deepspeed --hostfile hosts --launcher slurm train.py", MultiHost()),
+        ("deepspeed --hostfile missing train.py", None),
+        ("deepspeed --num_gpus 4 train.py --hostfile hosts", None),
+        ("torchrun --nnodes 2 --nproc-per-node 4 train.py", MultiHost(by_hand=True)),
+        ("torchrun --nnodes=1:4 train.py", MultiHost(by_hand=True)),
+        ("torchrun --nnodes=1 train.py", None),
+        ("torchrun --nproc-per-node 4 train.py --nnodes 2", None),
+        ("python -m torch.distributed.run --nnodes 2 train.py", MultiHost(by_hand=True)),
+        ("accelerate launch --num_machines 2 --machine_rank 0 train.py", MultiHost(by_hand=True)),
+        ("srun -N 2 python train.py", MultiHost()),
+        ("srun -N2 python train.py", MultiHost()),
+        ("srun --nodes=2-4 python train.py", MultiHost()),
+        ("srun -N 1-4 python train.py", MultiHost()),
+        ("srun -N1 -n 8 python train.py", None),
+        ("srun --nodes=1 python train.py", None),
+        ("mpirun -np 8 -hosts a,b python train.py", MultiHost()),
+        ("mpirun -np 8 python train.py", None),
+        ("python train.py", None),
+    ],
+)
+def test_a_commands_words_tell(command: str, found: MultiHost | None, folder: Path) -> None:
+    assert find_hosts(command.split(), {}, folder) == found
+
+
+@pytest.mark.parametrize("name", ["SLURM_NNODES", "SLURM_JOB_NUM_NODES"])
+def test_a_slurm_allocation_of_several_nodes_tells(name: str) -> None:
+    assert find_hosts(["./start.sh"], {name: "4"}) == MultiHost(slurm_nodes=4)
+    assert find_hosts(["srun", "-N", "2", "torchrun", "train.py"], {name: "4"}) == MultiHost(slurm_nodes=4)
+    assert find_hosts(["./start.sh"], {name: "1"}) is None
+
+
+MARKS = ("FTMON_RUN", "FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE")
+
+
+def test_a_job_is_marked_and_hooked_and_keeps_its_own_python_path(run):
+    outer = {"FTMON_RUN": "/outer", "FTMON_RANK_PID": "3", "FTMON_JOIN": "/outer/join.json", "FTMON_PLACE": "/place"}
+    found = job_environment(run, {**outer, "PYTHONPATH": "/mine", "X": "1"})
+    assert found["FTMON_RUN"] == str(run.path)
+    assert found["PYTHONPATH"] == f"{INJECT_DIR}:/mine"
+    assert found["PYTHONUNBUFFERED"] == "1"
+    assert "2000" in (found.get("TORCH_FR_BUFFER_SIZE"), found.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    assert found["X"] == "1"
+    assert not {"FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE"} & set(found), "marks of the run that this one is in"
+
+
+def test_no_empty_entry_is_put_on_the_python_path(run):
+    assert job_environment(run, {})["PYTHONPATH"] == str(INJECT_DIR)
+
+
+def test_what_the_person_set_is_left_alone(run):
+    found = job_environment(run, {"TORCH_FR_BUFFER_SIZE": "9", "PYTHONUNBUFFERED": ""})
+    assert found["TORCH_FR_BUFFER_SIZE"] == "9"
+    assert found["PYTHONUNBUFFERED"] == ""
+
+
+def test_deepspeed_exports_our_marks_after_the_persons_own_lines(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(run.path)
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
+    lines = Path(job_environment(run, {})["DS_ENV_FILE"]).read_text().splitlines()
+    assert lines[0] == "MINE=1"
+    assert f"FTMON_RUN={run.path}" in lines
+    assert all(line.count("=") >= 1 for line in lines)
+
+
+def test_a_user_without_a_home_directory_can_start_a_job(run, monkeypatch):
+    def unknown(_uid: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(run.path)
+    (run.path / ".deepspeed_env").write_text("MINE=1\n")
+    lines = Path(job_environment(run, {})["DS_ENV_FILE"]).read_text().splitlines()
+    assert lines[:2] == ["MINE=1", f"FTMON_RUN={run.path}"]
+
+
+def test_hub_and_launcher_carry_no_mark():
+    assert monitor_environment({**dict.fromkeys(MARKS, "x"), "A": "b"}) == {"A": "b"}
+
+
+def test_the_flight_recorder_goes_by_the_name_that_this_torch_knows():
+    assert flight_recorder((2, 13)) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert flight_recorder((2, 6)) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    assert len(flight_recorder(None)) == 2

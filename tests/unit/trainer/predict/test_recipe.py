@@ -1,0 +1,80 @@
+"""The documents of packed rows, beside pairs that are counted one by one."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict.recipe import of_rows, read
+
+# The configuration of a predicted run: checked as for training, for GPUs of another machine.
+
+
+MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "c.yaml").write_text(
+        f"{MODEL}data: {{path: {tmp_path}/d.jsonl}}\noutput: {{dir: {tmp_path}/out}}\nrun: {{ranks: 3}}\n"
+    )
+    return str(tmp_path / "c.yaml")
+
+
+def test_it_is_settled_for_gpus_that_are_not_here(config: str) -> None:
+    found = read(config, [], None, [])
+    assert (found.run.ranks, found.run.device, found.training.precision) == (3, "cuda", "bf16")
+    assert read(config, [], 64, []).run.ranks == 64
+
+
+def test_the_longest_length_is_the_sequence_length(config: str) -> None:
+    assert read(config, [], None, [512, 4096, 8]).training.sequence_length == 4096
+    assert read(config, ["training.sequence_length=256"], None, []).training.sequence_length == 256
+
+
+def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
+    file = Path(config)
+    file.write_text(f"{file.read_text()}zero: {{offload_parameters: true}}\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:5: zero\.offload_parameters needs zero\.stage 3"):
+        read(config, [], None, [])
+    with pytest.raises(ConfigError, match=r"training\.total_batch is 4, but .* x 3 ranks is 3"):
+        read(config, ["zero.stage=3", "training.total_batch=4"], None, [])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "run.device=cpu",
+        "model.compile=layers",
+        "model.activation_offload=all",
+        "model.attention=flash_attention_2",
+    ],
+)
+def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
+        read(config, [setting], None, [])
+
+
+ROWS = [[5, 3], [8], [2, 2, 2], [1, 6, 1]]
+
+
+def pairs(documents: list[int]) -> int:
+    return sum(1 for tokens in documents for query in range(tokens) for key in range(tokens) if key <= query)
+
+
+def test_a_token_attends_to_the_mean_of_all_rows() -> None:
+    found = of_rows(ROWS)
+    tokens = sum(map(sum, ROWS))
+    assert found.pairs_a_token == sum(map(pairs, ROWS)) / tokens
+    assert found.longest == 8
+    assert found.pairs(8) == found.pairs_a_token
+    assert found.pairs(2) == pairs([2]) / 2, "no document is longer than the row"
+
+
+def test_a_row_is_packed_as_densely_as_the_densest() -> None:
+    found = of_rows(ROWS)
+    assert found.densest == [2, 2, 2]
+    assert found.row(6) == [2, 2, 2]
+    assert found.row(3) == [2, 1]
+    assert found.row(7) == [2, 2, 2, 1]

@@ -1,0 +1,276 @@
+"""What is counted of a step's operations."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.trainer.predict.record import MISSING, Counting, ResultCache, Trace, failing_phase, needed_bytes
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Kept results of operations on fake tensors are what PyTorch's fake tensors compute.
+
+
+Operation = Callable[[Any], Any]
+foreach_add: Any = vars(torch)["_foreach_add"]
+
+
+class Cached(TorchDispatchMode):
+    """Takes results from a cache, and counts those that it had to ask fake tensors for."""
+
+    def __init__(self, cache: ResultCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = self.cache.key(func, args, kwargs)
+        found = MISSING if key is None else self.cache.kept(key, args)
+        if found is MISSING:
+            self.asked.append(str(func))
+            found = func(*args, **kwargs)
+            if key is not None:
+                self.cache.keep(key, func, args, kwargs, found)
+        return found
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTensorMode]:
+    mode = FakeTensorMode()
+    with mode:
+        yield mode
+
+
+OPERATIONS: dict[str, Operation] = {
+    "product": lambda x: x @ x.t(),
+    "slice and add": lambda x: x[2:6, 1:3] + 1,
+    "transposed copy": lambda x: x.transpose(0, 1).contiguous(),
+    "other type": lambda x: x.to(torch.bfloat16),
+    "bytes": lambda x: x.view(torch.uint8),
+    "in place": lambda x: x.mul_(2),
+    "strided at a place": lambda x: x.as_strided((2, 2), (2, 1), 3),
+    "two results": lambda x: x.max(dim=0).values,
+    "several": lambda x: torch.cat(x.split(4)),
+    "foreach": lambda x: foreach_add([x, x[1:]], 1.0)[1],
+    "copied into": lambda x: x[:4].copy_(x[4:]),
+    "norm": lambda x: torch.linalg.vector_norm(x.float()),
+    "reshaped": lambda x: x.reshape(-1)[4:].unsqueeze(0).expand(3, -1),
+}
+
+
+def facts(tensor: Any) -> tuple[Any, ...]:
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(), tensor.requires_grad,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buffer(
+    fake: FakeTensorMode, name: str
+) -> None:
+    operation = OPERATIONS[name]
+    buffer = torch.empty(4096, device="cpu")
+    cached = Cached(ResultCache(fake))
+    for offset in (0, 64, 1024, 640):
+        layer = buffer[offset : offset + 64].view(8, 8)
+        expected = operation(layer)
+        with cached:
+            found = operation(layer)
+        assert facts(found) == facts(expected)
+        shares = expected.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+        assert (found.untyped_storage()._cdata == buffer.untyped_storage()._cdata) == shares
+
+
+def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: FakeTensorMode) -> None:
+    buffer = torch.empty(4096)
+    x = torch.empty(3, 8)
+    cached = Cached(ResultCache(fake))
+    asked: list[int] = []
+    for layer in range(4):
+        weight = buffer[layer * 64 : layer * 64 + 64].view(8, 8)
+        with cached:
+            torch.nn.functional.linear(x, weight).relu_()
+        asked.append(sum(name.startswith("aten.") for name in cached.asked))
+    assert asked[0] == asked[-1] > 0, cached.asked
+
+
+# The trace of a dry run, and what a capacity does to it.
+
+
+MIB = 1 << 20
+
+
+def test_a_phases_peak_holds_memory_that_is_freed_before_its_end() -> None:
+    trace = Trace(Settings())
+    kept = trace.allocate(100 * MIB, "cuda")
+    trace.begin("forward")
+    trace.moment(40 * MIB, 30 * MIB)
+    assert trace.peaks().allocated_bytes == 170 * MIB
+    trace.begin("backward")
+    assert trace.peaks().allocated_bytes == 100 * MIB
+    trace.free(kept)
+    assert trace.current["cuda"] == 0
+
+
+def test_host_memory_is_no_memory_of_the_gpu() -> None:
+    trace = Trace(Settings())
+    trace.begin("init")
+    states = trace.allocate(64 * MIB, "cpu")
+    trace.move(states, "pinned")
+    assert trace.peaks().allocated_bytes == 0
+    assert trace.current == {"cpu": 0, "pinned": 64 * MIB}
+    trace.free(states)
+    assert trace.host_peak == 64 * MIB
+
+
+def test_the_phase_that_does_not_fit_is_named() -> None:
+    trace = Trace(Settings())
+    trace.begin("init")
+    trace.allocate(100 * MIB, "cuda")
+    trace.begin("forward")
+    trace.moment(50 * MIB)
+    trace.begin("backward")
+    trace.moment(200 * MIB)
+    assert failing_phase(trace.events, Settings(), 400 * MIB) == ""
+    assert failing_phase(trace.events, Settings(), 250 * MIB) == "backward"
+    assert failing_phase(trace.events, Settings(), 120 * MIB) == "forward"
+    assert failing_phase(trace.events, Settings(), 50 * MIB) == "init"
+
+
+def test_a_cache_that_is_emptied_makes_room() -> None:
+    trace = Trace(Settings())
+    trace.begin("forward")
+    trace.moment(100 * MIB)
+    trace.empty_cache()
+    trace.begin("backward")
+    trace.moment(120 * MIB)
+    assert trace.peaks().reserved_bytes == 120 * MIB
+
+
+def test_memory_used_on_another_stream_is_free_once_that_stream_is_done() -> None:
+    trace = Trace(Settings())
+    trace.begin("forward")
+    gathered = trace.allocate(64 * MIB, "cuda", stream=1)
+    trace.use(gathered, 0)
+    trace.free(gathered)
+    assert trace.current["cuda"] == 0
+    trace.moment(64 * MIB, stream=1)
+    assert trace.peaks().reserved_bytes == 64 * MIB
+
+
+def _step(trace: Trace, gradient: int, size: int) -> int:
+    """Take a step that replaces a gradient that is kept; return the new one's handle."""
+    trace.begin("forward")
+    activation = trace.allocate(3 * size, "cuda")
+    trace.end("forward")
+    trace.begin("backward")
+    trace.free(gradient)
+    new = trace.allocate(30 * MIB, "cuda")
+    trace.moment(size)
+    trace.free(activation)
+    trace.end("backward")
+    return new
+
+
+def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
+    taken, repeated = Trace(Settings()), Trace(Settings())
+    gradients = [trace.allocate(30 * MIB, "cuda") for trace in (taken, repeated)]
+    for size in (50 * MIB, 90 * MIB, 20 * MIB):
+        gradients = [_step(trace, one, size) for trace, one in zip((taken, repeated), gradients, strict=True)]
+        start = len(repeated.events)
+        gradients = [_step(trace, one, size) for trace, one in zip((taken, repeated), gradients, strict=True)]
+        first = taken.peaks()
+        again = repeated.repeat(start)
+        gradients[0] = _step(taken, gradients[0], size)
+        assert again is not None
+        assert [name for name, _ in again] == ["forward", "backward"]
+        assert again[-1][1] == taken.peaks()
+        assert first.allocated_bytes == taken.peaks().allocated_bytes
+        assert len(repeated.events) == len(taken.events)
+    # What the repeated steps replaced can still be freed, in the trace and in its replay.
+    repeated.free(gradients[1])
+    repeated.begin("after")
+    assert repeated.peaks().allocated_bytes == 0
+    assert failing_phase(repeated.events, Settings(), 10_000 * MIB) == ""
+
+
+def test_a_step_that_leaves_more_behind_is_not_repeated() -> None:
+    trace = Trace(Settings())
+    start = len(trace.events)
+    trace.begin("forward")
+    trace.allocate(10 * MIB, "cuda")
+    trace.end("forward")
+    events = list(trace.events)
+    assert trace.repeat(start) is None
+    assert trace.events == events
+
+
+def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back() -> None:
+    trace = Trace(Settings())
+    trace.begin("forward")
+    kept = trace.allocate(100 * MIB, "cuda")
+    # The second does not fit into what the first left, so both are reserved; neither is needed beside the other.
+    trace.moment(300 * MIB)
+    trace.moment(400 * MIB)
+    peaks = trace.peaks()
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (500 * MIB, 800 * MIB)
+    needed = needed_bytes(trace.events, Settings(), peaks.allocated_bytes, peaks.reserved_bytes)
+    assert 500 * MIB <= needed < 505 * MIB
+    assert failing_phase(trace.events, Settings(), needed) == ""
+    trace.free(kept)
+
+
+def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step() -> None:
+    trace = Trace(Settings())
+    gradient = trace.allocate(30 * MIB, "cuda")
+    start = len(trace.events)
+    gradient = _step(trace, gradient, 50 * MIB)
+    trace.see(gradient, "gradients")
+    trace.see(gradient, "activations")  # the first to say what it is counts,
+    trace.see(gradient, "buckets")  # but for the bucket that it lies in
+    assert trace.repeat(start) is not None
+    assert sorted(trace.parts.values()) == ["buckets", "buckets"]
+    assert sum(trace.block_bytes[handle] for handle in trace.parts) == 60 * MIB
+
+
+pytest.importorskip("torch")
+
+
+pytest.importorskip("torch.nn.attention.varlen")  # registers the operation
+
+HEADS, WIDTH = 4, 32
+
+
+def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = None) -> float:
+    """Return the FLOPs that are counted of causal attention over packed documents, of the same length if not said."""
+    with FakeTensorMode() as mode:
+
+        def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+            return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
+
+        query, key, value, out = (on_gpu(tokens, HEADS, WIDTH) for _ in range(4))
+        borders = on_gpu(documents + 1, dtype=torch.int32)
+    counting = Counting(1)
+    counting.pairs_a_token = pairs_a_token
+    longest = tokens // documents
+    call: Any = torch.ops.torch_attn._varlen_attn.default
+    counting.count(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
+    (operation,) = counting.work().operations
+    assert operation.attention
+    return operation.flops
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    one = attention_flops(4096, 1)
+    # Two products of 2 FLOPs for each pair, half of the pairs.
+    assert one == 2 * 2 * HEADS * WIDTH * 4096**2 / 2
+    assert attention_flops(8 * 4096, 8) == 8 * one
+
+
+def test_documents_of_a_data_set_take_their_own_pairs() -> None:
+    # Two products of 2 FLOPs for each pair.
+    assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * 100.5

@@ -1,0 +1,206 @@
+"""Which changes of a run are predicted, and how they are asked for."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.protocol.analysis.estimates.ranking import Need
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict import answer, deepspeed_file, jobs, recipe, what_if
+from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.data.batches import Collate, Order
+
+# Which steps of a data set do not fit, beside the batches that a run would make.
+
+
+pytest.importorskip("torch")
+
+
+RANKS = 2
+
+
+@pytest.fixture
+def data_risk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    lines = [" ".join(words[(row + place) % 9] for place in range(3 + row * 7 % 60)) for row in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    (tmp_path / "train.yaml").write_text(
+        f"""
+model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
+         num_attention_heads: 2, num_key_value_heads: 2}}}}
+tokenizer: {{vocab_size: 300}}
+data: {{path: {tmp_path / "data.jsonl"}}}
+training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1}}
+"""
+    )
+    return recipe.read(str(tmp_path / "train.yaml"), [], RANKS, [])
+
+
+def needs(limit: int) -> Callable[[list[int]], list[Need]]:
+    """Return what says that a token takes a byte."""
+    return lambda lengths: [Need(length, [length <= limit]) for length in lengths]
+
+
+def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(data_risk_config: Config) -> None:
+    records, examples = what_if.read(data_risk_config)
+    collate = Collate(0, data_risk_config.training.sequence_length)
+    longest: dict[int, int] = {}
+    for rank in range(RANKS):
+        order = iter(Order(examples, data_risk_config, rank, RANKS))
+        for step in range(1, what_if.steps_an_epoch(data_risk_config, examples) + 1):
+            for _ in range(data_risk_config.training.grad_accumulation):
+                width = collate([examples.rows[row] for row in next(order)])["input_ids"].shape[1]
+                longest[step] = max(longest.get(step, 0), width)
+    assert len(set(longest.values())) > 3
+    limit = sorted(set(longest.values()))[-3]
+
+    risk = what_if.find(data_risk_config, records, examples, limit, needs(limit))
+    failing = [step for step, length in longest.items() if length > limit]
+    assert (risk.steps, risk.largest_length, risk.failing_steps) == (len(longest), limit, len(failing))
+    assert [step.step for step in risk.failing] == failing[:3]
+    assert risk.longest.length == max(longest.values())
+    first = risk.failing[0]
+    assert first.length == longest[first.step]
+    assert max(int(examples.tokens[row]) for row in first.rows) > first.length - 8
+    assert all("data.jsonl:" in place for place in first.places)
+
+    fitting = what_if.find(data_risk_config, records, examples, 1 << 20, needs(1 << 20))
+    assert (fitting.failing_steps, fitting.failing, fitting.largest_length) == (0, [], max(longest.values()))
+
+
+MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
+
+
+def given(**named: Any) -> argparse.Namespace:
+    arguments: dict[str, Any] = {
+        **dict.fromkeys(("config", "model", "deepspeed", "ranks", "micro_batch", "accumulation", "lora_rank")),
+        "optimizer": None,
+        "checkpointing": False,
+        "data": False,
+        "overrides": [],
+        "sequence_length": [64],
+        "gpu": "H200",
+    }
+    return argparse.Namespace(**{**arguments, **named})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "c.yaml").write_text(
+        f"{MODEL}data: {{path: {tmp_path}/d.jsonl}}\n"
+        "training: {micro_batch: 4}\nzero: {stage: 2}\nrun: {ranks: 3}\n"
+    )
+    return str(tmp_path / "c.yaml")
+
+
+def changes(arguments: argparse.Namespace, allocator: Settings | None = None) -> dict[str, str]:
+    return {one.name: one.change for one in what_if.remedies(arguments, allocator or Settings())}
+
+
+def test_changes_of_a_configuration_are_assignments(config: str) -> None:
+    found = changes(given(config=config))
+    assert found["checkpointing"] == "model.gradient_checkpointing=layers"
+    assert found["ZeRO 3"] == "zero.stage=3"
+    assert found["micro-batch 2"] == "training.micro_batch=2 training.grad_accumulation=2"
+    assert found["optimizer offload"] == "zero.offload_optimizer=true"
+    assert found["expandable segments"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert "ZeRO 2" not in found
+    assert "parameter offload" not in found
+
+
+def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # its name is not looked up
+    named = Path(config).with_name("named.yaml")
+    named.write_text(Path(config).read_text().replace(MODEL, "model: {name: someone/model}\n"))
+    found = changes(given(config=str(named)))
+    assert found["QLoRA of rank 16"] == "lora.rank=16 model.quantization=nf4"
+    adapted = changes(given(config=str(named), overrides=["lora.rank=4"]))
+    assert adapted["QLoRA"] == "model.quantization=nf4"
+    assert "QLoRA of rank 16" not in changes(given(config=config)), "random weights are not quantized"
+
+
+def test_what_a_run_has_already_is_no_change(config: str) -> None:
+    has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
+    found = changes(given(config=config, overrides=has), Settings(expandable_segments=True))
+    assert "parameter offload" in found
+    assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
+    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2", "expandable segments"} & set(found)
+
+
+def test_every_change_of_a_configuration_is_one_that_the_trainer_takes(config: str) -> None:
+    arguments = given(config=config)
+    for one in what_if.remedies(arguments, Settings()):
+        job = one.prepare()
+        assert job.micro_batch * job.accumulation * job.ranks == 12, one.name
+        assert job.stage == (3 if one.name == "ZeRO 3" else 2)
+
+
+def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}'
+    )
+    (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    arguments = given(model=str(tmp_path / "m.json"), deepspeed=str(file), ranks=2)
+    found = {one.name: one for one in what_if.remedies(arguments, Settings())}
+    assert found["checkpointing"].change == "--checkpointing"
+    assert found["ZeRO 3"].change == "zero_optimization.stage=3"
+    assert found["ZeRO 3"].prepare().stage == 3
+    assert found["optimizer offload"].prepare().offload
+    half = found["micro-batch 2"].prepare()
+    assert (half.micro_batch, half.accumulation) == (2, 2)
+    # The run as it is stays as it is.
+    assert jobs.prepare(arguments, Settings()).stage == 1
+    assert deepspeed_file.read(str(file))["zero_optimization"] == {"stage": 1}
+
+
+def test_changes_are_joined_unless_they_set_the_same_key(config: str) -> None:
+    found = {one.name: one for one in what_if.remedies(given(config=config), Settings())}
+    joined = what_if.joined(given(config=config), Settings(), [found["checkpointing"], found["ZeRO 3"]])
+    assert joined is not None
+    assert joined.name == "checkpointing + ZeRO 3"
+    assert joined.prepare().stage == 3
+    assert what_if.joined(given(config=config), Settings(), [found["ZeRO 3"], found["ZeRO 3"]]) is None
+
+
+def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predict(job: jobs.Prepared, capacity: int | None = None, price: float | None = None) -> Prediction:
+        del price
+        assert capacity is not None
+        if job.stage == 3:
+            raise ConfigError("refused")
+        saved = 40 * job.offload + 40 * (job.micro_batch < 4)
+        needed = 150 - saved
+        rank = Rank(0, {"backward": Phase(needed, needed)}, 0, needed)
+        return Prediction("m", 1, 3, [Point(64, job.micro_batch, [rank], 0, needed, needed <= capacity, "", needed)])
+
+    monkeypatch.setattr(answer, "predict", predict)
+    arguments = given(config=config, price=None)
+    base = predict(jobs.prepare(arguments, Settings()), 100)
+    rows = what_if.table(arguments, Settings(), base, 100, lambda _: None)
+    assert [row.name for row in rows if row.refused] == ["ZeRO 3"]
+    (fits,) = [row for row in rows if row.fits]
+    assert set(fits.name.split(" + ")) == {"micro-batch 2", "optimizer offload"}
+
+
+def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
+    tmp_path: Path, config: str
+) -> None:
+    (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_positions": 512}')
+    arguments = given(model=str(tmp_path / "m.json"), sequence_length=[256, 2048])
+    (note,) = [note for note in jobs.prepare(arguments, Settings()).notes if "tokens" in note]
+    assert note == "2,048 tokens are more than the model's n_positions, 512"
+    arguments.ranks = 100_000
+    with pytest.raises(ConfigError, match=r"^--ranks: predictions support up to 4,096 ranks, not 100,000$"):
+        jobs.prepare(arguments, Settings())
+    with pytest.raises(ConfigError, match=r"run\.ranks: predictions support up to 4,096 ranks, not 5,000$"):
+        jobs.prepare(given(config=config, overrides=["run.ranks=5000"]), Settings())

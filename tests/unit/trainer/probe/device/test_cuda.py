@@ -1,0 +1,101 @@
+"""CUDA comes up under way: what the training thread's phases, the hello and the watch for failures make of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.messages.telemetry import Oom
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.probe.device import cuda
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import AllocationFailures, OomHistory, OomReporter
+from ftmon.trainer.probe.phases.tracker import Counts, StepRaw
+from ftmon.trainer.probe.rank.context import RankContext
+
+GIB = 2**30
+
+
+class Core:
+    """PyTorch's C functions of an allocator in which ``held`` bytes are allocated; there is no GPU to ask."""
+
+    held = 3 * GIB
+    resets = 0
+    observer: Any = None
+
+    def _cuda_memoryStats(self, _: int) -> dict[str, Any]:  # noqa: N802
+        figure = {"all": {"current": self.held, "peak": self.held, "allocated": self.held, "freed": 0}}
+        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation")
+        return {name: {"all": dict(figure["all"])} for name in names}
+
+    def _cuda_resetPeakMemoryStats(self, _: int) -> None:  # noqa: N802
+        self.resets += 1
+
+    def _cuda_getCurrentRawStream(self, _: int) -> int:  # noqa: N802
+        return 0
+
+    def _cuda_attach_out_of_memory_observer(self, observer: Any) -> None:
+        self.observer = observer
+
+    class _CudaEventBase:
+        @staticmethod
+        def record(event: Any, stream: Any) -> None:
+            event.stream = stream
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    found = Core()
+    properties = SimpleNamespace(name="a GPU", total_memory=80 * GIB, uuid="1")
+    monkeypatch.setattr(torch, "_C", found)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda, "install", lambda _: None)
+    for name, value in {
+        "is_initialized": lambda: False,
+        "current_device": lambda: 1,
+        "get_device_properties": lambda _: properties,
+        "current_stream": lambda _: "stream",
+        "Event": lambda **_: SimpleNamespace(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return found
+
+
+def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_reported(
+    core: Core, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    rank = RankContext(1, 1, 2, RunDir(tmp_path))
+    training = Training(rank, Counts())
+    outbox, trained, introduction = training.outbox, training.trained, training.introduction
+    tracker, phases, hold = training.tracker, training.phases, Hold(rank.options)
+    reporter = OomReporter(rank, tracker, trained, outbox, hold, OomHistory(), PhaseMarks())
+    failures = AllocationFailures(rank, reporter, hold, phases.check_device)
+    phases.met_cuda = failures.watch_cuda
+    phases.enter("data")
+    assert (rank.device.info.kind, core.observer) == ("cpu", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for phase in ("forward", "backward", "optimizer"):
+        phases.enter(phase)
+    info = rank.device.info
+    assert (info.kind, info.index, info.uuid, info.capacity_bytes) == ("cuda", 1, "GPU-1", 80 * GIB)
+    assert rank.device.memory.measure == introduction.hello().memory_measure == "cuda"
+    assert list(outbox.items) == ["hello"]
+    assert [(mark.phase, mark.event is not None) for mark in tracker.marks] == [
+        ("data", False),
+        ("forward", True),
+        ("backward", True),
+        ("optimizer", True),
+    ]
+    assert phases.enter == tracker.enter, "nothing is asked of the device any more"
+    core._cuda_resetPeakMemoryStats(1)  # the script's own reset
+    assert [mark.phase for mark in tracker.marks][-1] == ""
+    core.observer(1, 2 * GIB, 80 * GIB, GIB)
+    oom = outbox.items[-1]
+    assert isinstance(oom, Oom)
+    assert (oom.rank, oom.phase, oom.requested_bytes, oom.allocated_bytes) == (1, "optimizer", 2 * GIB, 3 * GIB)
+    assert (reporter.ooms, rank.guard.enabled) == (1, True)
+    training.updates.updated()
+    assert isinstance(outbox.items[-1], StepRaw)
+    assert outbox.steps_done == 1

@@ -1,0 +1,173 @@
+"""Batches around an evaluation in loops that fetch before they change the model's mode, as their hooks see them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ftmon.trainer.probe.guard import replace
+from ftmon.trainer.probe.hooks import frameworks
+from ftmon.trainer.probe.hooks.frameworks import install_modeling
+
+# What is known of a batch when accelerate's loader returns it, after it has fetched the next one.
+
+
+data_loader = pytest.importorskip("accelerate.data_loader")
+
+
+class Loading:
+    """Receives the reports of the hook; the loader's collate function fetches into its queue."""
+
+    def __init__(self) -> None:
+        self.fetched: Any = None
+        self.pairs: list[tuple[int, int]] = []
+        self.ends = 0
+
+    def prefetching(self, prefetched: Any) -> None:
+        self.fetched = prefetched
+
+    def delivered(self, batch: Any) -> None:
+        self.pairs.append((int(batch[0]), self.fetched.popleft()))
+
+    def prefetched_all(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize(("count", "skipped"), [(5, 0), (1, 0), (5, 2), (0, 0)])
+def test_each_batch_is_returned_with_what_was_counted_of_it(monkeypatch: Any, count: int, skipped: int) -> None:
+    class Loader(data_loader.DataLoaderShard):
+        pass
+
+    replace(Loader, "__iter__", frameworks._iterating)
+    loading = Loading()
+    monkeypatch.setattr(frameworks, "mine", lambda: loading)
+
+    def collate(rows: list[int]) -> torch.Tensor:
+        loading.fetched.append(rows[0])
+        return torch.tensor(rows)
+
+    loader = Loader(list(range(count)), batch_size=1, collate_fn=collate, skip_batches=skipped)
+    assert [int(batch[0]) for batch in loader] == list(range(skipped, count))
+    assert loading.pairs == [(number, number) for number in range(skipped, count)]
+    assert loading.ends == 1
+
+
+class Batches:
+    """A dataloader's iterator, weakly referable."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+
+class Loop:
+    """A plain loop, whose forwards no hook sees."""
+
+    def __init__(self, training):
+        self.training = training
+        self.loading, self.steps = self.training.loading, self.training.micro_steps
+        self.model = torch.nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.training.updates.found_optimizer(self.optimizer)
+        self.train, self.held_out = object(), object()
+
+    def fetch(self, batches, rows=4):
+        self.loading.fetching(batches)
+        self.loading.fetched(torch.ones(rows, 2))
+
+    def update(self):
+        """Train on the batch fetched last; return the step's samples and phases, those of the updating left out."""
+        self.steps.going_backward(())
+        self.steps.went_backward()
+        notes, marks = self.training.tracker.notes, self.training.tracker.marks
+        self.training.updates.updating(None)
+        self.training.updates.updated()
+        names = [mark.phase for mark in marks[:-1]]
+        names = [name for at, name in enumerate(names) if name not in ("idle", "init") and name != names[at - 1]]
+        return notes.samples, names[: names.index("backward")]
+
+    def epoch(self):
+        batches = Batches(self.train)
+        for _ in range(3):
+            self.fetch(batches)
+            assert self.update() == (4, ["data", "forward"])
+
+    def resume(self):
+        """Fetch the next epoch's first batch, and change the mode then."""
+        self.batches = Batches(self.train)
+        self.fetch(self.batches)
+        self.loading.evaluated(trains=True)
+        return self.update()
+
+
+@pytest.fixture
+def loop(training):
+    loop = Loop(training)
+    loop.epoch()
+    return loop
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_batch_of_a_validation_is_no_step_s_where_the_mode_changes_after_the_fetch(loop, count):
+    batches = Batches(loop.held_out)
+    for _ in range(count):
+        loop.fetch(batches, rows=9)
+        loop.loading.evaluating(loop.model)
+    assert loop.resume() == (4, ["eval", "data", "forward"])
+
+
+@pytest.mark.parametrize("data", ["held_out", "train"])
+def test_a_batch_fetched_before_the_mode_changes_back_is_the_training_s_whatever_was_evaluated(loop, data):
+    loop.loading.evaluating(loop.model)
+    batches = Batches(getattr(loop, data))
+    for _ in range(3):
+        loop.fetch(batches, rows=9)
+    loop.loading.exhausted(batches)
+    assert loop.resume() == (4, ["eval", "data", "forward"])
+
+
+def test_a_batch_of_the_training_data_that_is_only_evaluated_is_in_no_step(loop):
+    loop.loading.evaluating(loop.model)
+    loop.fetch(Batches(loop.train), rows=9)
+    loop.loading.evaluated(trains=True)
+    batches = Batches(loop.train)
+    loop.fetch(batches)
+    assert loop.update() == (4, ["eval", "data", "forward"])
+
+
+def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
+    loop.fetch(Batches(loop.train))
+    loop.loading.evaluating(loop.model)
+    batches = Batches(loop.held_out)
+    for _ in range(3):
+        loop.fetch(batches, rows=9)
+    loop.loading.evaluated(trains=True)
+    assert loop.update() == (4, ["data", "forward", "eval", "forward"])
+
+
+def test_a_single_batch_evaluated_last_is_no_forward(loop):
+    loop.fetch(Batches(loop.held_out), rows=9)
+    loop.loading.evaluating(loop.model)
+    loop.training.hand_over_closing()
+    marks = loop.training.outbox.items[-1].raw.marks
+    assert {mark.phase for mark in marks} - {"", "idle"} == {"eval"}
+
+
+class PreTrained(torch.nn.Linear):
+    """As the models of transformers 5, it has its own ``eval``."""
+
+    def eval(self):
+        return self.train(False)
+
+    def save_pretrained(self):
+        pass
+
+
+def test_a_model_that_has_its_own_eval_is_evaluated_from_it_to_train(loop):
+    install_modeling(SimpleNamespace(PreTrainedModel=PreTrained))
+    model = PreTrained(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop.training.updates.found_optimizer(optimizer)
+    model.eval()
+    assert (loop.training.tracker.phase, model.training) == ("eval", False)
+    model.train()
+    assert (loop.training.tracker.phase, model.training) == ("idle", True)

@@ -1,0 +1,78 @@
+"""What the publisher does with items that make no message."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.telemetry import Checkpoint, Step
+from ftmon.protocol.run.rundir import RunDir, RunOptions
+from ftmon.trainer.probe.link import publisher
+from ftmon.trainer.probe.link.publisher import Publisher
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import OomHistory
+from ftmon.trainer.probe.phases.tracker import Counts, Pace, StopRequest
+from ftmon.trainer.probe.rank.context import RankContext
+
+
+class Sent:
+    """A publisher whose thread does not run: the test calls it, and receives from its socket."""
+
+    def __init__(self, context: "zmq.Context[Any]", place: Path) -> None:
+        training = Training(RankContext(0, 0, 1, RunDir(place)), Counts())
+        self.tracker, self.outbox = training.tracker, training.outbox
+        self.publisher = Publisher(training, Pace(), StopRequest(), Hold(RunOptions()), OomHistory(), PhaseMarks())
+        self.received = context.socket(zmq.PULL)
+        self.received.bind("inproc://telemetry")
+        self.publisher._telemetry = context.socket(zmq.PUSH)
+        self.publisher._telemetry.connect("inproc://telemetry")
+
+    def messages(self) -> list[Any]:
+        found: list[Any] = []
+        while self.received.poll(0):
+            found.append(wire.decode_body(self.received.recv_multipart()[1]))
+        return found
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> Iterator[Sent]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield Sent(context, tmp_path)
+    context.destroy(linger=0)
+
+
+def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent: Sent) -> None:
+    unencodable: Any = 1 << 70
+    sent.publisher.send(Checkpoint(0, 1, 0.0, "a", unencodable))
+    sent.publisher.send(Checkpoint(0, 1, 0.0, "b"))
+    assert [message.path for message in sent.messages()] == ["b"]
+    assert sent.publisher.dropped == 1
+
+
+def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent: Sent) -> None:
+    unreadable: Any = object()
+    sent.tracker.notes.tokens.append(unreadable)
+    sent.tracker.end_step()
+    sent.tracker.end_step()
+    sent.publisher._drain()
+    sent.publisher._send_steps()
+    steps = [message for message in sent.messages() if isinstance(message, Step)]
+    assert [(step.step, step.dropped) for step in steps] == [(2, 1)]
+
+
+def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_thread_stood_still(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: Any) -> Any:
+        raise AssertionError("the device has finished it")
+
+    monkeypatch.setattr(publisher, "LAST_STEPS_SECONDS", -1.0)  # the time is up before the first look
+    monkeypatch.setattr(publisher, "without_device", refused)
+    sent.tracker.end_step()
+    sent.publisher._drain()
+    sent.publisher._send_last_steps()
+    assert [message.step for message in sent.messages() if isinstance(message, Step)] == [1]

@@ -1,0 +1,74 @@
+"""Hooks called as their frameworks call them, with a real ``Training`` behind them."""
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ftmon.trainer.probe import active
+from ftmon.trainer.probe.hooks import distributed
+from ftmon.trainer.probe.hooks.frameworks import callback_class
+from ftmon.trainer.probe.loop.training import Training
+
+
+class Unsized:
+    """A dataloader whose length is its data set's, which has none."""
+
+    def __len__(self) -> int:
+        raise AttributeError("no length")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+
+def test_a_plan_is_reported_without_epochs_where_the_data_have_no_length(training: Training) -> None:
+    pytest.importorskip("transformers")
+    arguments: dict[str, Any] = {"max_steps": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
+    args = SimpleNamespace(**arguments, bf16=False, fp16=False, output_dir="out")
+    state = SimpleNamespace(max_steps=8, global_step=0)
+    callback_class()().on_train_begin(args, state, None, train_dataloader=Unsized())
+    plan = training.introduction.plan
+    assert plan is not None
+    assert (plan.total_steps, plan.epochs) == (8, None)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_evaluate", "on_save"])
+def test_no_event_of_the_callback_ends_the_training(training: Training, event: str) -> None:
+    pytest.importorskip("transformers")
+    active.probe._stop = None
+    broken = SimpleNamespace(is_world_process_zero=True, global_step="none")
+    assert getattr(callback_class()(), event)(None, broken, None, metrics={"eval_loss": 1.0}) is None
+
+
+def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_none(training: Training) -> None:
+    class Stage:
+        def __init__(self, index: int) -> None:
+            self.stage_index = index
+
+    distributed._on_pipeline(SimpleNamespace(_PipelineStageBase=Stage))
+    facts = training.introduction.facts
+    facts["pipeline_stage"] = None
+    for index in (4, 0, 2):
+        Stage(index)
+    assert facts["pipeline_stage"] == 0
+
+
+def test_an_optimizer_for_each_task_says_once_what_they_train(training: Training) -> None:
+    class Task(torch.nn.Linear):
+        pass
+
+    def sent(model: torch.nn.Module) -> int:
+        before = len(training.outbox.items)
+        active.events.made_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), sys._getframe())
+        training.tracker.step += 1
+        return len(training.outbox.items) - before
+
+    task, other = Task(2, 2), torch.nn.Linear(3, 3)
+    assert [sent(task) for _ in range(4)] == [1, 0, 0, 0]
+    assert training.introduction.facts["model"] == "Task"
+    assert [sent(other), sent(task)] == [1, 1]

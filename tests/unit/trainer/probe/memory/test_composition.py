@@ -1,0 +1,591 @@
+"""What a peak consists of, on traces whose truth is known."""
+
+import gc
+import gzip
+import pickle
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ftmon.protocol.analysis.allocator.composition import Timeline, entries_of_step, messages_of
+from ftmon.protocol.analysis.allocator.snapshot_replay import Allocations
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.memory import PARTS, Composition, Sightings, StepMark, StepTrace
+from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.snapshot.columns import compact
+from ftmon.trainer.hub import trace_worker
+from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.memory import composition
+from ftmon.trainer.probe.memory.composition import (
+    Held,
+    Roots,
+    Sighting,
+    StepCapture,
+    Storages,
+    Walked,
+    resident_bytes,
+    step_trace,
+    tensors,
+    walk,
+)
+from ftmon.trainer.probe.phases.tracker import Counts, Mark, Tracker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import DATA
+from simulated_step import SimulatedStep, same
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
+
+MIB = 2**20
+ROOM = 10**6
+
+
+class NoMemory:
+    measure, device_index = "cuda", 0
+
+    def sample(self):
+        return None
+
+
+def look_at(step, walks=(), sightings=(), recomputed=()):
+    """Make the look that a step like this would have left; places in time are microseconds."""
+    capture = StepCapture(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    capture.marks, capture.step, capture.done = step.marks, 7, True
+    for mark, held in walks:
+        capture.walks.append(Walked(step.marks[mark].ns, mark, {at: Held(1, part) for at, part in held.items()}, {}))
+    capture.sightings = [Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
+    capture.recomputed = [(begin * 1000 - 500, end * 1000 - 500) for begin, end in recomputed]
+    return capture
+
+
+def messages(capture, snapshot, room=ROOM):
+    """Make the messages as rank and hub do together, from the bytes that cross between them."""
+    trace = wire.decode_body(wire.encode_body(step_trace(capture, lambda: snapshot, 0, 3, same, room, 0)))
+    found = {type(message): message for message in messages_of(trace)}
+    return SimpleNamespace(trace=trace, composition=found.get(Composition), events=found.get(AllocatorEvents))
+
+
+def compose(step, room=ROOM, last=None, **more):
+    made = messages(look_at(step, **more), step.snapshot(last), room)
+    for phase in made.composition.phases:
+        assert sum(phase.parts.values()) == phase.peak_bytes == step.peaks[phase.name]
+        assert set(phase.parts) <= set(PARTS)
+        assert all(value > 0 for value in phase.parts.values())
+    return {phase.name: phase for phase in made.composition.phases}, made
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_blocks_of_a_plain_step_go_to_the_parts_they_are_of(expandable):
+    step = SimulatedStep(expandable)
+    weights, workspace = step.alloc(40 * MIB), step.alloc(8 * MIB + 300)
+    step.mark("forward")
+    scratch = step.alloc(3 * MIB)
+    saved = [step.alloc(5 * MIB) for _ in range(4)]
+    step.free(scratch)
+    step.mark("backward")
+    gradient, largest = step.alloc(40 * MIB), step.alloc(12 * MIB)
+    step.free(largest)
+    for block in saved:
+        step.free(block)
+    step.mark("optimizer")
+    moment = step.alloc(80 * MIB)
+    squares = step.alloc(40 * MIB)
+    step.free(squares)
+    step.free(gradient)
+    step.mark("idle")
+    walks = [
+        (0, {weights: "parameters"}),
+        (2, {weights: "parameters", gradient: "gradients"}),
+        (3, {weights: "parameters", moment: "optimizer_states"}),
+    ]
+    phases, made = compose(step, walks=walks)
+    other = step.peaks["forward"] - 63 * MIB
+    assert phases["forward"].parts == {
+        "parameters": 40 * MIB,
+        "activations": 20 * MIB,
+        "temporaries": 3 * MIB,
+        "other": other,
+    }
+    assert 8 * MIB <= other <= 10 * MIB
+    assert phases["backward"].parts == {
+        "parameters": 40 * MIB,
+        "gradients": 40 * MIB,
+        "activations": 20 * MIB,
+        "temporaries": 12 * MIB,
+        "other": other,
+    }
+    assert phases["optimizer"].parts == {
+        "parameters": 40 * MIB,
+        "gradients": 40 * MIB,
+        "optimizer_states": 80 * MIB,
+        "temporaries": 40 * MIB,
+        "other": other,
+    }
+    assert workspace
+    assert made.composition.note == ""
+    assert made.composition.known == {"parameters": 1, "optimizer_states": 1}
+    assert phases["optimizer"].reserved_bytes >= phases["optimizer"].peak_bytes
+    assert phases["forward"].at_us < phases["backward"].at_us < phases["optimizer"].at_us
+
+
+def test_what_comes_and_goes_within_a_phase_is_known_where_it_was_seen():
+    step = SimulatedStep()
+    step.mark("backward")
+    gathered = step.alloc(6 * MIB)
+    bucket = step.alloc(20 * MIB)
+    gradient = step.alloc(30 * MIB)
+    seen = [
+        (step.now_us, gathered, "parameters"),
+        (step.now_us, gradient, "gradients"),
+        (step.now_us, bucket, "gradients"),
+        (step.now_us, bucket, "buckets"),
+    ]
+    for block in (gradient, gathered, bucket):
+        step.free(block)
+    again = step.alloc(30 * MIB)
+    assert again == gradient, "the same address, and another block"
+    step.free(again)
+    step.mark("idle")
+    phases, _ = compose(step, sightings=seen)
+    assert phases["backward"].parts == {"parameters": 6 * MIB, "buckets": 20 * MIB, "gradients": 30 * MIB}
+
+
+def test_what_a_checkpointed_layer_keeps_of_its_second_forward_is_activations():
+    step = SimulatedStep()
+    step.mark("backward")
+    begin = step.now_us
+    kept, dropped = step.alloc(7 * MIB), step.alloc(2 * MIB)
+    step.free(dropped)
+    end = step.now_us
+    own = step.alloc(9 * MIB)
+    for block in (own, kept):
+        step.free(block)
+    step.mark("idle")
+    phases, _ = compose(step, recomputed=[(begin, end)])
+    assert phases["backward"].parts == {"activations": 7 * MIB, "temporaries": 9 * MIB}
+
+
+def test_outputs_that_the_script_keeps_are_activations_until_a_backward_has_passed():
+    step = SimulatedStep()
+    step.mark("forward")
+    outputs = step.alloc(12 * MIB)
+    step.mark("backward")
+    step.free(step.alloc(4 * MIB))
+    step.mark("forward")
+    step.free(step.alloc(5 * MIB))
+    step.mark("optimizer")
+    step.free(step.alloc(6 * MIB))
+    step.free(outputs)
+    step.mark("idle")
+    phases, _ = compose(step)
+    assert phases["backward"].parts == {"activations": 12 * MIB, "temporaries": 4 * MIB}
+    assert phases["forward"].parts == {"other": 12 * MIB, "temporaries": 5 * MIB}
+    assert phases["optimizer"].parts == {"other": 12 * MIB, "temporaries": 6 * MIB}
+
+
+def test_a_block_that_waits_for_a_stream_is_allocated_no_more():
+    step = SimulatedStep()
+    step.mark("forward")
+    waiting = step.alloc(8 * MIB)
+    step.free(waiting, wait=True)
+    step.free(step.alloc(3 * MIB))
+    step.complete(waiting)
+    step.mark("idle")
+    phases, _ = compose(step)
+    assert phases["forward"].parts == {"temporaries": 8 * MIB}
+
+
+@pytest.mark.parametrize("counted", [9, 10])
+def test_the_gap_between_trace_and_counters_is_unattributed_and_said(counted):
+    step = SimulatedStep()
+    step.mark("forward")
+    blocks = [step.alloc(8 * MIB) for _ in range(counted - 8)]  # of two, only one fits below the counters
+    for block in reversed(blocks):
+        step.free(block)
+    step.mark("idle")
+    step.marks[1] = step.marks[1]._replace(memory=step.marks[1].memory._replace(allocated_peak=counted * MIB))
+    step.peaks["forward"] = counted * MIB
+    phases, made = compose(step)
+    assert phases["forward"].parts == {"temporaries": 8 * MIB, "unattributed": (counted - 8) * MIB}
+    if counted == 9:
+        assert "the trace has 8388608 bytes where the allocator counted 9437184" in made.composition.note
+
+
+def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
+    step = SimulatedStep()
+    step.mark("forward")
+    for _ in range(10):
+        step.free(step.alloc(MIB))
+    step.mark("backward")
+    step.free(step.alloc(2 * MIB))
+    step.mark("idle")
+    phases, made = compose(step, room=6, last=6)
+    assert list(phases) == ["backward"]
+    assert made.composition.note == "forward: its allocations had left the recorder's ring"
+    assert made.events is None
+    assert entries_of_step(made.trace) == 0
+
+
+def test_a_boundary_is_moved_to_where_the_counters_agree():
+    step = SimulatedStep()
+    step.mark("forward")
+    kept = step.alloc(4 * MIB)
+    step.mark("backward")
+    step.free(kept)
+    step.mark("idle")
+    step.marks[1] = step.marks[1]._replace(ns=step.marks[1].ns - 150_000)
+    phases, made = compose(step)
+    assert phases["forward"].parts == {"activations": 4 * MIB}
+    forward, backward = made.events.phases
+    assert (forward.name, forward.allocations, forward.frees) == ("forward", 1, 0)
+    assert (backward.name, backward.allocations, backward.frees) == ("backward", 0, 1)
+
+
+def test_events_are_counted_by_phase_with_what_rates_need():
+    step = SimulatedStep()
+    step.mark("forward")
+    small, large = step.alloc(512), step.alloc(4 * MIB)
+    step.mark("backward")
+    step.free(small)
+    step.mark("forward")
+    step.free(large)
+    step.alloc(1000)
+    step.mark("idle")
+    _, made = compose(step)
+    forward, backward = made.events.phases
+    assert (forward.name, forward.allocations, forward.allocated_bytes) == ("forward", 3, 512 + 4 * MIB + 1000)
+    assert forward.largest == [4 * MIB, 1000, 512]
+    assert (forward.segment_allocations, forward.segment_bytes) == (2, 22 * MIB)
+    assert (backward.name, backward.frees, backward.freed_bytes) == ("backward", 1, 512)
+    assert forward.host_us + backward.host_us == made.events.host_us > 0
+    assert entries_of_step(made.trace) == 5
+    assert made.events.allocated_bytes == 1024
+    assert made.events.rounding_bytes == 24
+    assert made.events.reserved_bytes == 22 * MIB
+    assert made.events.free_bytes == 22 * MIB - 1024
+    assert made.events.largest_free_block_bytes == 20 * MIB
+    assert made.events.segments == 2
+
+
+sizes = st.integers(1, 30 * MIB)
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("alloc"), sizes),
+        st.tuples(st.just("free"), st.integers(0, 10**6)),
+        st.tuples(st.just("wait"), st.integers(0, 10**6)),
+        st.tuples(st.just("see"), st.integers(0, 10**6)),
+        st.tuples(st.just("mark"), st.sampled_from(["forward", "backward", "optimizer", "data", "idle", "eval"])),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves, st.booleans(), st.integers(0, 6))
+def test_parts_always_add_up_to_the_peak_and_a_whole_trace_leaves_nothing_over(moves, expandable, before):
+    step = SimulatedStep(expandable)
+    live, waiting, seen = [step.alloc((3 * place + 1) * MIB) for place in range(before)], [], []
+    step.mark("data")
+    for move, what in moves:
+        if move == "alloc":
+            live.append(step.alloc(what))
+        elif move == "mark":
+            step.mark(what)
+        elif live and move == "see":
+            seen.append((step.now_us, live[what % len(live)], ["gradients", "buckets", "parameters"][what % 3]))
+        elif live:
+            block = live.pop(what % len(live))
+            step.free(block, wait=move == "wait")
+            if move == "wait":
+                waiting.append(block)
+    for block in waiting:
+        step.complete(block)
+    step.mark("idle")
+    phases, _ = compose(step, sightings=seen)
+    assert all("unattributed" not in phase.parts for phase in phases.values())
+    assert set(phases) == set(step.peaks) - {"idle"}
+
+
+def real(name):
+    return pickle.loads(gzip.decompress((DATA / name).read_bytes()))
+
+
+def test_a_real_trace_gives_what_its_counters_said_at_the_end():
+    raw = real("step_zero3.pickle.gz")
+    truth = sum(segment["allocated_size"] for segment in raw["segments"])
+    snapshot = compact(raw, "")
+    timeline = Timeline(snapshot, Allocations(snapshot, 0))
+    assert timeline.allocated[-1] == truth
+    assert timeline.reserved[-1] == sum(segment.size for segment in snapshot.segments)
+
+
+def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
+    raw = real("step_zero3.pickle.gz")
+    trace = raw["device_traces"][0]
+    borders = [trace[len(trace) * quarter // 4]["time_us"] for quarter in range(4)] + [trace[-1]["time_us"] + 10]
+    borders[0] -= 1
+    snapshot = compact(real("step_zero3.pickle.gz"), "")
+    timeline = Timeline(snapshot, Allocations(snapshot, 0))
+    marks, names = [], ("data", "forward", "backward", "optimizer", "idle")
+    for place, (us, name) in enumerate(zip(borders, names, strict=True)):
+        here = timeline.position(us, None)
+        inside = timeline.allocated[timeline.position(borders[max(0, place - 1)], None) : here + 1]
+        figure = Reading(timeline.allocated[here], max(inside), 0, 0)
+        marks.append(Mark(name, us * 1000, figure, None, 0, 0))
+    capture = StepCapture(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    capture.marks, capture.done = marks, True
+    made = messages(capture, raw)
+    assert [phase.name for phase in made.composition.phases] == ["data", "forward", "backward", "optimizer"]
+    for phase in made.composition.phases:
+        assert sum(phase.parts.values()) == phase.peak_bytes
+        assert "unattributed" not in phase.parts
+    assert made.composition.entries == 11586
+    assert sum(phase.allocations for phase in made.events.phases) == 3862
+
+
+def a_trace(**changes):
+    snapshot = compact(real("step_zero3.pickle.gz"), "")
+    times = memoryview(snapshot.traces[0].times).cast("q")
+    marks = [StepMark("forward", times[0] - 1, 0, 0, 0, False), StepMark("idle", times[-1] + 1, 0, 0, 0, False)]
+    fields = {"rank": 0, "step": 1, "time": 1.0, "device": 0, "marks": marks, "first": 0, "room": ROOM}
+    return StepTrace(**{**fields, "snapshot": snapshot, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"marks": []},
+        {"first": 2},
+        {"sightings": [Sightings(5, -1, bytes(16), bytes(1))]},
+        {"sightings": [Sightings(5, -1, bytes(8), b"\xff")]},
+        {"sightings": [Sightings(5, 7, bytes(8), bytes(1))]},
+    ],
+)
+def test_a_trace_that_no_rank_sends_is_refused(changes):
+    found = trace_worker.find(wire.encode_body(a_trace(**changes)))
+    assert found.error
+    assert not found.messages
+    assert len(trace_worker.find(wire.encode_body(a_trace())).messages) == 2
+
+
+# A close look at one step: what it finds, and that nothing of it stays.
+
+
+class Memory:
+    def __init__(self, measure):
+        self.measure, self.device_index = measure, 0
+
+    def sample(self):
+        return None
+
+
+class Bucket:
+    def __init__(self, buffer):
+        self.buffer = buffer
+
+
+class Zero:
+    """Stands for DeepSpeed's optimizer: the attributes by which it is known."""
+
+    def __init__(self, model, inner):
+        self.optimizer = inner
+        self.bit16_groups_flat = [parameter.data for parameter in model.parameters()]
+        self.single_partition_of_fp32_groups = inner.param_groups[0]["params"]
+        self.ipg_buckets = {torch.float32: Bucket([torch.zeros(1000)])}
+        self.reduced = []
+
+    def reduce_ready_partitions_and_remove_grads(self, parameter, group):
+        self.reduced.append((parameter, group))
+
+
+class Engine:
+    def __init__(self, model):
+        masters = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        self.module, self.optimizer = model, Zero(model, torch.optim.Adam(masters))
+
+
+def tracker_of(measure):
+    return Tracker(Memory(measure), lambda: None, Counts(), lambda _: None)
+
+
+def looking(measure, roots, index=None):
+    tracker = tracker_of(measure)
+    capture = StepCapture(tracker, lambda: roots, index, "first")
+    tracker.watchers = (capture,)
+    return tracker, capture
+
+
+def step_capture_sizes(capture, place=-1):
+    sums = {}
+    for size, part in capture.walks[place].held.values():
+        sums[part] = sums.get(part, 0) + size
+    return sums
+
+
+def test_a_plain_optimizer_s_storages_are_found_each_once():
+    model = torch.nn.Linear(100, 50)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(3, 100)).sum().backward()
+    optimizer.step()
+    found = Storages(None)
+    walk(Roots(None, model, optimizer), found)
+    walk(Roots(None, None, optimizer), found)
+    assert found.by_part() == {
+        "parameters": 4 * 5050,
+        "gradients": 4 * 5050,
+        "optimizer_states": 2 * 4 * 5050 + 2 * 4,  # and a step counter each
+    }
+
+
+def test_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_bucket_is_bucket():
+    engine = Engine(torch.nn.Linear(100, 50, bias=False))
+    bucket = engine.optimizer.ipg_buckets[torch.float32].buffer[0]
+    engine.module.weight.grad = torch.zeros(50, 100)
+    engine.optimizer.averaged_gradients = {0: [bucket.narrow(0, 0, 10)], 1: None}
+    found = Storages(None)
+    walk(Roots(engine, None, None), found)
+    assert found.by_part() == {"parameters": 20_000, "buckets": 4000, "gradients": 20_000, "master_copies": 20_000}
+
+
+def test_a_tensor_that_is_none_or_nested_or_on_another_device_does_no_harm():
+    assert list(tensors({"a": [None, (torch.zeros(1),)], "b": 3, "c": object()})) == [torch.zeros(1)]
+    found = Storages(None)
+    found.add("parameters", [torch.zeros(4, device="meta"), torch.zeros(0), None])
+    assert found.held == {}
+
+
+def test_memory_that_nobody_wrote_is_not_resident():
+    written, empty = torch.ones(2**22), torch.empty(2**25)
+    held = {
+        tensor.untyped_storage().data_ptr(): Held(tensor.untyped_storage().nbytes(), part)
+        for tensor, part in ((written, "parameters"), (empty, "buckets"))
+    }
+    found = resident_bytes(held)
+    assert found["parameters"] == 2**24
+    assert found["buckets"] < 2**20
+
+
+def test_a_look_begins_with_a_step_walks_at_every_boundary_and_leaves():
+    model = torch.nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters())
+    tracker, capture = looking("glibc", Roots(None, model, optimizer))
+    tracker.end_step()
+    tracker.enter("forward")
+    loss = model(torch.zeros(3, 10)).sum()
+    tracker.enter("backward")
+    loss.backward()
+    tracker.enter("optimizer")
+    tracker.end_step()
+    assert capture.done
+    assert tracker.watchers == ()
+    assert (capture.step, capture.failed) == (2, "")
+    assert [walked.mark for walked in capture.walks] == [0, 1, 2, 3, 4]
+    assert len(capture.marks) == 5
+    assert "gradients" not in step_capture_sizes(capture, 2)
+    assert step_capture_sizes(capture)["gradients"] == step_capture_sizes(capture)["parameters"] == 440
+    assert capture.walk_ns > 0
+
+
+def test_the_first_step_is_joined_where_its_first_phase_begins():
+    tracker, capture = looking("glibc", Roots(None, torch.nn.Linear(2, 2), None))
+    tracker.enter("optimizer")  # DeepSpeed's own, as it makes an engine
+    assert capture.walks == []
+    tracker.enter("forward")
+    tracker.end_step()
+    assert (capture.done, capture.step) == (True, 1)
+    assert [mark.phase for mark in capture.marks] == ["init", "optimizer", "forward", "idle"]
+
+
+def test_a_look_made_before_cuda_was_there_does_not_begin():
+    tracker, capture = looking("glibc", Roots(None, None, None))
+    tracker.memory = Memory("cuda")
+    tracker.end_step()
+    assert capture.walks == []
+
+
+def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step():
+    engine = Engine(torch.nn.Linear(10, 10))
+    zero = engine.optimizer
+    tracker, capture = looking("cuda", Roots(engine, None, None), 0)
+    hooks = (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
+    before = len(optimizers._global_optimizer_pre_hooks)
+    tracker.end_step()
+    assert "reduce_ready_partitions_and_remove_grads" in vars(zero)
+    tracker.enter("backward")
+    assert len(modules._global_forward_hooks) == hooks[0] + 1
+    zero.reduce_ready_partitions_and_remove_grads(engine.module.weight, 4)
+    tracker.enter("optimizer")
+    assert (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks)) == hooks
+    assert len(optimizers._global_optimizer_pre_hooks) == before + 1
+    zero.optimizer.step()
+    tracker.end_step()
+    assert capture.done
+    assert capture.failed == ""
+    assert zero.reduced[0][1] == 4
+    assert "reduce_ready_partitions_and_remove_grads" not in vars(zero)
+    assert len(optimizers._global_optimizer_pre_hooks) == before
+
+
+def test_a_look_that_is_given_up_takes_itself_out_at_the_next_boundary():
+    engine = Engine(torch.nn.Linear(10, 10))
+    tracker, capture = looking("cuda", Roots(engine, None, None), 0)
+    tracker.end_step()
+    capture.withdraw()
+    tracker.enter("forward")
+    assert tracker.watchers == ()
+    assert "reduce_ready_partitions_and_remove_grads" not in vars(engine.optimizer)
+
+
+def test_an_optimizer_that_the_script_drops_in_the_step_is_freed():
+    roots = [Roots(Engine(torch.nn.Linear(10, 10)), None, None)]
+    tracker = tracker_of("cuda")
+    capture = StepCapture(tracker, lambda: roots[0], 0, "first")
+    tracker.watchers = (capture,)
+    tracker.end_step()
+    zero = weakref.ref(roots[0].wrapper)
+    roots[0] = Roots(None, None, None)
+    gc.collect()
+    assert zero() is None
+    tracker.end_step()
+    assert (capture.done, capture.failed) == (True, "")
+
+
+def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them(monkeypatch):
+    monkeypatch.setattr(composition, "MOST_SIGHTINGS", 5)
+    tracker, capture = looking("glibc", Roots(None, None, None))
+    tracker.end_step()
+    kept = [torch.zeros(1) for _ in range(10)]
+    for tensor in kept:
+        capture._record_sighting("parameters", tensor)
+    assert len(capture.sightings) == 5
+    tracker.enter("forward")
+    assert capture.done
+    assert capture.failed
+    assert tracker.watchers == ()
+
+
+def test_an_error_in_a_look_stays_in_it():
+    tracker, capture = looking("glibc", None)
+    tracker.end_step()
+    assert capture.done
+    assert "NoneType" in capture.failed
+    assert tracker.watchers == ()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_go_forward_again_in_the_backward_are_noted(reentrant):
+    layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+    tracker, capture = looking("cuda", Roots(None, layers, None), 0)
+    tracker.end_step()
+    tracker.enter("forward")
+    hidden = torch.ones(2, 8, requires_grad=True)
+    for layer in layers:
+        hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+    tracker.enter("backward")
+    hidden.sum().backward()
+    tracker.enter("idle")
+    assert len(capture.recomputed) == 3
+    assert all(begin < end for begin, end in capture.recomputed)
+    assert capture.recomputed == sorted(capture.recomputed)

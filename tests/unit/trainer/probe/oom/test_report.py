@@ -1,0 +1,125 @@
+"""What the probe reads out of the allocator at a failure: a real snapshot of an H200 that ran out of memory."""
+
+import gzip
+import os
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
+from ftmon.trainer.probe.memory import snapshots
+from ftmon.trainer.probe.oom.report import STARTS, OomHistory, holders, parts_of_blocks, pieces, uses
+from ftmon.trainer.probe.phases.tracker import Mark
+from places import DATA
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    with gzip.open(DATA / "oom_backward.pickle.gz") as file:
+        return pickle.load(file)
+
+
+def allocated(found: dict[str, Any]) -> int:
+    return sum(segment["allocated_size"] for segment in found["segments"])
+
+
+def test_free_memory_is_that_of_the_segments_and_its_largest_piece_serves_the_request(found: dict[str, Any]) -> None:
+    segments = found["segments"]
+    free = pieces(segments, 5 * GIB, segments[0]["stream"])
+    assert free.free == sum(segment["total_size"] - segment["active_size"] for segment in segments)
+    assert free.largest < 5 * GIB
+    assert free.largest <= free.usable <= free.free
+    assert pieces(segments, 5 * GIB, 12345).usable == 0  # what another stream has free serves nobody else
+    assert sum(use.size_bytes for use in uses(segments)) == sum(segment["total_size"] for segment in segments)
+
+
+def test_parts_add_up_to_what_is_allocated_and_known_storages_go_first(found: dict[str, Any]) -> None:
+    segments, trace = found["segments"], found["device_traces"][0]
+    biggest = max(
+        (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"),
+        key=lambda block: block["size"],
+    )
+    begin = trace[0]["time_us"] * 1000
+    marks = [Mark("forward", begin, None, None, 0, 0)]
+    sums, note = parts_of_blocks(segments, trace, {biggest["address"]: "parameters"}, marks, 0, "forward")
+    assert sum(sums.values()) == allocated(found)
+    assert sums["parameters"] == biggest["size"]
+    assert sums["activations"] > 0
+    assert note == ""
+
+
+def test_without_a_trace_the_failing_phase_says_what_the_rest_is_and_that_it_does(found: dict[str, Any]) -> None:
+    segments = found["segments"]
+    for phase, part in (("backward", "activations"), ("optimizer", "temporaries"), ("checkpoint", "other")):
+        sums, note = parts_of_blocks(segments, [], {}, [], 0, phase)
+        assert sums == {part: allocated(found)}
+        assert "not recorded" in note
+
+
+def test_who_held_most_is_named_by_stack(found: dict[str, Any]) -> None:
+    groups = holders(found["segments"])
+    assert groups[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")
+    assert groups == sorted(groups, key=lambda group: -group.bytes)
+
+
+def test_the_snapshot_is_written_for_its_owner_alone_and_opens_again(found: dict[str, Any], tmp_path: Path) -> None:
+    path, size, note = snapshots.write_snapshot(tmp_path / "own.pickle", dict(found))
+    assert path is not None
+    assert path == tmp_path / "own.pickle"
+    assert (size, note) == (path.stat().st_size, "")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert pickle.loads(path.read_bytes())["segments"] == found["segments"]
+
+
+def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = len(pickle.dumps(found, protocol=4))
+    monkeypatch.setattr(snapshots, "MOST_BYTES", whole * 3 // 4)
+    path, size, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
+    assert path is not None
+    assert size <= whole * 3 // 4
+    assert note.startswith("only its last ")
+    kept = pickle.loads(path.read_bytes())["device_traces"][0]
+    assert kept == found["device_traces"][0][-len(kept) :]
+
+
+def test_a_disk_without_room_is_said_and_nothing_is_raised(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SPARE_BYTES", 1 << 62)
+    path, _, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
+    assert path is None
+    assert "of the disk are free" in note
+    monkeypatch.undo()
+    path, _, note = snapshots.write_snapshot(tmp_path / "missing" / "a.pickle", dict(found))
+    assert path is None
+    assert note == "no snapshot: No such file or directory"
+
+
+def step(number: int, start: int, shape: list[int], peak: int) -> Step:
+    span = Span(start, start, peak)
+    return Step(0, number, 0.0, 1, [PhaseRecord("forward", 0, 1, span, span)], batch_shape=shape)
+
+
+def test_the_largest_batch_and_the_highest_peak_so_far_are_kept() -> None:
+    history = OomHistory()
+    for number, shape in enumerate(([4, 100], [2, 900], [4, 300]), 1):
+        history.note(step(number, 10, shape, 50 + number))
+    assert (history.largest_shape, history.largest_shape_step, history.peak_bytes) == ([2, 900], 2, 53)
+
+
+def test_the_beginnings_of_steps_reach_back_to_the_first_however_many_there_are() -> None:
+    history = OomHistory()
+    for number in range(10_000):
+        history.note(step(number, number, [1], 0))
+    starts = history.starts()
+    assert starts[0] == 0
+    assert STARTS // 2 <= len(starts) <= STARTS
+    gaps = {after - before for before, after in pairwise(starts)}
+    assert len(gaps) == 1
+    assert starts[-1] > 10_000 - 2 * gaps.pop()

@@ -1,0 +1,69 @@
+"""How a rank says that it has ended."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+from ftmon.protocol.messages.telemetry import Goodbye
+from ftmon.protocol.run.rundir import RunOptions
+from ftmon.trainer.probe.link.publisher import Publisher
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.memory.snapshots import PhaseMarks
+from ftmon.trainer.probe.oom.console import Hold
+from ftmon.trainer.probe.oom.report import OomHistory
+from ftmon.trainer.probe.phases.tracker import Pace, StopRequest
+from ftmon.trainer.probe.start.ending import _Ending
+
+Told = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def told(training: Training, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """End the rank, whose exceptions and exits are hooked; return the reason and the text that it gives."""
+    for owner, name in ((sys, "exit"), (sys, "excepthook"), (os, "_exit")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    stop, outbox = StopRequest(), training.outbox
+    publisher = Publisher(training, Pace(), stop, Hold(RunOptions()), OomHistory(), PhaseMarks())
+    ending = _Ending(training, stop, publisher)
+    ending.hook_exceptions()
+    monkeypatch.setattr(publisher, "finish", lambda: None)  # its thread does not run
+
+    def end() -> tuple[str, str]:
+        ending.finish()
+        (goodbye,) = [item for item in outbox.items if isinstance(item, Goodbye)]
+        return goodbye.reason, goodbye.text
+
+    return end
+
+
+def caught_exit(status: int) -> None:
+    with pytest.raises(SystemExit):
+        sys.exit(status)
+
+
+def test_an_exit_that_the_script_has_caught_and_trained_on_after_is_forgotten(training: Training, told: Told) -> None:
+    training.tracker.end_step()
+    caught_exit(2)
+    training.tracker.end_step()
+    assert told() == ("finished", "")
+
+
+def test_an_exit_without_a_step_after_it_is_the_end(training: Training, told: Told) -> None:
+    training.tracker.end_step()
+    caught_exit(0)
+    training.tracker.end_step()
+    caught_exit(2)
+    assert told() == ("failed", "sys.exit(2)")
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_an_error_ends_a_script_and_no_notebook(told: Told, monkeypatch: pytest.MonkeyPatch, interactive: bool) -> None:
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    error = NameError("a cell before")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    sys.excepthook(type(error), error, None)
+    assert told()[0] == ("finished" if interactive else "failed")

@@ -1,0 +1,242 @@
+import pytest
+import torch
+from ftmon.trainer.probe.device import cuda
+from ftmon.trainer.probe.phases.tracker import Notes
+from ftmon.trainer.probe.values import batch
+from ftmon.trainer.probe.values.batch import FetchedBatches
+
+# Which batch's mask a forward is given, in loops that fetch batches as needed and in those that fetch ahead.
+
+
+class Iterator:
+    """A dataloader's iterator."""
+
+
+def fetched_batch(number: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "attention_mask": torch.full((1, 4), number)}
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.batches = FetchedBatches()
+        self.iterator = Iterator()
+        self.notes = Notes()
+
+    def fetch(self, *numbers: int) -> None:
+        for number in numbers:
+            self.batches.add(self.iterator, self.notes, fetched_batch(number))
+
+    def forward(self) -> int | None:
+        found = self.batches.take(self.notes)
+        return None if found is None else int(found.mask[0, 0])
+
+    def backward(self) -> None:
+        self.notes.micro_steps += 1
+
+    def update(self) -> None:
+        self.notes = Notes()
+
+
+def test_a_loop_that_fetches_one_batch_ahead_and_one_that_does_not() -> None:
+    for ahead in (0, 1):
+        loop = Loop()
+        loop.fetch(*range(ahead))
+        for number in range(6):
+            loop.fetch(number + ahead)
+            assert loop.forward() == number
+            loop.backward()
+            if number % 2:
+                loop.update()
+
+
+def test_a_loop_that_fetches_all_micro_batches_of_a_step_and_one_more() -> None:
+    loop = Loop()
+    loop.fetch(0)
+    for step in range(4):
+        loop.fetch(*range(3 * step + 1, 3 * step + 4))
+        for number in range(3 * step, 3 * step + 3):
+            assert loop.forward() == number
+            loop.backward()
+        loop.update()
+
+
+def test_batches_that_the_script_leaves_out_are_given_to_no_forward() -> None:
+    loop = Loop()
+    for number in range(8):
+        loop.fetch(number)
+        if number in (3, 4):
+            continue
+        # The first batch after those left out may still be taken for one of them.
+        assert loop.forward() == {5: 3}.get(number, number)
+        loop.backward()
+        loop.update()
+
+
+def test_a_second_forward_of_a_batch_takes_no_other_one() -> None:
+    loop = Loop()
+    loop.fetch(0, 1)
+    assert [loop.forward(), loop.forward()] == [0, None]
+    loop.backward()
+    assert loop.forward() == 1
+
+
+def test_batches_of_another_loader_are_not_mixed_in() -> None:
+    loop = Loop()
+    loop.fetch(0, 1)
+    training, loop.iterator = loop.iterator, Iterator()
+    loop.fetch(70, 71)
+    loop.iterator = training
+    loop.fetch(2)
+    assert loop.forward() == 0
+
+
+def noted(*args, **kwargs):
+    notes = Notes()
+    batch.note(notes, (args, kwargs), is_forward=True)
+    return notes
+
+
+def tokens(notes):
+    return sum(cuda.read_count(count) for count in notes.tokens)
+
+
+LONG = torch.zeros(2, 8, dtype=torch.long)
+PADDED = torch.ones_like(LONG)
+PADDED[1, 5:] = 0
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "shape", "samples", "counted", "padded"),
+    [
+        ((), {"input_ids": LONG, "attention_mask": PADDED}, [2, 8], 2, 13, 16),
+        ((LONG,), {}, [2, 8], 2, 16, 16),
+        (({"labels": LONG, "input_ids": LONG, "attention_mask": PADDED.bool()},), {}, [2, 8], 2, 13, 16),
+        # A causal mask of four dimensions is no list of pads.
+        ((), {"input_ids": LONG, "attention_mask": torch.zeros(2, 1, 8, 8)}, [2, 8], 2, 16, 16),
+        ((torch.zeros(5, 3, 4, 4),), {}, [5, 3, 4, 4], 5, 0, 0),
+        (("text", [], None), {"flag": True}, [], 0, 0, 0),
+    ],
+)
+def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says_so(
+    args, kwargs, shape, samples, counted, padded
+):
+    notes = noted(*args, **kwargs)
+    assert (notes.shape, notes.samples, tokens(notes), notes.padded_tokens) == (shape, samples, counted, padded)
+
+
+def test_the_largest_micro_batch_gives_the_shape():
+    notes = Notes()
+    for length in (4, 9, 6):
+        batch.note(notes, ((torch.zeros(2, length, dtype=torch.long),), {}), is_forward=True)
+    assert (notes.shape, notes.samples, notes.padded_tokens) == ([2, 9], 6, 38)
+
+
+def test_scalars_are_read_as_they_were_when_fetched():
+    loss = torch.tensor(1.5, requires_grad=True)
+    fetched = cuda.fetch_values(loss * 2)
+    norm = torch.tensor([7.0])
+    held = cuda.fetch_values(norm)
+    norm.zero_()
+    assert (cuda.read(fetched), cuda.read(held)) == (3.0, 7.0)
+    assert cuda.fetch_values(torch.zeros(3)) is None
+    assert cuda.read(cuda.fetch_values(None)) is None
+
+
+def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
+    notes = Notes()
+    batch.note(notes, {"input_ids": LONG, "attention_mask": PADDED}, is_forward=False, later=True)
+    assert not isinstance(notes.tokens[0], int)
+    assert tokens(notes) == 13
+
+
+class Graphs:
+    """As torch_geometric's ``Batch``: its tensors are in a store of its own."""
+
+    num_graphs = 16
+
+
+class Broken:
+    @property
+    def num_graphs(self):
+        raise ValueError("not a batch")
+
+
+class Fields:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+def nested(layout, dtype=torch.float32):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout, dtype=dtype)
+
+
+X, Y = torch.zeros(4, 8), torch.zeros(4)
+PICTURES = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 25)]
+TARGETS = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
+IDS = torch.zeros(2, 6, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("found", "samples", "shape"),
+    [
+        (({"encoder": X}, (Y, None)), 4, [4, 8]),
+        ({"input": {"video": [X, X]}, "target": {"label": Y}}, 4, [4, 8]),
+        (({"x": X}, {"y": Y}), 4, [4, 8]),
+        ((PICTURES, TARGETS), 2, [3, 20, 30]),
+        ({"images": tuple(PICTURES), "targets": tuple(TARGETS)}, 2, [3, 20, 30]),
+        (Fields(name="a", x=X, y=Y), 4, [4, 8]),
+        (Fields(input_ids=IDS, attention_mask=torch.ones_like(IDS)), 2, [2, 6]),
+        ((["names"], Fields(x=X)), 4, [4, 8]),
+        (Graphs(), 16, []),
+        (Broken(), 0, []),
+        # These may be lists of samples, or of the parts of a batch.
+        ([{"image": each} for each in PICTURES], 0, []),
+        ([(each, 1) for each in PICTURES], 0, []),
+        ([Graphs(), Graphs()], 0, []),
+    ],
+)
+def test_the_samples_of_nested_batches_and_of_objects_are_counted(found, samples, shape):
+    for notes, is_forward in ((Notes(), False), (Notes(), True)):
+        batch.note(notes, ((found,), {}) if is_forward else found, is_forward)
+        assert (notes.samples, notes.shape) == (samples, shape)
+
+
+def test_nested_ids_are_tokens_without_their_pads():
+    notes = Notes()
+    mask = torch.ones_like(IDS)
+    mask[0, 4:] = 0
+    batch.note(notes, ({"input_ids": IDS, "attention_mask": mask}, ["names"]), is_forward=False)
+    assert (tokens(notes), notes.padded_tokens) == (10, 12)
+
+
+def test_a_forward_with_lists_of_pictures_and_targets_has_a_sample_for_each():
+    assert noted(PICTURES, TARGETS).samples == 2
+
+
+def test_a_forward_of_graphs_has_the_samples_that_the_fetched_batch_states():
+    notes = Notes()
+    nodes = (torch.zeros(192, 5), torch.zeros(2, 700, dtype=torch.long))
+    batch.note(notes, (nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
+    assert (notes.samples, notes.shape) == (16, [192, 5])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_has_its_samples_and_no_shape(layout):
+    notes = noted(nested(layout))
+    assert (notes.samples, notes.shape, notes.padded_tokens) == (2, [], 0)
+    ids = nested(layout, torch.long)
+    notes = Notes()
+    for _ in range(2):
+        batch.note(notes, {"input_ids": ids, "attention_mask": ids, "labels": ids}, is_forward=False)
+    assert (notes.samples, notes.shape, notes.labels, notes.tokens) == (4, [], [], [])
+    fetched = batch.on_host({"input_ids": IDS, "attention_mask": ids, "labels": ids})
+    assert (fetched.mask, fetched.labels) == (None, None)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_mask_of_a_type_that_numpy_lacks_is_counted(later):
+    mask = torch.tensor([[1, 1, 0]], dtype=torch.bfloat16)
+    notes = Notes()
+    batch.note(notes, {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": mask}, False, later)
+    assert tokens(notes) == 2

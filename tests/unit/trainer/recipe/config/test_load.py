@@ -1,0 +1,98 @@
+"""A configuration that cannot be used is refused by place and dotted path."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError, UsageError
+from ftmon.trainer.recipe.config.load import load
+from places import DATA
+
+REFUSALS = [
+    *map(json.loads, (DATA / "config_errors.jsonl").read_text().splitlines()),
+    ("training:\n  seed: " + "9" * 5000, "training.seed must be a whole number from 0 to 4,294,967,295, not 999"),
+    ("model:\n  name: " + "x" * 100000, "model.name must be text of at most 4,096 characters"),
+    ("zero:\n  " + "k" * 1000 + ": 1", "unknown key zero.kkk"),
+    ("model:\n  config: " + "[" * 20000, "is nested too deeply"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSALS)
+def test_a_mistake_in_the_file_is_one_line_with_its_place(folder: Path, text: str, words: str) -> None:
+    (folder / "train.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load("train.yaml")
+    assert words in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_mistake_on_the_command_line_says_so() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, ["zero.stage=5"])
+    assert str(raised.value) == "command line: zero.stage must be 0, 1, 2 or 3, not 5"
+
+
+@pytest.mark.parametrize("word", ["zero.stage", "=3", ".stage=3", "zero..stage=3"])
+def test_an_override_that_is_no_assignment_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=r"key\.sub=value"):
+        load(None, [word])
+
+
+def test_an_override_with_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: unknown key zero\.stge; did you mean zero\.stage\?$"):
+        load(None, ["zero.stge=1"])
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(folder: Path) -> None:
+    (folder / "train.yaml").write_text("zero: {stage: 1}\nmodel:\n  config: {hidden_size: 8, model_type: qwen2}\n")
+    loaded = load("train.yaml", ["zero.stage=2", "zero.stage=3", "model.config.hidden_size=64"])
+    assert loaded.config.zero.stage == 3
+    assert loaded.config.model.config == {"hidden_size": 64, "model_type": "qwen2"}
+    assert loaded.places["zero.stage"] == "command line"
+    assert loaded.places["model.config.model_type"] == "train.yaml:3"
+
+
+def test_numbers_that_yaml_1_1_takes_for_text_are_numbers(folder: Path) -> None:
+    (folder / "train.yaml").write_text("optimizer: {lr: 1e-4, eps: 1E-9}\nmodel: {config: {rope_theta: 1e6}}\n")
+    config = load("train.yaml").config
+    assert (config.optimizer.lr, config.optimizer.eps) == (1e-4, 1e-9)
+    assert config.model.config == {"rope_theta": 1e6}
+
+
+def test_words_that_yaml_1_1_takes_for_booleans_are_text_where_text_belongs(folder: Path) -> None:
+    (folder / "train.yaml").write_text("run: {name: no}\ndata: {path: 123}\n")
+    config = load("train.yaml").config
+    assert (config.run.name, config.data.path) == ("no", "123")
+
+
+def test_an_empty_file_and_an_empty_section_give_the_defaults(folder: Path) -> None:
+    (folder / "train.yaml").write_text("")
+    (folder / "other.yaml").write_text("zero:\ndata:\n  path:\n")
+    assert load("train.yaml").config == load("other.yaml").config == load(None).config
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load("nowhere.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load(str(folder))
+    with pytest.raises(ConfigError, match=r"binary\.yaml: is not a text file"):
+        load("binary.yaml")
+
+
+def test_a_value_of_the_command_line_that_is_nested_too_deeply_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: is nested too deeply in data\.path=\[\[\["):
+        load(None, ["data.path=" + "[" * 5000])
+
+
+def test_a_value_of_the_command_line_that_is_not_yaml_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: not valid YAML: .* in data\.path=\*\.jsonl; a text with"):
+        load(None, ["data.path=*.jsonl"])

@@ -1,0 +1,276 @@
+"""Packing loses nothing, and documents of one sequence do not see each other."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from threading import Event
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config, Data, Training
+from ftmon.trainer.recipe.data.batches import Ahead, Batch, Collate, Order, Then, WithCounts, cut
+from ftmon.trainer.recipe.data.pipeline import Examples, best_fit
+from ftmon.trainer.recipe.engine.distributed import SequenceGroup
+from ftmon.trainer.recipe.model.loss import IGNORED
+from hypothesis import given
+from hypothesis import strategies as st
+
+# Which rank takes which example, and where a resumed run goes on.
+
+
+pytest.importorskip("torch")
+
+
+def order(examples: int, rank: int, ranks: int, micro: int = 2, accumulation: int = 2, shuffle: bool = True) -> Order:
+    training = Training(micro_batch=micro, grad_accumulation=accumulation, seed=3)
+    one = numpy.ones(examples, numpy.int64)
+    rows = Examples(range(examples), 3 * numpy.arange(examples), one, examples)
+    return Order(rows, Config(training=training, data=Data(shuffle=shuffle)), rank, ranks)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 11))
+def test_an_epoch_gives_every_example_once_over_all_ranks(ranks: int, micro: int, accumulation: int, rest: int) -> None:
+    step = ranks * micro * accumulation
+    examples = 4 * step + rest % step
+    seen: list[int] = []
+    for rank in range(ranks):
+        batches = islice(order(examples, rank, ranks, micro, accumulation), 4 * accumulation)
+        seen += [index for batch in batches for index in batch]
+    assert len(seen) == len(set(seen)) == 4 * step
+    assert set(seen) <= set(range(examples))
+
+
+@given(st.integers(0, 25))
+def test_a_resumed_run_sees_what_the_uninterrupted_one_would_have_seen(done: int) -> None:
+    whole = list(islice(order(50, 1, 2), 60))
+    resumed = order(50, 1, 2)
+    resumed.first_step = done
+    assert list(islice(resumed, 60 - 2 * done)) == whole[2 * done :]
+
+
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
+    one = order(16, 0, 1)
+    batches = list(islice(one, 16))
+    assert batches[:8] != batches[8:]
+    assert batches == list(islice(order(16, 0, 1), 16))
+
+
+def test_without_shuffling_the_data_is_read_as_it_stands() -> None:
+    assert list(islice(order(8, 0, 1, shuffle=False), 3)) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_orders_of_one_kind_are_equal(shuffle: bool, group: bool, packing: bool) -> None:
+    tokens = numpy.random.default_rng(0).integers(1, 1000, 400)
+    rows = Examples(range(400), tokens, numpy.ones(400, numpy.int64), 400)
+
+    def one(**data: bool) -> Order:
+        return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=Data(**data)), 0, 1)
+
+    mine = one(shuffle=shuffle, group_by_length=group, packing=packing)
+    for other in (one(shuffle=False), one(group_by_length=False), one()):
+        assert (mine.kind == other.kind) == (list(islice(mine, 50)) == list(islice(other, 50)))
+
+
+def test_data_that_does_not_fill_one_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one step takes 8 examples \(.*\), and there are 7"):
+        order(7, 0, 2)
+
+
+def test_the_counts_of_a_global_batch_are_those_of_all_ranks_and_micro_steps() -> None:
+    ranks = [islice(order(50, rank, 3, 2, 2), 8) for rank in range(3)]
+    taken = [[next(batches) for batches in ranks for _ in range(2)] for _ in range(4)]
+    for step, micro_batches in enumerate(taken):
+        rows = [row for batch in micro_batches for row in batch]
+        assert order(50, 0, 3, 2, 2).counts(step) == (3 * sum(rows), len(rows))
+
+
+@given(st.integers(0, 7), st.booleans())
+def test_fewer_ranks_with_more_accumulation_take_the_same_global_batches(done: int, shuffle: bool) -> None:
+    def global_batches(ranks: int, micro: int, accumulation: int) -> list[set[int]]:
+        taken: list[set[int]] = [set() for _ in range(6)]
+        for rank in range(ranks):
+            one = order(64, rank, ranks, micro, accumulation, shuffle)
+            one.first_step = done
+            for number, batch in enumerate(islice(one, 6 * accumulation)):
+                taken[number // accumulation] |= set(batch)
+        return taken
+
+    assert global_batches(4, 2, 1) == global_batches(2, 2, 2) == global_batches(1, 4, 2)
+
+
+def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
+    training = Training(micro_batch=2, grad_accumulation=2, seed=3)
+    tokens = numpy.random.default_rng(0).integers(1, 1000, 4000)
+    rows = Examples(range(4000), tokens, numpy.ones(4000, numpy.int64), 4000)
+
+    def spread(group: bool) -> float:
+        one = Order(rows, Config(training=training, data=Data(group_by_length=group)), 0, 2)
+        taken = list(islice(one, 1000))
+        assert len({index for batch in taken for index in batch}) == 2000
+        return float(numpy.mean([tokens[batch].max() - tokens[batch].mean() for batch in taken]))
+
+    assert spread(True) < spread(False) / 5
+
+
+# Micro-batches that are loaded one ahead.
+
+
+pytest.importorskip("torch")
+
+
+CPU = torch.device("cpu")
+
+
+def numbers() -> Iterator[Batch]:
+    for number in range(3):
+        yield {"input_ids": torch.tensor([number])}
+    raise ValueError("damaged")
+
+
+def test_batches_come_in_their_order_and_then_the_loader_s_error() -> None:
+    ahead = Ahead(numbers(), CPU)
+    assert [ahead.next_batch()["input_ids"].tolist() for _ in range(3)] == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="damaged"):
+        ahead.next_batch()
+
+
+def test_the_next_batch_is_loaded_while_the_last_one_is_used() -> None:
+    loading = [Event() for _ in range(3)]
+
+    def batches() -> Iterator[Batch]:
+        for event in loading:
+            event.set()
+            yield {}
+
+    ahead = Ahead(batches(), CPU)
+    ahead.next_batch()
+    assert loading[1].wait(60)
+    assert not loading[2].is_set()
+    ahead.close()
+
+
+# What a micro-batch holds, counted on the host for tokens/s and MFU.
+
+
+pytest.importorskip("torch")
+
+
+def row(length: int, **more: object) -> "dict[str, object]":
+    return {"input_ids": list(range(1, length + 1)), "labels": [-100, *range(2, length + 1)], **more}
+
+
+def pairs(*lengths: int) -> int:
+    return sum(key <= query for length in lengths for query in range(length) for key in range(length))
+
+
+def test_padded_rows_are_documents_without_their_padding() -> None:
+    batch = WithCounts(Collate(0, 64))([row(5), row(9)])
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["counts"].tolist() == [14, 12, pairs(5, 9), 9, 2]
+
+
+def test_a_packed_row_is_as_many_documents_as_it_holds() -> None:
+    batch = WithCounts(Collate(0, 16))([row(12, lengths=[4, 7, 1]), row(10, lengths=[10])])
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["counts"].tolist() == [22, 20, pairs(4, 7, 1, 10), 10, 2]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [{}, {"lengths": [4, 7, 1]}], ids=["padded", "packed"])
+def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dict[str, object]") -> None:
+    rows = [row(12, **lengths)] * 3
+    whole = WithCounts(Collate(0, 17))(rows)["counts"]
+    parts = [
+        WithCounts(Then(Collate(0, 17), partial(cut, size=size, rank=rank)), SequenceGroup(size, rank))(rows)["counts"]
+        for rank in range(size)
+    ]
+    assert sum(parts)[[0, 1, 2, 4]].tolist() == whole[[0, 1, 2, 4]].tolist()  # type: ignore[index]
+    assert {int(part[3]) for part in parts} == {int(whole[3])}
+
+
+pytest.importorskip("transformers")
+
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=200)
+
+
+@given(LENGTHS, st.integers(50, 80))
+def test_every_document_is_in_exactly_one_sequence_that_it_fits(lengths: list[int], capacity: int) -> None:
+    bins = best_fit(lengths, capacity)
+    assert sorted(document for row in bins for document in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[document] for document in row) <= capacity for row in bins)
+
+
+@given(LENGTHS, st.integers(50, 80))
+def test_each_document_goes_where_the_least_room_is_left(lengths: list[int], capacity: int) -> None:
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else capacity) - length)
+    made = [capacity - sum(lengths[document] for document in row) for row in best_fit(lengths, capacity)]
+    assert sorted(made) == sorted(rooms)
+
+
+def test_a_document_longer_than_a_sequence_is_an_error() -> None:
+    with pytest.raises(ValueError, match="document 1 has 9 tokens"):
+        best_fit([3, 9], 8)
+
+
+def packed(*lengths: int) -> dict[str, Any]:
+    ids = numpy.arange(10, 10 + sum(lengths))
+    return {"input_ids": ids, "labels": ids, "lengths": list(lengths)}
+
+
+def test_positions_restart_and_sequences_are_numbered_in_a_packed_batch() -> None:
+    batch = Collate(0, 8)([packed(3, 4), packed(8)])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "sequence_ids"}
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))]
+    assert batch["sequence_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8]
+    assert batch["labels"][0].tolist() == [*range(10, 17), IGNORED]
+
+
+def test_padding_is_masked_and_carries_no_loss() -> None:
+    ten = list(range(10, 20))
+    short = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
+    batch = Collate(pad_id=0, limit=128)([short, {"input_ids": ten, "labels": ten}])
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(batch, (2, 16))
+    assert batch["input_ids"][0].tolist() == [5, 6, 7] + [0] * 13
+    assert batch["attention_mask"].sum(1).tolist() == [3, 10]
+    assert batch["labels"][0].tolist() == [IGNORED, 6, 7] + [IGNORED] * 13
+
+
+def test_padding_never_exceeds_the_sequence_length() -> None:
+    batch = Collate(pad_id=0, limit=13)([{"input_ids": list(range(13)), "labels": list(range(13))}])
+    assert batch["input_ids"].shape == (1, 13)
+
+
+def test_a_change_of_one_document_leaves_the_logits_of_the_next_bitwise_unchanged() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    batch = Collate(0, 16)([packed(6, 7)])
+    batch.pop("labels")
+    sequences = batch.pop("sequence_ids")
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][sequences == 1] = 5
+    with torch.no_grad():
+        one, two = model(**batch, use_cache=False).logits, model(**other, use_cache=False).logits
+    assert torch.equal(one[sequences == 2], two[sequences == 2])
+    assert not torch.equal(one[sequences == 1], two[sequences == 1])

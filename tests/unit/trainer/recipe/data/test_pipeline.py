@@ -1,0 +1,257 @@
+"""From files to rows: what is kept, refused, cached and counted."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
+from ftmon.trainer.recipe.data import encode, pipeline
+from ftmon.trainer.recipe.data import records as sources
+from ftmon.trainer.recipe.data.encode import Encoder
+from ftmon.trainer.recipe.data.pipeline import Examples
+from ftmon.trainer.recipe.evaluation import evaluate as evaluation_examples
+from ftmon.trainer.recipe.model.loss import IGNORED
+from small_tokenizer import family_tokenizer
+
+pytest.importorskip("datasets")
+
+
+WORDS = ["hello", "world", "rank", "colour", "red", "blue", "paris", "france", "two", "four"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(pipeline, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = family_tokenizer(None, adds_bos=True)
+    made.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return made
+
+
+def texts(path: Path, count: int, longest: int = 40, seed: int = 0) -> list[str]:
+    generator = numpy.random.default_rng(seed)
+    made = [" ".join(generator.choice(WORDS, generator.integers(1, longest))) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in made))
+    return made
+
+
+def build(config: Config, tokenizer: Any) -> Examples:
+    records = sources.read(config)
+    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
+    return pipeline.examples(pipeline.encode(records, encoder, tokenizer, config), records, config)
+
+
+def of(path: Path, length: int = 64, **data: Any) -> Config:
+    return Config(data=Data(path=str(path), **data), training=Training(sequence_length=length))
+
+
+def chats(path: Path, *answers: Any) -> Path:
+    records = [{"prompt": f"hello {number}", "response": answer} for number, answer in enumerate(answers)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def documents(examples: Examples) -> list[list[int]]:
+    """List the documents of all rows, in order of content."""
+    found: list[list[int]] = []
+    for index in range(len(examples.rows)):
+        row = examples.rows[index]
+        start = 0
+        for length in row.get("lengths", [len(row["input_ids"])]):
+            found.append(row["input_ids"][start : start + length].tolist())
+            start += length
+    return sorted(found)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("length", [16, 64, 300])
+def test_of_texts_every_token_is_trained_on_exactly_once(
+    tmp_path: Path, tokenizer: Any, packing: bool, length: int
+) -> None:
+    made = texts(tmp_path / "a.jsonl", 60, 120)
+    examples = build(of(tmp_path / "a.jsonl", length, packing=packing), tokenizer)
+    wanted = [[tokenizer.bos_token_id, *tokenizer(t, add_special_tokens=False)["input_ids"]] for t in made]
+    wanted = [[*ids, tokenizer.eos_token_id] for ids in wanted]
+    tokens = Counter(token for document in documents(examples) for token in document)
+    assert tokens == Counter(token for ids in wanted for token in ids)
+    assert examples.tokens.sum() == sum(map(len, wanted))
+    assert examples.tokens.max() <= length
+    if length == 300:
+        assert documents(examples) == sorted(wanted)
+
+
+def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_path: Path, tokenizer: Any) -> None:
+    made = texts(tmp_path / "a.jsonl", 8, 4000)
+    examples = build(of(tmp_path / "a.jsonl", 64, packing=True), tokenizer)
+    total = sum(len(tokenizer(text)["input_ids"]) + 1 for text in made)
+    assert examples.tokens.sum() == total > 8 * 64
+    assert examples.tokens.mean() > 60
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+    path = chats(tmp_path / "a.jsonl", *["red blue " * count for count in range(1, 30)])
+    examples = build(of(path, packing=packing), tokenizer)
+    for index in range(len(examples.rows)):
+        row = examples.rows[index]
+        assert len(row["input_ids"]) == len(row["labels"]) == examples.tokens[index]
+        assert (row["labels"][1:] != IGNORED).sum() == examples.label_tokens[index] > 0
+        start = 0
+        for length in row.get("lengths", []):
+            assert row["labels"][start] == IGNORED
+            start += length
+
+
+def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_run(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = chats(tmp_path / "a.jsonl", "red", None, "blue", "")
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(ConfigError) as raised:
+        build(of(path), tokenizer)
+    assert str(raised.value) == (
+        "data: 3 of 5 records are refused, more than data.max_refused (0.01 of them) allows: a.jsonl:2: response is "
+        "null; a.jsonl:4: response is empty; a.jsonl:5: is not JSON: Expecting property name enclosed in double quotes "
+        "at column 2; 'ftmon data check' lists more"
+    )
+    examples = build(of(path, max_refused=0.6), tokenizer)
+    assert (len(examples.rows), examples.read, examples.report.refused.count) == (2, 5, 3)
+    assert examples.report.notes()[0].startswith("note: 3 of 5 records refused, the first a.jsonl:2: response is null")
+
+
+def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path: Path, tokenizer: Any) -> None:
+    records = [{"prompt": "hello", "response": "red"}, {"prompt": "hello " * 50, "response": "never reached"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    report = build(of(path, 24), tokenizer).report
+    assert (report.cut.count, report.unlabelled.first) == (1, [("a.jsonl:2", "its labels are all cut away")])
+    examples = build(of(path, 24, truncation="keep_end"), tokenizer)
+    assert (examples.report.unlabelled.count, len(examples.rows)) == (0, 2)
+    assert build(of(path, 24, truncation="drop"), tokenizer).report.dropped.first[0][0] == "a.jsonl:2"
+
+
+def test_a_data_set_without_anything_to_learn_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="no record holds a token to learn"):
+        build(of(chats(tmp_path / "a.jsonl", "red"), 8), tokenizer)
+
+
+def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
+    tmp_path: Path, tokenizer: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = chats(tmp_path / "a.jsonl", "red", "blue")
+    key = build(of(path), tokenizer).key
+
+    def folders() -> int:
+        return len(list(cache.iterdir()))
+
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(path.read_bytes())
+    assert build(of(copy), tokenizer).key == key
+    assert build(of(path, packing=True), tokenizer).key != key
+    assert folders() == 1
+    build(of(path, train_on="all"), tokenizer)
+    assert folders() == 2
+    build(of(path, 32), tokenizer)
+    assert folders() == 3
+    monkeypatch.setattr(encode, "ENCODING_VERSION", encode.ENCODING_VERSION + 1)
+    build(of(path), tokenizer)
+    assert folders() == 4
+    tokenizer.chat_template += " "
+    build(of(path), tokenizer)
+    assert folders() == 5
+    tokenizer.eos_token = "<|end|>"
+    build(of(path), tokenizer)
+    assert folders() == 6
+    chats(path, "red", "changed")
+    assert build(of(path), tokenizer).key != key
+    assert folders() == 7
+
+
+def test_a_tokenization_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
+    config = of(chats(tmp_path / "a.jsonl", "red", "blue"))
+    records = sources.read(config)
+
+    def interrupt(done: int) -> None:
+        assert list(cache.iterdir())
+        raise KeyboardInterrupt
+
+    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.encode(records, encoder, tokenizer, config, progress=interrupt)
+    assert list(cache.iterdir()) == []
+
+
+def test_damaged_tokens_on_disk_are_made_anew(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
+    path = chats(tmp_path / "a.jsonl", "red", "blue")
+    before = documents(build(of(path), tokenizer))
+    (folder,) = cache.iterdir()
+    (folder / "ids.bin").write_bytes(b"torn")
+    assert documents(build(of(path), tokenizer)) == before
+
+
+def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path: Path, tokenizer: Any) -> None:
+    one, two = chats(tmp_path / "a.jsonl", "red", "blue"), chats(tmp_path / "b.jsonl", *["four"] * 10)
+    files = [File(str(one), 2.0), File(str(two), 0.3)]
+    config = Config(data=Data(files=files), training=Training(sequence_length=64))
+    found = Counter(tokenizer.decode(ids).count("four") for ids in documents(build(config, tokenizer)))
+    assert found == {0: 4, 1: 3}
+    assert documents(build(config, tokenizer)) == documents(build(config, tokenizer))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    # Long texts are split: their pieces must stay on one side.
+    wanted = [*texts(one, 40, 60, seed=1), *texts(two, 40, 60, seed=2)]
+    config = Config(
+        data=Data(files=[File(str(one), 3.0), File(str(two), 0.5)], packing=packing),
+        training=Training(sequence_length=32),
+        evaluation=Evaluation(share=0.25),
+    )
+    records = sources.read(config)
+    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
+    folder = pipeline.encode(records, encoder, tokenizer, config)
+    trained, aside = pipeline.examples(folder, records, config), pipeline.held_out(folder, config)
+
+    def used(examples: Examples) -> Counter[int]:
+        return Counter(record for row in range(len(examples.rows)) for record in set(examples.rows.records(row)))
+
+    assert len(used(aside)) == 20
+    assert not set(used(aside)) & set(used(trained))
+    assert "lengths" not in aside.rows[0]
+    held = Counter(token for ids in documents(aside) for token in ids)
+    assert held == Counter(
+        token for record in used(aside) for token in [*tokenizer(wanted[record])["input_ids"], tokenizer.eos_token_id]
+    )
+    left = [set(range(40)) - set(used(aside)), set(range(40, 80)) - set(used(aside))]
+    trained_records = [set(used(trained)) & part for part in left]
+    assert trained_records[0] == left[0]
+    assert len(trained_records[1]) == round(len(left[1]) / 2)
+    assert pipeline.held_out(folder, config).key == aside.key
+    limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
+    unused: Any = None
+    first = evaluation_examples.held_out(limited, unused, tokenizer, folder)
+    assert first is not None
+    assert [row["input_ids"].tolist() for row in first.rows] == [
+        aside.rows[row]["input_ids"].tolist() for row in range(3)
+    ]
+    assert len(first.tokens) == len(first.label_tokens) == 3
+
+
+def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    texts(tmp_path / "a.jsonl", 1, 200)
+    config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
+    with pytest.raises(ConfigError, match="1 records cannot be split"):
+        build(config, tokenizer)

@@ -1,0 +1,435 @@
+"""Which tokens of a chat carry loss, against a reference that writes each family's format by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from chat_families import FAMILIES, Messages, Written
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.chat.session import Prompts
+from ftmon.trainer.recipe.config.schema import Config, Data, Training
+from ftmon.trainer.recipe.data.encode import Encoded, Encoder
+from ftmon.trainer.recipe.data.messages import RefusedError
+from ftmon.trainer.recipe.data.shipped import shipped
+from ftmon.trainer.recipe.evaluation import evaluate
+from ftmon.trainer.recipe.export import export
+from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.model.tokenizer import end_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizer import family_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# Where an answer begins and ends: the same in training, in the exported model, in chat and in samples.
+
+
+pytest.importorskip("deepspeed")
+
+
+ANSWER_ENDS_CHAT = [
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Red."},
+    {"role": "user", "content": "Another one?"},
+    {"role": "assistant", "content": "Blue is another."},
+]
+
+
+def encoded(tokenizer: Any, chat: list[dict[str, str]], template: str = "") -> tuple[list[int], list[bool]]:
+    config = Config(data=Data(chat_template=template), training=Training(sequence_length=512))
+    (made,) = Encoder(tokenizer, config, ["chat"]).encode([({"messages": chat}, 0)])
+    assert not isinstance(made, RefusedError), made
+    return made[0].ids, made[0].learned
+
+
+def small_model(tokenizer: Any) -> Any:
+    """A model that knows no end but EOS, as base models do."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", **sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("name", [*FAMILIES, *(f"shipped {name}" for name in shipped())])
+def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_its_end(
+    name: str, adds_bos: bool
+) -> None:
+    by_name = name.removeprefix("shipped ") if name.startswith("shipped ") else ""
+    tokenizer = family_tokenizer(None if by_name else FAMILIES[name][0], adds_bos=adds_bos)
+    ids, learned = encoded(tokenizer, ANSWER_ENDS_CHAT[:2], by_name)
+    prompts = Prompts(small_model(tokenizer), tokenizer)
+    given = prompts.encode(ANSWER_ENDS_CHAT[:1])
+    # Templates of some families write another header before an answer than in a turn.
+    same = len(given) if by_name else 3
+    assert ids[:same] == given[:same]
+    assert ids[0] == tokenizer.bos_token_id or not adds_bos
+    assert given.count(tokenizer.bos_token_id) == ids.count(tokenizer.bos_token_id)
+    answer = [token for token, one in zip(ids, learned, strict=True) if one]
+    assert answer[-1] in prompts.stops
+    assert not set(answer[:-1]) & prompts.stops
+    assert tokenizer.eos_token_id in prompts.stops
+
+
+def test_the_exported_model_stops_at_the_templates_end_too() -> None:
+    tokenizer = family_tokenizer(FAMILIES["chatml"][0])
+    model = small_model(tokenizer)
+    export._settle_config(model, tokenizer, Config())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
+
+
+def test_a_sample_ends_where_the_template_ends_an_answer() -> None:
+    tokenizer = family_tokenizer(FAMILIES["chatml"][0])
+    model = small_model(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with torch.no_grad():  # the most likely token, whatever came before
+        model.lm_head.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(end), len(tokenizer)).float())
+    ids, learned = encoded(tokenizer, ANSWER_ENDS_CHAT[:2])
+    row = {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, learned, strict=True)]}
+    engine = SimpleNamespace(module=model, eval=model.eval, train=model.train)
+    world: Any = SimpleNamespace(is_first=True, device=torch.device("cpu"))
+    ((_, answer),) = evaluate.generate(engine, tokenizer, [row], 8, 64, world, together=False)
+    assert answer == "<|im_end|>"
+
+
+def test_a_template_that_refuses_the_probe_adds_no_end() -> None:
+    tokenizer = family_tokenizer("{{ raise_exception('no') }}")
+    assert end_tokens(None, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_bos_is_put_before_those_of_several_templates_that_lack_it() -> None:
+    tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
+    ids, _ = encoded(tokenizer, ANSWER_ENDS_CHAT)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.chat_template == {"default": "{{ bos_token }}" + FAMILIES["chatml"][0], "tool_use": tools}
+
+
+pytest.importorskip("transformers")
+
+
+CHAT: Messages = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Red."},
+    {"role": "user", "content": "Another one?"},
+    {"role": "assistant", "content": "Blue is another."},
+]
+MADE: dict[str, Any] = {}
+
+
+def encoder(tokenizer: Any, form: str = "chat", length: int = 512, **data: Any) -> Encoder:
+    return Encoder(tokenizer, Config(data=Data(**data), training=Training(sequence_length=length)), [form])
+
+
+def family(name: str) -> Any:
+    """Return a family's tokenizer, made once."""
+    if name not in MADE:
+        MADE[name] = family_tokenizer(FAMILIES[name][0])
+    return MADE[name]
+
+
+def one(made: Encoder, record: Any) -> Encoded:
+    (result,) = made.encode([(record, 0)])
+    assert not isinstance(result, RefusedError), result
+    (document,) = result
+    return document
+
+
+def refusal(made: Encoder, record: Any) -> str:
+    (result,) = made.encode([(record, 0)])
+    assert isinstance(result, RefusedError), result
+    return str(result)
+
+
+def learned(tokenizer: Any, document: Encoded) -> str:
+    return tokenizer.decode([token for token, wanted in zip(document.ids, document.learned, strict=True) if wanted])
+
+
+def reference(tokenizer: Any, written: Written) -> tuple[list[int], list[bool]]:
+    """Label each token by the character that it begins with."""
+    text = "".join(text for text, _ in written)
+    flags = [flag for text, flag in written for _ in text]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return encoding["input_ids"], [flags[start] for start, _ in encoding["offset_mapping"]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_masked_as_it_writes_its_turns(name: str) -> None:
+    tokenizer = family(name)
+    _, written, takes_system = FAMILIES[name]
+    chat = CHAT if takes_system else CHAT[1:]
+    document = one(encoder(tokenizer), {"messages": chat})
+    ids, wanted = reference(tokenizer, written(chat))
+    assert tokenizer.decode(document.ids) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert document.ids == ids
+    assert document.learned == wanted
+    assert (document.turns, document.ends_learned) == (2, 2)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[\0\ufdd0\ufdd1"), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(sorted(FAMILIES)), st.lists(TEXT.filter(lambda text: bool(text.strip())), min_size=1, max_size=6)
+)
+def test_labels_equal_the_slow_reference_for_any_content(name: str, contents: list[str]) -> None:
+    tokenizer = family(name)
+    if len(contents) % 2:
+        contents = [*contents, "yes"]
+    chat = [
+        {"role": ("user", "assistant")[index % 2], "content": content.strip()} for index, content in enumerate(contents)
+    ]
+    document = one(encoder(tokenizer, length=4096), {"messages": chat})
+    ids, wanted = reference(tokenizer, FAMILIES[name][1](chat))
+    assert (document.ids, document.learned) == (ids, wanted)
+
+
+def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
+    tokenizer = family("qwen3")
+    made = encoder(tokenizer)
+    short = one(made, {"messages": CHAT[1:3]})
+    long = one(made, {"messages": CHAT[1:]})
+    for document in (short, long):
+        assert tokenizer.decode(document.ids).startswith("<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>")
+    assert learned(tokenizer, short) == "<think>\n\n</think>\n\nRed.<|im_end|>"
+    assert learned(tokenizer, long) == "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+    tokenizer = family("qwen3")
+    chat = [{**message} for message in CHAT[1:]]
+    chat[3]["content"] = "<think>\nhello rank\n</think>\n\nBlue."
+    document = one(encoder(tokenizer), {"messages": chat})
+    assert learned(tokenizer, document).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
+    chat[1]["reasoning_content"] = "Red is a colour of France"
+    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
+    chat[1] = {**CHAT[2], "content": "<think>\nRed is a colour of France\n</think>\n\nRed."}
+    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
+    chat[1]["content"] = "<think>\n\n</think>\n\nRed."
+    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("train_on", "wanted"),
+    [
+        ("assistant", "Red.<|im_end|>Blue is another.<|im_end|>"),
+        ("last", "Blue is another.<|im_end|>"),
+        ("completion", "Blue is another.<|im_end|>"),
+    ],
+)
+def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) -> None:
+    tokenizer = family("chatml")
+    assert learned(tokenizer, one(encoder(tokenizer, train_on=train_on), {"messages": CHAT})) == wanted
+
+
+def test_all_tokens_carry_loss_when_asked() -> None:
+    tokenizer = family("chatml")
+    document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
+    assert all(document.learned)
+    assert document.label_tokens == len(document.ids) - 1
+
+
+def test_a_message_of_weight_0_carries_no_loss() -> None:
+    tokenizer = family("chatml")
+    chat = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
+    assert learned(tokenizer, one(encoder(tokenizer), {"messages": chat})) == "Blue is another.<|im_end|>"
+
+
+def test_marks_of_the_template_itself_are_used_and_the_end_behind_them_is_learned() -> None:
+    tokenizer = family_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    document = one(encoder(tokenizer), {"messages": CHAT})
+    assert learned(tokenizer, document) == "Red.<|im_end|>Blue is another.<|im_end|>"
+
+
+def test_a_template_without_a_loop_variable_is_masked_by_its_stable_prefixes() -> None:
+    tokenizer = family_tokenizer(
+        "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert learned(tokenizer, one(encoder(tokenizer), {"messages": CHAT})) == "Red.<|im_end|>Blue is another.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the tokenizer has no chat template, and the data are chats; give one of chatml"),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}", "with no token, so the model would"),
+        (
+            "{% for m in messages %}{{ m.role + ': ' + m.content }}<|stop|>\n{% endfor %}",
+            "with '<|stop|>', which is no token of this tokenizer",
+        ),
+        ("{% for m in messages %}", "is not valid Jinja"),
+        ("{{ raise_exception('no') }}", "cannot render a chat of user and assistant: no"),
+        (
+            "{% for i in range(messages | length) %}{{ messages[-1 - i].content + eos_token }}{% endfor %}",
+            "does not let the assistant's turns be told from the others; give another one",
+        ),
+        (
+            "{% for m in messages %}{{ messages | map(attribute='content') | join(' ') + eos_token }}{% endfor %}",
+            "does not let the assistant's turns be told from the others",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_masked_is_refused_with_what_to_do(template: str | None, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        encoder(family_tokenizer(template))
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("data.chat_template: ")
+
+
+def test_a_role_that_the_template_rejects_is_a_refused_record() -> None:
+    assert refusal(encoder(family("gemma2")), {"messages": CHAT}) == (
+        "the chat template rejects it: System role not supported"
+    )
+    assert "roles must alternate" in refusal(encoder(family("mistral")), {"messages": CHAT[1:2] + CHAT[1:3]})
+
+
+def test_a_message_that_the_template_leaves_out_is_a_refused_record() -> None:
+    tool = {"role": "tool", "content": "the weather is fine"}
+    chat = [*CHAT[:3], tool, {"role": "assistant", "content": "Fine."}]
+    assert refusal(encoder(family("phi3")), {"messages": chat}) == "the chat template leaves out message 4 (tool)"
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml", "llama3", "gemma", "mistral", "phi3"])
+def test_the_shipped_templates_can_be_used_by_name(name: str) -> None:
+    tokenizer = family_tokenizer(None)
+    document = one(encoder(tokenizer, chat_template=name), {"messages": CHAT[1:]})
+    assert (document.turns, document.ends_learned) == (2, 2)
+    assert "Red." in learned(tokenizer, document)
+    assert "Name" not in learned(tokenizer, document)
+    assert tokenizer.chat_template
+
+
+CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALLS = [
+    {"role": "user", "content": "Is it fine?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+    {"role": "tool", "content": "yes", "name": "weather", "tool_call_id": "1"},
+    {"role": "assistant", "content": "It is."},
+]
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}CONTENT"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.name }}{{ ARGUMENTS }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONTENTS = {
+    "as it is": "{{ m.content }}",
+    "trimmed": "{{ m.content | trim }}",
+    "joined": "{{ '' + m.content }}",
+    "asks for none": "{% if m.content is not none %}{{ m.content }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("arguments", ["call.function.arguments | tojson", "'' + call.function.arguments"])
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(
+    content: str, arguments: str, as_text: bool
+) -> None:
+    template = TOOL_TEMPLATE.replace("CONTENT", CONTENTS[content]).replace("ARGUMENTS", arguments)
+    tokenizer = family_tokenizer(template)
+    record: Any = {"messages": CALLS, "tools": TOOLS}
+    if as_text:
+        text = '{"city": "Paris", "days": 2}'
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": text}}
+        record = {"messages": [CALLS[0], {**CALLS[1], "tool_calls": [call]}, *CALLS[2:]], "tools": TOOLS}
+    document = one(encoder(tokenizer), record)
+    assert learned(tokenizer, document) == ('<tool_call>weather{"city": "Paris", "days": 2}<|im_end|>It is.<|im_end|>')
+    assert '"name": "weather"' in tokenizer.decode(document.ids)
+    assert "None" not in tokenizer.decode(document.ids)
+
+
+def test_tool_calls_that_the_template_drops_are_refused() -> None:
+    assert refusal(encoder(family("llama3")), {"messages": CALLS}) == (
+        "the chat template leaves out the tool calls of message 2"
+    )
+    without = [{**CALLS[0]}, {"role": "assistant", "content": "Yes."}]
+    assert refusal(encoder(family("llama3")), {"messages": without, "tools": TOOLS}) == (
+        "the chat template leaves out the tool weather"
+    )
+
+
+def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins_it() -> None:
+    tokenizer = family_tokenizer(None, adds_bos=True)
+    for text in ("hello world", "<s>hello world", "hello world</s>"):
+        document = one(encoder(tokenizer, "text"), {"text": text})
+        assert tokenizer.decode(document.ids) == "<s>hello world</s>"
+        assert document.ids.count(tokenizer.bos_token_id) == 1
+        assert learned(tokenizer, document).endswith("hello world</s>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_begins_with_exactly_one_bos(name: str) -> None:
+    tokenizer = family_tokenizer(FAMILIES[name][0], adds_bos=True)
+    document = one(encoder(tokenizer), {"messages": CHAT[1:3]})
+    assert document.ids[0] == tokenizer.bos_token_id
+    assert document.ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_end_is_learned_when_it_is_also_the_padding() -> None:
+    from ftmon.trainer.recipe.data.batches import Collate
+
+    tokenizer = family_tokenizer(FAMILIES["mistral"][0])
+    tokenizer.pad_token = tokenizer.eos_token
+    document = one(encoder(tokenizer), {"messages": CHAT[1:]})
+    labels = [token if wanted else IGNORED for token, wanted in zip(document.ids, document.learned, strict=True)]
+    batch = Collate(tokenizer.pad_token_id, 512)([{"input_ids": document.ids, "labels": labels}] * 2)
+    assert batch["labels"][0].tolist().count(tokenizer.eos_token_id) == 2
+
+
+def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_asked() -> None:
+    tokenizer = family_tokenizer(None)
+    record = {"prompt": "2 + 2 =", "completion": " 4"}
+    document = one(encoder(tokenizer, "instruction", chat_template="none"), record)
+    assert tokenizer.decode(document.ids) == "2 + 2 = 4</s>"
+    assert learned(tokenizer, document) == " 4</s>"
+    with pytest.raises(ConfigError, match="none joins a prompt and a response"):
+        encoder(tokenizer, "chat", chat_template="none")
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "ends"),
+    [("keep_start", "<s>[INST] Name", 0), ("keep_end", "<s>a colour.", 1)],
+)
+def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> None:
+    tokenizer = family_tokenizer(FAMILIES["mistral"][0], adds_bos=True)
+    chat = [CHAT[1], {"role": "assistant", "content": "Red is " * 20 + "a colour."}]
+    document = one(encoder(tokenizer, length=8, truncation=policy), {"messages": chat})
+    assert len(document.ids) == len(document.learned) == 8
+    assert document.ends_learned == ends
+    assert document.cut > 20
+    decoded = tokenizer.decode(document.ids)
+    assert decoded.startswith(text) if not ends else decoded.startswith("<s>") and decoded.endswith("colour.</s>")
+
+
+def test_long_records_are_dropped_or_split_as_configured() -> None:
+    tokenizer = family_tokenizer(None, adds_bos=True)
+    text = "hello world, hello rank; " * 9
+    assert encoder(tokenizer, "text", 16, truncation="drop").encode([({"text": text}, 0)]) == [[]]
+    whole = one(encoder(tokenizer, "text", 4096), {"text": text})
+    for length in (8, 16, len(whole.ids) - 1):
+        (pieces,) = encoder(tokenizer, "text", length).encode([({"text": text}, 0)])
+        assert not isinstance(pieces, RefusedError)
+        assert [token for piece in pieces for token in piece.ids] == whole.ids
+        assert all(2 <= len(piece.ids) <= length for piece in pieces)
+        assert sum(piece.ends_learned for piece in pieces) == 1
+    with pytest.raises(ConfigError, match="split is for text"):
+        encoder(family("chatml"), truncation="split")
+
+
+def test_a_tool_call_is_looked_for_in_its_place_and_not_in_the_whole_text() -> None:
+    chat = [*CALLS, {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "weather, Paris."}]
+    assert refusal(encoder(family("llama3")), {"messages": chat}) == (
+        "the chat template leaves out the tool calls of message 2"
+    )

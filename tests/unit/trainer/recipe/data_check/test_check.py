@@ -1,0 +1,145 @@
+"""``ftmon data check`` finds each planted fault, and nothing in clean data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.trainer.recipe.data_check import show
+from ftmon.trainer.recipe.data_check.__main__ import main
+from ftmon.trainer.recipe.data_check.check import Finding
+from planted_faults import CLEAN, FAULTS, Case, tokenizers, words
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> "dict[str | None, Path]":
+    return tokenizers(tmp_path_factory.mktemp("tokenizers"))
+
+
+def checked(case: Case, folder: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> "tuple[int, dict[str, Any]]":
+    status = main(["--json", *words(case, folder, folders[case.template])])
+    output = capsys.readouterr()
+    assert not output.err, output.err
+    return status, json.loads(output.out)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    case = FAULTS[name]
+    status, report = checked(case, tmp_path, folders, capsys)
+    assert status == (2 if case.kind == "unusable" else 1)  # no training starts with an unusable template
+    findings = {finding["kind"]: finding for finding in report["findings"]}
+    assert case.kind in findings, report["findings"]
+    found = findings[case.kind]
+    shown = found["text"] + "".join(f"\n{place}: {detail}" for place, detail in found["first"])
+    assert case.detail in shown
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found_in_clean_data(
+    name: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = checked(CLEAN[name], tmp_path, folders, capsys)
+    assert (status, report["findings"]) == (0, [])
+    facts = report["facts"]
+    assert facts["ends_learned"] == facts["turns"] > 0
+    assert facts["bos_counts"] == {"1": 5}
+
+
+def test_at_least_twenty_faults_and_five_clean_sets_are_tried() -> None:
+    assert len(FAULTS) >= 20
+    assert len(CLEAN) >= 5
+
+
+def test_trained_tokens_are_marked_with_and_without_colour(
+    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CLEAN["chats of several turns with a system message"]
+    arguments = words(case, tmp_path, folders[case.template])
+    assert main([*arguments, "--ascii", "--samples", "1"]) == 0
+    plain = capsys.readouterr().out
+    assert "[[Red is one.<|eot_id|>]]<|start_header_id|>user<|end_header_id|>\\n\n\\n\nGo on" in plain
+    assert "data.jsonl:2" not in plain
+    assert "ends of turns: 10 of 10 learned" in plain
+    assert "records by tokens" in plain
+    assert plain.endswith("nothing found\n")
+    assert plain.isascii()
+    assert main([*arguments, "--color"]) == 0
+    assert "\033[30;42m" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_told_with_lines_and_what_to_do(
+    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = FAULTS["a broken line"]
+    assert main([*words(case, tmp_path, folders[case.template]), "--ascii"]) == 1
+    shown = capsys.readouterr().out
+    fix = "repair or remove them: no training starts with more than 1.00% (data.max_refused)"
+    assert f"1 record is refused; {fix}  (refused)\n    data.jsonl:6: is not JSON" in shown
+
+
+def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
+    found = Finding("refused", 1, "records are refused", "repair them", [("a\x1b]0;x\x07.jsonl:1", "bad \x9b2J")])
+    shown = show._findings([found], show.Painter(colour=True, ascii_only=False, width=80))
+    assert "a\\x1b]0;x\\x07.jsonl:1: bad \\x9b2J" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.pth=x"], "unknown key data.pth"),
+        (["data.path=/nowhere.jsonl"], "data.path /nowhere.jsonl: no such file"),
+        (["evaluation.path=/nowhere.jsonl"], "evaluation.path /nowhere.jsonl: no such file"),
+        (["evaluation.path={broken}"], "evaluation.path {broken}: line 1 is not JSON"),
+        (["training={micro_batch: 2, total_batch: 7}"], "training.total_batch is 7, but micro_batch 2"),
+        (["training.total_batch=7", "run.ranks=2"], "x 2 ranks is 2"),
+        (["training.total_batch=7", "run.device=cpu"], "x 1 rank is 1"),
+        (["deepspeed.foo=1"], "deepspeed.foo is not a key of DeepSpeed"),
+        (["model.config.model_type=nope"], "model.config.model_type: Unrecognized model identifier: nope"),
+        (["model.config.max_position_embeddings=8", "model.config.model_type=opt"], "max_position_embeddings, 8"),
+        (["lora.kind=dora"], "lora.kind needs lora.rank above 0"),
+    ],
+)
+def test_what_no_training_would_start_with_is_one_line_and_status_2(
+    settings: list[str], said: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.jsonl").write_text("a\n")
+    broken = str(tmp_path / "broken.jsonl")
+    case = CLEAN["prompts and responses"]
+    given = [word.replace("{broken}", broken) for word in settings]
+    assert main([*words(case, tmp_path, folders[case.template]), *given]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert said.replace("{broken}", broken) in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(
+    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CLEAN["prompts and responses"]
+    arguments = words(case, tmp_path, folders[case.template])
+    assert main([*arguments, "training={micro_batch: 2, total_batch: 4}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["rows_a_step"] == 4
+    assert main([*arguments, "training.sequence_parallel_size=2", "run.device=auto"]) == 0
+
+
+def test_refused_records_of_the_evaluation_are_found_with_their_lines(
+    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CLEAN["prompts and responses"]
+    (tmp_path / "held-out.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": null}\n')
+    assert main([*words(case, tmp_path, folders[case.template]), f"evaluation.path={tmp_path}/held-out.jsonl"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 record is refused in the evaluation's data; repair" in shown
+    assert "held-out.jsonl:2: response is null" in shown
+
+
+def test_wrong_usage_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{tmp_path}/no.yaml"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit) as raised:
+        main([])
+    assert raised.value.code == 2

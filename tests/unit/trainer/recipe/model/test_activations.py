@@ -1,0 +1,253 @@
+"""Gradient checkpointing and activation offload change what is held, and no gradient."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.model import activations
+from ftmon.trainer.recipe.model.activations import HostOffload, mark_varying
+from ftmon.trainer.recipe.preflight import resolve
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+
+ROWS, LENGTH, HIDDEN, MLP, HEADS, GROUPS = 2, 24, 32, 96, 4, 2
+TOKENS = ROWS * LENGTH
+FLOAT = 4
+INPUT = TOKENS * HIDDEN * FLOAT
+"""Bytes of a layer's input."""
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+}
+MODES = {
+    "none": [],
+    "layers": ["model.gradient_checkpointing=layers"],
+    "every-2": ["model.gradient_checkpointing=layers", "model.checkpoint_every=2"],
+    "selective": ["model.gradient_checkpointing=selective"],
+    "offload-inputs": ["model.gradient_checkpointing=layers", "model.activation_offload=inputs"],
+    "offload-all": ["model.activation_offload=all", "model.offload_bytes=1000"],
+    "offload-every-2": [
+        "model.gradient_checkpointing=selective",
+        "model.checkpoint_every=2",
+        "model.activation_offload=all",
+        "model.offload_bytes=0",
+    ],
+}
+
+
+COMPILED = ["model.compile=layers", "data.packing=true"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(mode: str, kind: str = "llama", depth: int = 4, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    values = {**SIZES, "num_hidden_layers": depth, **settings}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).train()
+    activations.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode]]).config)
+    return model
+
+
+def step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and gradients of a step with random numbers of its own."""
+    ids = torch.arange(TOKENS).reshape(ROWS, LENGTH) % 64
+    torch.manual_seed(3)
+    losses = [0.0, 0.0]
+    for micro_step in range(2):  # gradients accumulate
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses[micro_step] = float(loss.detach())
+    return sum(losses), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def held_bytes(mode: str, depth: int) -> int:
+    """Return the bytes alive after a forward through the decoder layers, parameters not counted."""
+    model = made(mode, depth=depth)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        hidden = model.model(input_ids=ids, use_cache=False)[0]
+        held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+    del hidden
+    return int(held["Total"]) - sum(value.nbytes for value in [*model.parameters(), *model.buffers()])
+
+
+def bytes_of_a_layer(mode: str) -> int:
+    """Return what one more layer adds: averaged over two, of which checkpoint_every=2 recomputes one."""
+    return (held_bytes(mode, 4) - held_bytes(mode, 2)) // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_dropout": 0.3}),
+        ("llama", {"attention_dropout": 0.3, "attn_implementation": "eager"}),
+        ("qwen3", {"head_dim": 8}),
+        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+    ],
+    ids=["llama", "attention-dropout", "eager-dropout", "qwen3", "hidden-dropout"],
+)
+def test_gradients_are_bitwise_those_without(kind: str, settings: dict[str, Any]) -> None:
+    loss, grads = step(made("none", kind, **settings))
+    for mode in MODES:
+        other_loss, others = step(made(mode, kind, **settings))
+        assert other_loss == loss, mode
+        different = [name for name in grads if not torch.equal(grads[name], others[name])]
+        assert not different, (mode, different)
+
+
+def test_what_a_layer_keeps_is_what_its_mode_says() -> None:
+    head = HIDDEN // HEADS
+    products = HIDDEN + 2 * GROUPS * head + HIDDEN + 2 * MLP + HIDDEN  # q, k and v, o, gate and up, down
+    attention = HIDDEN + HEADS  # and the log-sum-exp of each head
+    held = {mode: bytes_of_a_layer(mode) for mode in ("none", "layers", "every-2", "selective")}
+    assert held["layers"] == INPUT
+    assert held["selective"] == INPUT + TOKENS * (products + attention) * FLOAT < 0.7 * held["none"]
+    assert held["every-2"] == (held["none"] + held["layers"]) // 2
+
+
+class Saved:
+    """Records the tensors that are moved to the host, in place of autograd's own list."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offloads: list[HostOffload] = []
+        plain = HostOffload.__init__
+
+        def init(offload: HostOffload, *arguments: Any) -> None:
+            plain(offload, *arguments)
+            self.offloads.append(offload)
+
+        monkeypatch.setattr(HostOffload, "__init__", init)
+
+    @property
+    def moved(self) -> int:
+        (offload,) = self.offloads
+        return offload.moved_bytes
+
+
+def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    step(made("offload-inputs"))
+    assert saved.moved == 2 * 4 * INPUT  # two micro-steps, four layers
+
+
+def test_everything_is_moved_once_and_never_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    model = made("offload-all")
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    moved: list[torch.Tensor] = []
+    plain = HostOffload._copy_out
+
+    def record(offload: HostOffload, tensor: torch.Tensor, *others: Any) -> None:
+        moved.append(tensor)
+        plain(offload, tensor, *others)
+
+    monkeypatch.setattr(HostOffload, "_copy_out", record)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    assert not moved
+    hidden = model.model(input_ids=torch.arange(TOKENS).reshape(ROWS, LENGTH) % 64, use_cache=False)[0]
+    assert len({(one.data_ptr(), one.shape, one.stride()) for one in moved}) == len(moved)
+    assert all(one.untyped_storage().data_ptr() not in parameters for one in moved)
+    assert all(one.nbytes >= 1000 for one in moved)
+    # What the attention and the MLP of each layer save is more than its input.
+    assert saved.moved > 4 * 8 * INPUT
+    hidden.sum().backward()
+
+
+def test_tensors_in_host_memory_are_released_after_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(monkeypatch)
+    step(made("offload-all"))
+    (offload,) = saved.offloads
+    assert len(offload._known) == 0
+    assert not offload._leaving
+
+
+def test_a_model_whose_layers_transformers_does_not_mark_is_refused() -> None:
+    model: Any = torch.nn.Module()
+    model.config = AutoConfig.for_model("llama")
+    config = load(None, ["model.config={model_type: llama}", "model.gradient_checkpointing=true"]).config
+    with pytest.raises(ConfigError, match=r"^model\.gradient_checkpointing: llama has no decoder layers"):
+        activations.set_up(model, config)
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [("true", "layers"), ("yes", "layers"), ("False", "none"), ("off", "none"), ("selective", "selective")],
+)
+def test_the_setting_takes_a_boolean_too(word: str, mode: str) -> None:
+    assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
+
+
+def test_without_a_compiler_compilation_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    words = ["model.config={model_type: llama}", f"data.path={tmp_path}/data.jsonl", "run.device=cpu", *COMPILED]
+    assert resolve.resolve(load(None, words)).config.model.compile == "layers"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler .*, not found here"):
+        resolve.resolve(load(None, words))
+
+
+@pytest.fixture
+def graphs(compiling: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compile without generating code; give the function that returns how many graphs were compiled."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    eager: Any = torch._dynamo.lookup_backend("aot_eager")
+    compiled: list[None] = []
+
+    def backend(*graph: Any) -> Any:
+        compiled.append(None)
+        return eager(*graph)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    yield lambda: len(compiled)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["none", "layers", "offload-inputs", "offload-all"])
+def test_all_layers_share_one_compiled_graph_and_keep_gradients_and_names(graphs: Any, mode: str) -> None:
+    loss, grads = step(made(mode))
+    MODES["compiled"] = [*MODES[mode], "model.compile=layers"]
+    model = made("compiled")
+    del MODES["compiled"]
+    compiled_loss, compiled = step(model)
+    assert graphs() == 1
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    assert grads.keys() == compiled.keys() == dict(made(mode).named_parameters()).keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 5, dtype=torch.long), use_cache=False)
+    assert graphs() == 1, "evaluation runs the plain layers"
+
+
+def test_batches_with_other_numbers_of_documents_are_not_compiled_anew(graphs: Any) -> None:
+    function = torch.compile(lambda hidden, borders: hidden * borders.sum(), dynamic=False)
+    for documents in (2, 3, 7, 12):
+        borders = torch.arange(documents + 1, dtype=torch.int32)
+        mark_varying({"cu_seq_lens_q": borders})
+        function(torch.ones(3, 4), borders)
+    assert graphs() == 1

@@ -1,0 +1,117 @@
+"""Documents of a packed row do not see each other, or packing is refused."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.model import attention
+from small_shape import SMALL_SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+
+class OneRank:
+    """Stands for the ranks: this process alone, on the CPU."""
+
+    has_values = True
+    device = torch.device("cpu")
+    on_gpu = False
+
+    def log(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def all_agree(self, mine: bool) -> bool:
+        return mine
+
+
+def world() -> Any:
+    return cast(Any, OneRank())
+
+
+def model_of(kind: str, **values: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL_SHAPE, **values}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 8}),
+        ("mistral", {"sliding_window": 5}),
+        ("phi", {}),
+    ],
+)
+def test_transformers_own_models_keep_documents_apart(kind: str, values: dict[str, Any]) -> None:
+    assert attention.set_up(model_of(kind, **values), Config(), world()) is False
+
+
+def test_attention_that_looks_across_documents_refuses_packing() -> None:
+    model = model_of("llama")
+    plain = model.forward
+
+    def leaking(*inputs: Any, **others: Any) -> Any:
+        others.pop("position_ids", None)
+        return plain(*inputs, **others)
+
+    model.forward = leaking
+    with pytest.raises(ConfigError) as raised:
+        attention.set_up(model, Config(), world())
+    assert str(raised.value) == ("data.packing: documents of one row see each other in llama; use data.packing=false")
+
+
+def test_a_model_that_carries_state_from_token_to_token_is_refused() -> None:
+    settings = AutoConfig.for_model("mamba", vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(settings)
+    with pytest.raises(ConfigError, match="documents of one row see each other in mamba"):
+        attention.set_up(model, Config(), world())
+
+
+def test_logits_that_differ_from_those_of_the_document_alone_refuse_packing() -> None:
+    model = model_of("llama")
+    plain = model.forward
+
+    def shifted(*inputs: Any, position_ids: Any, **others: Any) -> Any:
+        # Isolated, but a document's scores depend on the row's length.
+        scale = 1.0 + position_ids.shape[1]
+        output = plain(*inputs, position_ids=position_ids, **others)
+        output.logits = output.logits * scale
+        return output
+
+    model.forward = shifted
+    with pytest.raises(ConfigError, match="a document gives other logits in a packed row than alone in llama"):
+        attention.set_up(model, Config(), world())
+
+
+def test_borders_are_those_of_documents_rows_and_padding() -> None:
+    numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
+    batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)
+    assert batch["cu_seq_lens"].tolist() == [0, 2, 3, 4, 8]
+    assert batch["cu_seq_lens"].dtype == torch.int32
+    named = attention.attention_arguments(batch)
+    assert set(named) == {"input_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert named["max_length_q"] == 4
+    assert set(attention.isolate(batch, varlen=False)) == {"input_ids", "cu_seq_lens"}
+
+
+@pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": 4})])
+def test_without_borders_the_registered_attention_is_that_of_sdpa(kind: str, values: dict[str, Any]) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = model_of(kind, **values)
+    ids = torch.randint(1, 300, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    expected = [model(input_ids=ids, attention_mask=mask).logits, model(input_ids=ids).logits]
+    answer = model.generate(input_ids=ids[:1], max_new_tokens=5, do_sample=False)
+    ALL_ATTENTION_FUNCTIONS.register(attention.VARLEN, attention.varlen_attention)
+    model.set_attn_implementation(attention.VARLEN)
+    padded = model(input_ids=ids, attention_mask=mask).logits
+    assert torch.allclose(padded[mask == 1], expected[0][mask == 1], atol=1e-6)
+    assert torch.equal(model(input_ids=ids).logits, expected[1])
+    assert torch.equal(model.generate(input_ids=ids[:1], max_new_tokens=5, do_sample=False), answer)

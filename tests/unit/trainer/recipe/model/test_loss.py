@@ -1,0 +1,254 @@
+"""The loss in chunks equals the plain one, with its gradients, for whatever a model does to its logits."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config, Model, Training
+from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.model import loss as fused
+from ftmon.trainer.recipe.model.loss import LogitTransform, chunk_tokens, linear_cross_entropy, use_summed_loss
+from small_shape import SMALL_SHAPE
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+
+class OneRank:
+    """Stands for the ranks: this process alone."""
+
+    has_values = True
+    on_gpu = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.said: list[str] = []
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
+
+    def all_agree(self, mine: bool) -> bool:
+        return mine
+
+
+def world() -> Any:
+    return cast(World, OneRank())
+
+
+def config(fused_loss: Any) -> Config:
+    return Config(model=Model(fused_loss=fused_loss))
+
+
+def model_of(kind: str, **values: Any) -> Any:
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(kind, **{**SMALL_SHAPE, **values})
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+    with torch.no_grad():
+        # Trained models have logits that a cap bends.
+        model.get_output_embeddings().weight.mul_(40.0)
+    use_summed_loss(model)
+    return model
+
+
+def rows(seed: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, SMALL_SHAPE["vocab_size"], (3, 40), generator=generator)
+    labels = ids.clone()
+    labels[0, :35] = -100
+    labels[1, :] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    model.zero_grad()
+    loss = model(**rows()).loss
+    (loss * 0.25).backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {"loss": loss.detach(), **grads}
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.3), LogitTransform(2.0, 5.0)])
+@pytest.mark.parametrize("chunk", [7, 64, 0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_loss_and_gradients_equal_those_of_full_logits(transform: LogitTransform, chunk: int, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(50, 16, generator=generator)
+    weight = torch.randn(200, 16, generator=generator)
+    bias = torch.randn(200, generator=generator) if with_bias else None
+    targets = torch.randint(0, 200, (50,), generator=generator)
+    exact = [value.double().requires_grad_() for value in (hidden, weight, bias) if value is not None]
+    logits = torch.nn.functional.linear(*exact)
+    expected = torch.nn.functional.cross_entropy(transform.apply(logits), targets, reduction="sum")
+    (expected / 7).backward()
+    leaves = [value.clone().requires_grad_() for value in (hidden, weight, bias) if value is not None]
+    loss = linear_cross_entropy(*leaves[:2], leaves[2] if with_bias else None, targets, transform, chunk)
+    (loss / 7).backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for mine, true in zip(leaves, exact, strict=True):
+        assert float((mine.grad - true.grad).norm() / true.grad.norm()) < 1e-6
+
+
+def test_in_bf16_the_gradients_are_as_near_to_the_exact_ones_as_those_of_full_logits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(400, 32, generator=generator).bfloat16()
+    weight = torch.randn(500, 32, generator=generator).bfloat16() * 0.2
+    targets = torch.randint(0, 500, (400,), generator=generator)
+
+    def grads(exactly: bool, chunk: int) -> list[Any]:
+        leaves = [(value.double() if exactly else value.clone()).requires_grad_() for value in (hidden, weight)]
+        if chunk:
+            loss = linear_cross_entropy(leaves[0], leaves[1], None, targets, chunk=chunk)
+        else:
+            logits = torch.nn.functional.linear(*leaves)
+            loss = torch.nn.functional.cross_entropy(logits if exactly else logits.float(), targets, reduction="sum")
+        loss.backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    exact, plain, chunked = grads(True, 0), grads(False, 0), grads(False, 50)
+    for true, full, mine in zip(exact, plain, chunked, strict=True):
+        assert (mine - true).norm() <= 1.5 * (full - true).norm()
+
+
+def test_without_labels_the_loss_and_the_gradients_are_zero() -> None:
+    hidden, weight = torch.randn(0, 16, requires_grad=True), torch.randn(200, 16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, None, torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert float(loss) == 0.0
+    assert not weight.grad.any()
+
+
+def test_a_frozen_weight_gets_no_gradient_and_a_chunk_fits_its_size() -> None:
+    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(200, 16)
+    linear_cross_entropy(hidden, weight, None, torch.zeros(9, dtype=torch.long)).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    assert chunk_tokens(151_936, trained=False) * 151_936 * 4 <= 1 << 28
+    assert 1 << 29 < chunk_tokens(151_936, trained=True) * 151_936 * 4 <= 1 << 30
+    assert chunk_tokens(32_000, trained=False) > chunk_tokens(151_936, trained=False)
+
+
+class Made(TorchDispatchMode):
+    """Collects the shapes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(result.shape)} if isinstance(result, torch.Tensor) else set()
+        return result
+
+
+def test_an_evaluation_computes_the_same_loss_and_no_gradient() -> None:
+    hidden, weight = torch.randn(9, 16, requires_grad=True), torch.randn(200, 16, requires_grad=True)
+    targets = torch.arange(9)
+    trained = linear_cross_entropy(hidden, weight, None, targets, chunk=4)
+    with torch.no_grad(), Made() as made:
+        loss = linear_cross_entropy(hidden, weight, None, targets, chunk=4)
+    assert torch.equal(loss, trained)
+    assert (4, 200) in made.shapes
+    assert not made.shapes & {(200, 16), (9, 16)}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {},
+    "gemma2": {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25, "layer_norm_eps": 1e-5},
+    "phi": {},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_loss_and_gradients_stay_what_they_were(kind: str) -> None:
+    model = model_of(kind, **KINDS[kind])
+    plain = gradients(model)
+    ranks = world()
+    assert fused.set_up(model, config("on"), ranks)
+    found = gradients(model)
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():
+        assert float((found[name] - value).norm()) <= 2e-5 * float(value.norm()) + 1e-7, name
+    assert model(input_ids=rows()["input_ids"]).logits.shape == (3, 40, SMALL_SHAPE["vocab_size"])
+
+
+def test_adapters_have_the_same_gradients_with_the_fused_loss() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model_of("llama"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    plain = gradients(model)
+    assert fused.set_up(model, config("on"), world())
+    found = gradients(model)
+    assert not any("lora" not in name for name in plain if name != "loss")
+    for name, value in plain.items():
+        assert float((found[name] - value).norm()) <= 1e-4 * float(value.norm()), name
+
+
+def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> None:
+    model = model_of("llama")
+    own = type(model).forward
+
+    def forward(self: Any, *inputs: Any, labels: Any = None, **others: Any) -> Any:
+        output = own(self, *inputs, **others)
+        output.logits = output.logits / (1.0 + output.logits.abs())
+        output.loss = self.loss_function(logits=output.logits, labels=labels) if labels is not None else None
+        return output
+
+    model.forward = forward.__get__(model)
+    plain = gradients(model)
+    ranks = world()
+    assert not fused.set_up(model, config("auto"), ranks)
+    assert ranks.said == [
+        "note: logits are computed at full size (model.fused_loss): llama changes its logits in a way of its own "
+        "before the loss"
+    ]
+    found = gradients(model)
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    with pytest.raises(ConfigError, match=r"model\.fused_loss is on, but llama changes its logits"):
+        fused.set_up(model, config("on"), world())
+
+
+def test_a_model_with_a_loss_beside_that_of_its_tokens_keeps_its_own() -> None:
+    model = model_of("mixtral", num_local_experts=2, output_router_logits=True, router_aux_loss_coef=1.0)
+    ranks = world()
+    assert not fused.set_up(model, config("auto"), ranks)
+    assert "mixtral gives a loss of" in ranks.said[0]
+
+
+def test_off_leaves_the_model_alone() -> None:
+    model = model_of("llama")
+    assert not fused.set_up(model, config("off"), world())
+    assert "forward" not in vars(model)
+
+
+def test_fp16_keeps_full_logits_as_sums_of_unscaled_gradients_overflow() -> None:
+    ranks = world()
+    assert not fused.set_up(model_of("llama").half(), config("auto"), ranks)
+    assert "overflow in fp16" in ranks.said[0]
+    with pytest.raises(ConfigError, match="overflow in fp16"):
+        fused.set_up(model_of("llama").half(), config("on"), world())
+
+
+def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) -> None:
+    from ftmon.trainer.recipe.model import load
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    shape = AutoConfig.for_model("gemma3", text_config=SMALL_SHAPE, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    named = Config(model=Model(name=str(tmp_path)), training=Training(precision="fp32"))
+    made = load.make(named, {}, range(SMALL_SHAPE["vocab_size"]), world())
+    assert not hasattr(made.config, "vocab_size")
+    with pytest.raises(ConfigError, match="has 320 tokens, fewer than the tokenizer's 321"):
+        load.make(named, {}, range(321), world())

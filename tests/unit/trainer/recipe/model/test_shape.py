@@ -1,0 +1,67 @@
+"""Sequences longer than a model has positions for are refused before anything starts, and answers end before."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.evaluation import evaluate
+from ftmon.trainer.recipe.model import shape
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("deepspeed")
+
+
+SIZES = {
+    "gpt2": "n_layer: 1, n_embd: 32, n_head: 2, n_positions: 32",
+    "gptj": "n_layer: 1, n_embd: 32, n_head: 2, rotary_dim: 8, n_positions: 32",
+    "opt": "num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 2, ffn_dim: 32, max_position_embeddings: 32",
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_more_tokens_than_a_table_has_positions_are_refused_with_the_name_of_its_size(kind: str) -> None:
+    words = f"model.config={{model_type: {kind}, {SIZES[kind]}}}"
+    setting = "max_position_embeddings" if kind == "opt" else "n_positions"
+    with pytest.raises(ConfigError) as raised:
+        shape.check(load(None, [words, "training.sequence_length=128"]).config)
+    assert str(raised.value) == (
+        f"training.sequence_length: 128 tokens are more than the model's {setting}, 32, and it has no positions beyond "
+        f"them; use training.sequence_length=32 or less, or raise model.config.{setting}"
+    )
+    assert shape.check(load(None, [words, "training.sequence_length=32"]).config)[1] == ""
+
+
+def test_the_positions_of_a_model_s_folder_are_checked(tmp_path: Path) -> None:
+    made: Any = AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, n_positions=32)
+    made.save_pretrained(tmp_path)
+    words = [f"model.name={tmp_path}", "training.sequence_length=128"]
+    with pytest.raises(ConfigError, match=r"use training\.sequence_length=32 or less$"):
+        shape.check(load(None, words).config)
+    with pytest.raises(ConfigError, match=r"^model\.name: .*nowhere cannot be loaded: "):
+        shape.check(load(None, [f"model.name={tmp_path}/nowhere"]).config)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"^model\.name: .* cannot be loaded: maximum recursion depth"):
+        shape.check(load(None, [f"model.name={tmp_path}"]).config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "xglm"])
+def test_positions_that_are_computed_go_on_with_a_note(kind: str) -> None:
+    words = f"model.config={{model_type: {kind}, max_position_embeddings: 64}}"
+    _, note = shape.check(load(None, [words, "training.sequence_length=128"]).config)
+    assert note == "128 tokens are more than the model's max_position_embeddings, 64"
+
+
+def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
+    made: Any = AutoConfig.for_model(
+        "gpt2", n_layer=1, n_embd=32, n_head=2, n_positions=32, vocab_size=64, eos_token_id=None, bos_token_id=None
+    )
+    model: Any = AutoModelForCausalLM.from_config(made)
+    engine = SimpleNamespace(module=model, eval=model.eval, train=model.train)
+    world: Any = SimpleNamespace(is_first=True, device=torch.device("cpu"))
+    tokens = SimpleNamespace(pad_token_id=0, eos_token_id=None, decode=lambda ids: f"{len(ids)} tokens")
+    row = {"input_ids": list(range(32)), "labels": [evaluate.IGNORED] * 24 + list(range(24, 32))}
+    assert evaluate.generate(engine, tokens, [row], 64, 32, world, together=False) == [("24 tokens", "8 tokens")]

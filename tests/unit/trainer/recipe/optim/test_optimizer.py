@@ -1,0 +1,29 @@
+"""The learning rate over time."""
+
+import pytest
+from ftmon.trainer.recipe.config.schema import Schedule
+from ftmon.trainer.recipe.optim.optimizer import factor
+from hypothesis import given
+from hypothesis import strategies as st
+
+KINDS = ["constant", "linear", "cosine"]
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
+def test_it_stays_within_its_bounds_and_ends_where_it_should(kind: str, warmup: int, total: int, final: float) -> None:
+    schedule = Schedule(kind=kind, warmup_steps=warmup, final_ratio=final)  # type: ignore[arg-type]
+    factors = [factor(schedule, step, total) for step in range(total)]
+    assert all(0 <= value <= 1 for value in factors)
+    after = factors[warmup:]
+    assert after == sorted(after, reverse=True)
+    if kind != "constant" and total > warmup + 1:
+        assert factors[-1] == pytest.approx(final)
+
+
+def test_warm_up_rises_linearly_to_the_peak() -> None:
+    schedule = Schedule(kind="constant", warmup_steps=4)
+    assert [factor(schedule, step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    assert factor(Schedule(kind="cosine", final_ratio=0.0), 50, 101) == pytest.approx(0.5)

@@ -1,0 +1,158 @@
+"""Checks across keys, files and the machine, before anything starts."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe import hardware
+from ftmon.trainer.recipe.config.load import Loaded, load
+from ftmon.trainer.recipe.preflight import resolve
+from places import DATA
+
+MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n')
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", list[str])
+
+
+def loaded(data: Path, *overrides: str) -> Loaded:
+    return load(None, [MODEL, f"data.path={data}", *overrides])
+
+
+def refusal(data: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resolve.resolve(loaded(data, *overrides))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    resolved = resolve.resolve(loaded(Path(data.name), "output.dir=out"))
+    config = resolved.config
+    assert (resolved.device, resolved.gpus, resolved.ranks) == ("cpu", [], 1)
+    assert config.training.precision == "fp32"
+    assert config.run.threads == hardware.cores()
+    assert config.data.path == str(data)
+    assert config.output.dir == str(data.parent / "out")
+
+
+def test_a_settled_configuration_passes_unchanged(data: Path) -> None:
+    first = resolve.resolve(loaded(data, "run.ranks=2")).config
+    assert resolve.resolve(Loaded(first, "train.yaml")).config == first
+
+
+def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
+    assert resolve.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
+    two = resolve.resolve(loaded(data, "run.ranks=2"))
+    assert (two.gpus, two.config.training.precision) == (["0", "1"], "bf16")
+    assert resolve.resolve(loaded(data, "run.device=cpu")).gpus == []
+
+
+def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(data.parent))
+    (data.parent / "poems").mkdir()
+    settled = resolve.resolve(loaded(data, "data.path=", "data.name=~/poems", "run.device=cpu")).config
+    assert settled.data.name == str(data.parent / "poems")
+    named = resolve.resolve(loaded(data, "data.path=", "data.name=me/poems", "run.device=cpu")).config
+    assert named.data.name == "me/poems"
+
+
+def test_ranks_on_gpus_have_few_host_threads_unless_the_host_computes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(hardware, "cores", lambda: 64)
+    assert resolve.resolve(loaded(data)).config.run.threads == 4
+    assert resolve.resolve(loaded(data, "zero.offload_optimizer=true")).config.run.threads == 32
+    assert resolve.resolve(loaded(data, "run.threads=7")).config.run.threads == 7
+
+
+def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0"])
+    assert refusal(data, "run.ranks=2") == "command line: run.ranks is 2, but 1 GPU is visible"
+
+
+@pytest.mark.parametrize("line", (DATA / "refusals.txt").read_text().splitlines()[1:])
+def test_what_does_not_hold_is_refused_in_one_line(data: Path, line: str) -> None:
+    overrides, _, words = line.partition(" -> ")
+    text = refusal(data, *overrides.split(" & "))
+    assert words in text
+    assert text.startswith("command line: ")
+
+
+def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> None:
+    path = data.parent / "train.yaml"
+    path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
+    with pytest.raises(ConfigError) as raised:
+        resolve.resolve(load(str(path)))
+    assert str(raised.value) == f"{path}:4: data.path {data}x: no such file"
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", "[1, 2]\n", "\xff\n"])
+def test_a_data_file_that_holds_no_records_is_refused(data: Path, content: str) -> None:
+    data.write_bytes(content.encode("latin-1"))
+    assert "data.path" in refusal(data)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
+    data: Path, name: str, encoding: str
+) -> None:
+    text = {"a.jsonl": '{"text": "caf\xe9"}\n', "a.json": '[{"text": "caf\xe9"}]', "a.csv": "text\ncaf\xe9\n"}
+    path = data.with_name(name)
+    path.write_bytes(text.get(name, "caf\xe9\n").encode(encoding))
+    assert "is not text in UTF-8; convert the file" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", "[" * 100_000, "line 1 is nested too deeply"),
+        ("a.json", "[" * 100_000, "is nested too deeply"),
+        ("a.jsonl", '\n{\n  "text": "a"\n}\n', "line 2 is not JSON: .* at column 2; one record a line is read"),
+        ("a.json", "[]", "holds no records"),
+        ("a.csv", "text\na,b\n", "a.csv:2 has 2 fields, and the header 1"),
+    ],
+)
+def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(
+    data: Path, name: str, content: str, words: str
+) -> None:
+    path = data.with_name(name)
+    path.write_text(content)
+    assert re.search(f"data.path {path}: {words}", refusal(path))
+
+
+def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:
+    out = data.parent / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    assert "holds results of an earlier run" in refusal(data, f"output.dir={out}")
+    for way_out in ("checkpoint.resume=auto", "output.overwrite=true"):
+        assert resolve.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
+
+
+def test_a_port_that_is_taken_is_refused(data: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"run.master_port {port} is taken" in refusal(data, f"run.master_port={port}")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_an_output_folder_that_cannot_be_written_is_refused(data: Path) -> None:
+    assert "cannot be written" in refusal(data, "output.dir=/proc/out")

@@ -1,0 +1,85 @@
+"""The command and environment that start the ranks."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe import hardware, start
+from ftmon.trainer.recipe.preflight import resolve
+
+# The demo's own configuration and data.
+
+
+def test_the_data_set_is_small_distinct_and_whole() -> None:
+    records = [json.loads(line) for line in start.DATA.read_text().splitlines()]
+    assert 400 <= len(records) <= 800
+    assert len({record["prompt"] for record in records}) == len(records)
+    assert all(set(record) == {"prompt", "response"} and all(record.values()) for record in records)
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1", "2", "3"]])
+def test_it_takes_all_gpus_or_two_cpu_ranks(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(start, "usable_gpus", lambda: gpus)
+    resolved = resolve.resolve(start.demo_config([]))
+    assert resolved.ranks == (len(gpus) or 2)
+    assert resolved.gpus == gpus
+    assert resolved.config.zero.stage == 2
+
+
+def test_an_override_of_the_demo_is_checked_like_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: zero\.stage must be"):
+        start.demo_config(["zero.stage=4"])
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(start, "usable_gpus", lambda: gpus)
+    return resolve.resolve(start.demo_config(list(overrides)))
+
+
+def option(words: list[str], name: str) -> str:
+    (found,) = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
+    return found
+
+
+def slots(words: list[str]) -> Any:
+    return json.loads(base64.urlsafe_b64decode(option(words, "world_info")))
+
+
+def test_cpu_ranks_are_numbered_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    settled = resolved(monkeypatch, [], "run.ranks=2")
+    assert slots(start.launch_command(settled)) == {"localhost": [0, 1]}
+    environment = start.launch_environment(settled, {})
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert environment["DS_ACCELERATOR"] == "cpu"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_gpu_ranks_keep_the_devices_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled = resolved(monkeypatch, ["3", "GPU-aa", "1"], "run.ranks=2")
+    assert slots(start.launch_command(settled)) == {"localhost": ["3", "GPU-aa"]}
+    environment = start.launch_environment(settled, {"OMP_NUM_THREADS": "5"})
+    assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cuda", "5")
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_a_port_that_was_chosen_is_kept_and_another_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = hardware.free_port()
+    assert option(start.launch_command(resolved(monkeypatch, [], f"run.master_port={port}")), "master_port") == str(
+        port
+    )
+    chosen = int(option(start.launch_command(resolved(monkeypatch, [])), "master_port"))
+    assert hardware.port_is_free(chosen)
+
+
+def test_the_launcher_starts_our_module_and_passes_no_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = start.launch_command(resolved(monkeypatch, []))
+    assert Path(words[0]).name.startswith("python")
+    assert words[-1] == "ftmon.trainer.recipe"
+    assert {"--module", "--no_local_rank", "deepspeed.launcher.launch"} <= set(words)

@@ -1,0 +1,142 @@
+"""Sweep files: what they mean, and what is refused, with line and fix."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.sweep.rows import Planned
+from ftmon.trainer.sweep import plan as jobs
+from ftmon.trainer.sweep import plan as show
+from ftmon.trainer.sweep import plan as spec
+from ftmon.trainer.sweep.__main__ import _plan
+
+_CONFIG, _COMMAND = "config: train.yaml\n", "command: python {a}\n"
+CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"
+
+
+def read(tmp_path: Path, text: str) -> spec.Spec:
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    found = spec.read(str(path))
+    jobs.check(found)
+    return found
+
+
+def test_a_grid_is_every_combination_as_overrides_of_the_configuration(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        "config: train.yaml\nset: {optimizer.lr: 1e-5}\naxes:\n  training.sequence_length: [512, 1024]\n"
+        "  zero.offload_optimizer: [true, false]\n  env.PYTORCH_CUDA_ALLOC_CONF: ['', 'expandable_segments:True']\n",
+    )
+    grid = jobs.combinations(found)
+    assert len(grid) == 8
+    job = jobs.job(found, grid[-1], "s-001")
+    words = job.request.overrides
+    assert "training.sequence_length=1024" in words
+    assert "zero.offload_optimizer=false" in words
+    assert "training.max_steps=5" in words, "3 measured and 2 of warm-up"
+    assert "optimizer.lr=1e-05" in words
+    assert job.request.options.on_hang == "kill"
+    assert job.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert not any(word.startswith("env.") for word in words)
+
+
+def test_a_command_takes_its_values_where_the_placeholders_stand(tmp_path: Path) -> None:
+    found = read(tmp_path, "command: [python, train.py, '--seq={seq}', '--config={\"a\": 1}']\naxes: {seq: [8, 16]}\n")
+    assert jobs.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
+
+
+def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_path: Path) -> None:
+    text = "config: train.yaml\naxes: {training.sequence_length: [64, 16]}\n"
+    found = read(tmp_path, text + "one_process: true\n")
+    words = jobs.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
+    assert "training.sequence_length=64" in words
+    assert "debug.lengths=[16, 64]" in words
+    assert jobs.fingerprint(found) != jobs.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
+
+
+@pytest.mark.parametrize(("goal", "repeats"), [("largest", 1), ("fastest", 3)])
+def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, repeats: int) -> None:
+    command, more = ("python {a} {b}", ", axis: b, low: 1, high: 8") if goal == "largest" else ("python {a}", "")
+    text = f"command: {command}\naxes: {{a: [1, 2]}}\nrepeats: 3\nsearch: {{goal: {goal}{more}}}\n"
+    wanted = read(tmp_path, text)
+    predictor: Any = SimpleNamespace(notes=[], capacity_bytes=None, plan=lambda grid: list(map(Planned, grid)))
+    plan = _plan(wanted, predictor, False)
+    printed: list[str] = []
+    show.Lines(wanted, printed.append).plan(plan, 0, 0.0)
+    assert plan.repeats == repeats
+    assert ("x 3 repeats" in printed[0]) == (repeats == 3)
+
+
+def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
+    text = "command: python {a}\naxes: {a: [1]}\ntimeout: 10 m\ncapacity: 80GB\n"
+    found = read(tmp_path, text + "budget: {money: 10, price_per_hour: 5, hours: 3}\n")
+    assert found.budget.seconds == 7200
+    assert (found.timeout, found.capacity_bytes) == (600, 80 * 10**9)
+
+
+def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> None:
+    base = "config: train.yaml\naxes: {zero.stage: [1]}\n"
+    one = jobs.fingerprint(read(tmp_path, base))
+    assert jobs.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
+    assert jobs.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
+    assert jobs.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("axes: {a: [1]}\n", "config or command is missing"),
+        (_CONFIG + "", "axes is missing"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is not a figure"),
+        (_CONFIG + "axes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
+        (
+            _CONFIG + "axes: {env.A=B: [1]}\n",
+            "sweep.yaml:2: axes.env.A=B is no name of an environment variable",
+        ),
+        (_CONFIG + "axes: {a: [1]}\nenv: {A=B: c}\n", "sweep.yaml:3: env.A=B is no name of an environment"),
+        ("config: none.yaml\naxes: {a: [1]}\n", "sweep.yaml:1: config none.yaml: no such file"),
+        (_CONFIG + "axis: {a: [1]}\n", "sweep.yaml:2: unknown key axis; did you mean axes?"),
+        (
+            _CONFIG + "axes:\n  zero.stag: [1, 2]\n",
+            "sweep.yaml:3: axes.zero.stag: unknown key zero.stag",
+        ),
+        (_CONFIG + "axes:\n  zero.stage: [1, 7]\n", "sweep.yaml:3: axes.zero.stage: zero.stage must be"),
+        (_CONFIG + "axes:\n  zero.stage: 2\n", "sweep.yaml:3: axes.zero.stage must be a list"),
+        (_CONFIG + "axes: {zero.stage: [2, 2]}\n", "has 2 twice"),
+        ("command: python t.py\naxes: {seq: [1]}\n", "sweep.yaml:1: command has no {seq}"),
+        ("command: python {seq} {zero}\naxes: {seq: [1]}\n", "command has {zero}, but the axes are seq"),
+        ("command: no-such-program {seq}\naxes: {seq: [1]}\n", "no-such-program: command not found"),
+        (_COMMAND + "axes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
+        (_COMMAND + "axes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
+        (
+            _COMMAND + "search: {goal: best, axis: a, high: 9}\n",
+            "search.goal must be largest, fastest",
+        ),
+        (_COMMAND + "search: {goal: largest, axis: a}\n", "search needs axis and high"),
+        (
+            _CONFIG + "one_process: true\naxes: {zero.stage: [1]}\n",
+            "sweep.yaml:2: one_process needs the axis training.sequence_length",
+        ),
+        (_COMMAND + "axes: {a: [1]}\none_process: true\n", "sweep.yaml:3: one_process goes with config"),
+        (
+            _CONFIG + "one_process: true\nsearch: {goal: largest, axis: training.sequence_length, high: 99}\n",
+            "sweep.yaml:2: one_process goes without search",
+        ),
+        (_CONFIG + "one_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
+        (
+            f"command: python {{a}}\naxes: {{a: [{1 << 63}]}}\n",
+            "sweep.yaml:2: axes.a must be a whole number of at most 64 bits",
+        ),
+        ("- 1\n", "must hold keys such as config and axes"),
+    ],
+)
+def test_a_wrong_sweep_file_is_one_line_with_its_place_and_the_fix(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(FtmonError) as refused:
+        read(tmp_path, text)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,87 @@
+"""How a sweep waits for a run."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.collect import RecordedRun
+from ftmon.protocol.run.rundir import ExitFile, RunDir
+from ftmon.protocol.run.start import CommandEnd, LauncherMessage
+from ftmon.trainer.sweep import run
+from ftmon.trainer.sweep.run import Ending, Running, progress, why
+from streams import Stream, write
+
+# What a sweep reads from the recording of a live run.
+
+
+RESUMED_AT = 1000
+
+
+def resumed(frame: Frame) -> Frame:
+    """Return a frame as of a script that resumes from a checkpoint."""
+    message = frame.message
+    if not isinstance(message, Step):
+        return frame
+    message = msgspec.structs.replace(message, step=message.step + RESUMED_AT)
+    return msgspec.structs.replace(frame, message=message)
+
+
+def test_steps_of_a_resumed_script_are_counted_from_its_own_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    frames = [resumed(frame) for frame in Stream(ranks=2, steps=40).frames()]
+    steps = [frame for frame in frames if isinstance(frame.message, Step)]
+    # The last step of one rank is not recorded yet.
+    write(run.recording, [frame for frame in frames if frame is not steps[-1]])
+    assert progress(run, 0.0).steps == 39
+
+
+def test_a_rank_without_a_step_holds_back_the_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    frames = Stream(ranks=2, steps=5).frames()
+    write(run.recording, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.rank)])
+    assert progress(run, 0.0).steps == 0
+
+
+def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_like(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    frames = list(Stream(ranks=2, steps=5, finished=False).frames())
+    at = frames[-1].t
+
+    def hang(number: int, rank: int) -> Frame:
+        alert = Alert(number, "hang", "error", at + number, f"rank {rank} hangs", rank=rank, evidence={"hung": [rank]})
+        return Frame(frames[-1].seq + number, at + number, alert)
+
+    write(run.recording, [*frames, hang(1, 1), hang(9, 0)])
+    recorded = RecordedRun(run.recording)
+    for asked, rank in ((at + 5, 1), (at + 20, 0)):
+        found = why(Ending(run, None, "hang", [], asked), recorded, 60.0)
+        assert (found.verdict, found.rank) == ("hang", rank)
+
+
+@pytest.mark.parametrize(("deadline", "why"), [(0.0, ""), (float("inf"), "hang")], ids=["deadline", "asked for"])
+def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(
+    deadline: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_POLL_SECONDS", 200.0)  # the wait ends with the run, however late that is
+    line = CommandEnd()
+    launcher = socket.socket(fileno=os.dup(line.launchers_end))
+    line.handed_over()
+    running = Running.__new__(Running)  # of a launcher that is this process
+    running.run, running._line = RunDir(tmp_path), line
+    end = ExitFile(0, 1.0, "finished")
+
+    def launch() -> None:
+        with launcher:
+            launcher.send(msgspec.json.encode(LauncherMessage(end=end)) + b"\n")
+
+    timer = threading.Timer(0.1, launch)
+    timer.start()
+    ending = running.wait(deadline, lambda: why)
+    timer.join()
+    assert (ending.ended_for, ending.exit) == ("", end)

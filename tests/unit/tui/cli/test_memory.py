@@ -1,0 +1,98 @@
+"""``ftmon memory``, ``ftmon events`` and ``ftmon capture``: the same as on the screens, in lines and as JSON."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.messages.hosts import Job
+from ftmon.protocol.messages.telemetry import AllocatorEvents
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.run.rundir import ExitFile, RunDir
+from ftmon.tui.cli.main import main
+from ftmon.tui.cli.memory import _news
+from ftmon.tui.model import RunModel
+from peaks import explained
+from streams import RUN
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return explained(tmp_path_factory.mktemp("runs") / "recording.sqlite", 2, steps=24)
+
+
+def test_memory_tells_parts_lead_and_cause(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", str(path), "--rank", "0"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rank 0, step 24: ")
+    words = ("optimizer states", "used (NVML)", "unexplained", "up to length", "gradient upcast", "try: a smaller")
+    assert all(one in text for one in words), text
+    assert "rank 1" not in text
+
+
+def test_memory_as_json_adds_up(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", str(path), "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert sum(rank["parts"].values()) == rank["peak_bytes"]
+        assert rank["lead"]["standing"][0]["bytes"] >= rank["peak_bytes"]
+    assert ranks[0]["causes"][0]["phase"] == "optimizer"
+
+
+@pytest.mark.parametrize("command", ["memory", "events", "logs"])
+def test_a_rank_that_there_is_not_is_wrong_usage(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(path), "--rank", "7"]) == 2
+    assert capsys.readouterr().err == "ftmon: no rank 7 in this run; its ranks: 0 to 1\n"
+
+
+def test_events_tell_each_phase_of_each_sampled_step_or_as_json_an_object_a_line(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["events", str(path), "--rank", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[4] for line in lines} == {"1", "2", "8", "16", "24"}
+    forward = next(line for line in lines if "step 8 forward" in line)
+    assert "1,904 allocations" in forward
+    assert "20,473/s" in forward
+    assert main(["events", str(path), "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == 10
+    assert found[-1]["rates"]["optimizer"]["allocations_per_second"] > 7000
+
+
+def test_samples_of_a_later_job_are_news_though_its_steps_begin_again() -> None:
+    model, printed = RunModel(), dict[int, float]()
+    for number, steps in ((1, (8, 16)), (2, (1,))):
+        begun = RUN.created + 30 * number
+        messages = [Job(number, begun, "training", begun, world_size=1)]
+        for message in [*messages, *(AllocatorEvents(0, step, begun + step, []) for step in steps)]:
+            model.apply(Frame(model.last_seq + 1, RUN.created, message))
+        assert [events.step for events in _news(model, None, printed)] == list(steps)
+        assert not list(_news(model, None, printed))
+
+
+def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["events", str(path), "--follow"]) == 2
+    assert capsys.readouterr().out == ""
+    run = RunDir(tmp_path / RUN.id)
+    run.path.mkdir()
+    shutil.copy(path, run.recording)
+    run.write_run(RUN)
+    run.write_exit(ExitFile(1, RUN.created, "failed"))
+    assert main(["events", str(run.path), "--follow"]) == 0
+    assert "rank 0 step 24" in capsys.readouterr().out
+
+
+def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    run = RunDir(tmp_path / "runs" / RUN.id)
+    run.path.mkdir(parents=True, mode=0o700)
+    run.write_run(RUN)
+    run.write_exit(ExitFile(0, RUN.created, "finished"))
+    assert main(["capture", RUN.id]) == 1
+    assert "has ended" in capsys.readouterr().err

@@ -1,0 +1,446 @@
+"""Reports of runs, sweeps and CSV files: bands over ranks, pieces, files that open anywhere."""
+
+import csv
+import html.parser
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from ftmon.protocol.messages.telemetry import Evaluation, Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.writer import Writer
+from ftmon.protocol.sweep.rows import Ended, Entry
+from ftmon.tui.cli import report
+from ftmon.tui.cli.main import main
+from ftmon.tui.cli.output import print_json
+from ftmon.tui.report.build import chart_lines
+from ftmon.tui.report.data import Chart, Curve
+from ftmon.tui.report.pictures import svg
+from scenes import recorded
+from streams import RUN, Stream, write
+from sweep_results import done, out_of_memory, planned, write_results
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def sweep(folder: Path, name: str = "lengths", more: float = 1.0) -> Path:
+    """Write a sweep over lengths on two ranks, the second of which needs 1 GiB more; the longest does not fit."""
+    lengths = (256, 512, 1024, 2048, 4096)
+    runs = [planned(seq, _peak(seq)) for seq in lengths]
+    entries: list[Entry] = []
+    for number, (seq, run) in enumerate(zip(lengths, runs, strict=True), 1):
+        phases = {"optimizer": int(10 * GIB * more), "backward": int(_peak(seq) * more)}
+        ranks = [{phase: size + rank * GIB for phase, size in phases.items()} for rank in range(2)]
+        entries.append(done(run, 1000.0 + 60 * number, 60.0, ranks))
+    entries += [out_of_memory(8192, 1400.0, 4 * GIB), Ended(1800.0, "finished")]
+    return write_results(folder / f"{name}.results.jsonl", name, runs, entries, 1000.0)
+
+
+def _peak(seq: int) -> int:
+    return 8 * GIB + seq * 2 * MIB
+
+
+def ftmon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    done = capsys.readouterr()
+    return status, done.out, done.err
+
+
+def refused(answer: tuple[int, str, str], words: str) -> None:
+    """Check that a command refused with status 2, in one line that contains ``words``."""
+    status, out, err = answer
+    assert (status, out) == (2, "")
+    assert err.startswith("ftmon: ")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--json", "--price", "9")
+    assert status == 0
+    (section,) = json.loads(out)["sections"]
+    peak = section["charts"][0]
+    measured, predicted = peak["curves"]
+    assert measured["xs"] == [256, 512, 1024, 2048, 4096]
+    assert (measured["low"][0], measured["high"][0]) == (10.0, 11.0)
+    assert predicted["predicted"]
+    assert predicted["median"][-1] == 16.0
+    assert [8192, "out of memory"] in peak["marks"]
+    assert any(text == "crossover" and abs(x - 1024) < 8 for x, text in peak["marks"])
+    assert "optimizer leads to 1,024 tokens, then backward at +2.0 MiB a token" in peak["notes"][0]
+    assert ["cost", "2.00 at 9.00 an hour"] in section["facts"]
+    assert any(row[-1].startswith("out of memory in backward, rank 1") for row in section["table"])
+
+
+class _Links(html.parser.HTMLParser):
+    """Collects what a page would load, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sweep(tmp_path, "a<script>alert(1)<")
+    page = tmp_path / "report.html"
+    status, out, _ = ftmon(capsys, "report", str(path), "--html", str(page))
+    assert (status, out) == (0, f"written: {page}\n")
+    text = page.read_text()
+    links = _Links()
+    links.feed(text)
+    assert links.loads == []
+    assert "script" not in links.tags
+    assert "@import" not in text
+    assert "url(" not in text
+    drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+    assert len(drawings) == 2
+    for drawing in drawings:
+        root = ElementTree.fromstring("<svg" + drawing)
+        assert root.findall("polyline"), "a curve"
+    assert ElementTree.fromstring("<svg" + drawings[0]).findall("polygon"), "the band over ranks"
+
+
+def test_all_charts_are_one_picture_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = sweep(tmp_path, "a<script>alert(1)<"), tmp_path / "report.svg"
+    status, out, _ = ftmon(capsys, "report", str(path), "--svg", str(picture))
+    assert (status, out) == (0, f"written: {picture}\n")
+    root = ElementTree.parse(picture).getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    assert {element.tag for element in root.iter()} & {f"{name}script", f"{name}image", f"{name}use"} == set()
+    drawings = root.findall(f"{name}svg")
+    assert len(drawings) == 2
+    ends = [int(one.attrib["y"]) + int(one.attrib["height"]) for one in drawings]
+    assert ends[0] < int(drawings[1].attrib["y"])
+    assert ends[1] == int(root.attrib["height"])
+    assert all(drawing.findall(f"{name}polyline") for drawing in drawings), "a curve in each"
+
+
+def test_a_run_is_shown_by_step_and_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "recording.sqlite", 2, steps=20)
+    status, out, _ = ftmon(capsys, "report", str(path), "--json")
+    assert status == 0
+    (section,) = json.loads(out)["sections"]
+    memory, times = section["charts"]
+    assert (memory["x_name"], times["unit"]) == ("step", "ms")
+    assert [curve["name"] for curve in memory["curves"]] == ["allocated", "reserved"]
+    assert len(times["curves"][0]["xs"]) == 20
+    assert {row[0] for row in section["table"]} >= {"forward", "backward", "optimizer"}
+    status, out, _ = ftmon(capsys, "report", str(path), "--ascii")
+    assert status == 0
+    assert out.isascii()
+    assert "memory peak of a step, GiB, by step" in out
+
+
+def test_measurements_of_others_stand_in_the_same_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.csv"
+    lines = ["seq_len,gpu_0_allocated_mib,gpu_1_allocated_mib"]
+    lines += [f"{seq},{8192 + 2 * seq},{9216 + 2 * seq}" for seq in (512, 1024, 2048)]
+    path.write_text("\n".join(lines) + "\n")
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), str(path), "--json")
+    assert status == 0
+    together = json.loads(out)["sections"][0]
+    assert together["title"] == "in one picture"
+    names = [curve["name"] for curve in together["charts"][0]["curves"]]
+    assert names == ["lengths", "lengths predicted", "theirs allocated"]
+    theirs = together["charts"][0]["curves"][2]
+    assert (theirs["low"][0], theirs["high"][0]) == (9.0, 10.0)
+    columns = "length=seq_len,allocated=gpu_{rank}_allocated_mib,unit=MiB"
+    assert ftmon(capsys, "report", str(path), "--columns", columns)[0] == 0
+
+
+def test_the_rows_are_one_line_a_rank_and_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--csv", str(out))[0] == 0
+    rows = list(csv.DictReader(out.open()))
+    assert len(rows) == 5 * 2 * 2 + 1
+    assert {row["phase"] for row in rows} == {"optimizer", "backward", ""}
+    first = next(row for row in rows if (row["seq"], row["rank"], row["phase"]) == ("4096", "1", "backward"))
+    assert int(first["allocated_peak_bytes"]) == _peak(4096) + GIB
+    assert int(first["predicted_peak_bytes"]) == _peak(4096)
+    assert rows[-1]["verdict"] == "out-of-memory"
+    assert int(rows[-1]["asked_bytes"]) == 4 * GIB
+
+
+def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = tmp_path / "rows.parquet"
+    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--parquet", str(out))[0] == 0
+    table = parquet.read_table(out)
+    assert table.num_rows == 21
+    assert "allocated_peak_bytes" in table.column_names
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ("a,b\n1,2\n", (), "no column looks like a length among a, b"),
+        ("seq,allocated_mib\n1,x\n", (), "line 2, column allocated_mib: 'x' is no number"),
+        ("seq,allocated_mib\n1\n", (), "line 2: 1 columns, the header has 2"),
+        ("seq,allocated_mib\n", (), "no measurements"),
+        ("", (), "is empty, or has no header in its first line\n"),
+        (
+            "seq;allocated_mib\n1;2\n",
+            (),
+            "its columns are separated by semicolons, not by commas: write it with commas\n",
+        ),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=q"), "column q is not in the file"),
+        ("seq,p\n1,2\n", ("--columns", "allocated=p"), "--columns needs length=COLUMN"),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,unit=MB/s"), "unit must be one of"),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,allocated=q"), "allocated is given twice"),
+    ],
+)
+def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: tuple[str, ...], words: str
+) -> None:
+    path, page = tmp_path / "their.csv", tmp_path / "out.html"
+    path.write_text(content)
+    refused(ftmon(capsys, "report", str(path), "--html", str(page), *options), words)
+    assert not page.exists()
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("nope.csv", None, "nope.csv: no such file"),
+        ("nope/recording", None, "nope/recording: no such file"),
+        ("nope.results.jsonl", None, "nope.results.jsonl: no such file"),
+        ("bad.results.jsonl", "garbage\n", "bad.results.jsonl: is not a results file of a sweep"),
+        ("bad.sqlite", "garbage\n", "bad.sqlite: is not an ftmon recording"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_status_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    content: str | None,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    refused(ftmon(capsys, command, name, *([name] if command == "compare" else [])), f"ftmon: {words}")
+
+
+def test_compare_refuses_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "their.csv"
+    path.write_text("seq,allocated_mib\n1,2\n")
+    refused(ftmon(capsys, "compare", str(path), str(path)), "CSV files are not compared; 'ftmon report")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--gate", "3%")])
+def test_compare_refuses_runs_without_a_measured_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    run = str(recorded(tmp_path / "recording.sqlite", 2, steps=3))
+    refused(ftmon(capsys, "compare", run, run, "--warm-up", "3", *options), "ftmon: nothing to compare: ")
+
+
+def test_rows_of_a_run_without_a_measured_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, rows = str(recorded(tmp_path / "recording.sqlite", 2, steps=3)), tmp_path / "rows.csv"
+    refused(ftmon(capsys, "report", run, "--warm-up", "3", "--csv", str(rows)), "no measured steps")
+    assert not rows.exists()
+
+
+def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recording.sqlite"
+    Writer(path, RUN).close()
+    status, out, _ = ftmon(capsys, "report", str(path), "--json", "--price", "9")
+    (section,) = json.loads(out)["sections"]
+    assert status == 0
+    assert "-" not in dict(section["facts"])["time"]
+    assert dict(section["facts"])["state"] == "lost", "as 'ftmon status' has it"
+    assert dict(section["facts"])["cost"].startswith("0.00")
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--html", "--svg"])
+def test_names_that_are_not_utf_8_are_shown_with_a_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    paths = [tmp_path / os.fsdecode(name) for name in (b"m\xff.csv", b"n\xff.csv")]
+    for path in paths:
+        path.write_text("seq,allocated_mib\n1,2\n2,3\n")
+    made = tmp_path / "made"
+    words = [option] if option == "--json" else [option, str(made)]
+    status, out, _ = ftmon(capsys, "report", *map(str, paths), *words)
+    assert status == 0
+    assert "m\ufffd" in (json.loads(out)["title"] if option == "--json" else made.read_text())
+
+
+def test_json_of_a_path_that_is_not_utf_8_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for indent in (False, True):
+        print_json({"path": "m\udcff"}, indent=indent)
+        assert json.loads(capsys.readouterr().out) == {"path": "m\udcff"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", f"{'x' * 300}.csv"],
+        ["compare", f"{'x' * 300}.csv", "other"],
+        ["run", "--join", "x" * 300, "--", "true"],
+    ],
+)
+def test_a_name_too_long_for_a_file_is_one_that_there_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    _, out, err = ftmon(capsys, *words)
+    assert out == ""
+    assert err.startswith("ftmon: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_ticks_of_a_short_axis_are_its_values() -> None:
+    chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
+    axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
+    assert axis == [["1", "2", "3", "4"]]
+
+
+@pytest.mark.parametrize("xs", [[1e20], [1e16, 1e16 + 2], [1e16, 1e16 + 2e10], [0.0], [1.0, 2.0]])
+def test_an_axis_of_huge_values_ends(xs: list[float]) -> None:
+    ones = [1.0] * len(xs)
+    drawn = svg(Chart("t", "x", "GiB", [Curve("", xs, ones, ones, ones)]))
+    assert len(ElementTree.fromstring(drawn).findall("circle")) == len(xs)
+    assert drawn.count("<text") < 40
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--csv", "their.csv"), "--csv: their.csv would replace a file that is read"),
+        (("--html", "./link.csv"), "--html: ./link.csv would replace a file that is read"),
+        (("--svg", "made", "--csv", "made"), "--csv: made would replace a file that is read or written"),
+        (("--svg", "made", "--csv", "none/rows.csv"), "--csv: none/rows.csv cannot be written: no such folder"),
+        (("--svg", "made", "--csv", "."), "--csv: . is a folder"),
+        (("--svg", "made", "--csv", ""), "--csv: needs a file's name"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_any_is(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = "seq,allocated_mib\n1,2\n"
+    Path("their.csv").write_text(content)
+    Path("link.csv").symlink_to("their.csv")
+    refused(ftmon(capsys, "report", "their.csv", *options), f"ftmon: {words}")
+    assert Path("their.csv").read_text() == content
+    assert not Path("made").exists()
+
+
+def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
+    status, out, _ = ftmon(capsys, "compare", str(before), str(after), "--gate", "3%")
+    assert status == 1
+    assert "regression: highest peak +2." in out
+    assert "5 of 6 regressed" in out
+    assert ftmon(capsys, "compare", str(before), str(before), "--gate", "3%")[0] == 0
+    assert ftmon(capsys, "compare", str(before), str(after))[0] == 0, "without a gate nothing is wrong"
+    run = recorded(tmp_path / "recording.sqlite", 2, steps=20)
+    status, out, _ = ftmon(capsys, "compare", str(run), str(run), "--gate", "0.03", "--json")
+    assert status == 0
+    (comparison,) = json.loads(out)["comparisons"]
+    assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
+    refused(ftmon(capsys, "compare", str(run), str(before)), "compare two runs or two sweeps")
+
+
+def evaluated(path: Path, steps: int, every: int) -> str:
+    """Record a run with evaluations, whose loss is 1 and a hundredth of their step."""
+    frames = list(Stream(ranks=2, steps=steps).frames())
+    ends = [(frame.t, frame.message.step) for frame in frames if isinstance(frame.message, Step)]
+    results = [(t, Evaluation(0, step, t, "chats", 1 + step / 100)) for t, step in ends if step % every == 0]
+    after = frames[-1].seq
+    frames += [Frame(after + number, frames[-1].t, each) for number, (_, each) in enumerate(results, 1)]
+    path.parent.mkdir()
+    write(path, frames)
+    return str(path)
+
+
+def test_runs_of_different_lengths_are_compared_over_their_common_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = evaluated(tmp_path / "short" / "recording.sqlite", 40, every=8)
+    long = evaluated(tmp_path / "long" / "recording.sqlite", 90, every=16)
+    status, out, _ = ftmon(capsys, "compare", short, long)
+    assert status == 0
+    words = "steps 6 to 40 of both (the first run has 40 steps, the second 90); evaluation after step 32"
+    assert out.splitlines()[1] == f"  {words}"
+    _, told, _ = ftmon(capsys, "compare", short, long, "--json")
+    (comparison,) = json.loads(told)["comparisons"]
+    figures = {one["name"]: (one["before"]["value"], one["after"]["value"]) for one in comparison["differences"]}
+    assert figures["evaluation loss"] == (1.32, 1.32)
+    for name in ("loss", "step time", "highest peak", "throughput"):
+        assert figures[name][0] == pytest.approx(figures[name][1]), name
+    assert comparison["steps"] == {"first": 6, "last": 40, "before_last": 40, "after_last": 90, "evaluation": 32}
+
+
+def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, resumed = tmp_path / "whole.sqlite", tmp_path / "resumed.sqlite"
+    frames = list(Stream(ranks=1, steps=50).frames())
+    write(whole, frames)
+    write(resumed, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step <= 30)])
+    _, out, _ = ftmon(capsys, "compare", str(whole), str(resumed))
+    assert "  steps 36 to 50 of both" in out.splitlines()
+    earlier = [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step > 30)]
+    write(tmp_path / "earlier.sqlite", earlier)
+    disjoint = ftmon(capsys, "compare", str(tmp_path / "earlier.sqlite"), str(resumed))
+    refused(disjoint, "have no measured steps in common")
+
+
+def test_of_many_configurations_only_those_that_differ_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = str(sweep(tmp_path, "before")), str(sweep(tmp_path, "after", 1.03))
+    _, every, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    monkeypatch.setattr(report, "_MOST", 5)
+    _, some, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    assert every.count(" -> ") == 6
+    assert some.count(" -> ") == some.count("regression: ") == 5
+    assert "not shown, equal within their noise: 1 of 6; --json has them" in some
+    _, none, _ = ftmon(capsys, "compare", before, before)
+    assert none == "not shown, equal within their noise: 6 of 6; --json has them\n6 configurations compared\n"
+
+
+def test_a_png_is_refused_without_its_package_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)  # as if it were not installed
+    path = tmp_path / "charts.png"
+    words = "ftmon: --png needs resvg-py: pip install 'ftmon[png]'; or write --svg FILE"
+    refused(ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path)), words)
+    assert not path.exists()
+
+
+def test_a_png_has_the_charts_with_their_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library = pytest.importorskip("resvg_py")
+    path, picture = tmp_path / "charts.png", tmp_path / "charts.svg"
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path), "--svg", str(picture))
+    assert status == 0
+    assert f"written: {path}" in out
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    size = ElementTree.fromstring(picture.read_text()).attrib
+    assert [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)] == [
+        2 * int(size["width"]), 2 * int(size["height"])
+    ]  # fmt: skip
+    without_text = bytes(library.svg_to_bytes(svg_string=picture.read_text(), zoom=2.0, skip_system_fonts=True))
+    assert content != without_text

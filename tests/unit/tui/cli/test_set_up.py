@@ -1,0 +1,60 @@
+"""What ``ftmon doctor`` says of terminals and directories."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ftmon.tui.cli import output, set_up
+from ftmon.tui.cli.main import main
+
+
+def test_a_pipe_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output.why_no_app({"TERM": "xterm-256color"}) == "not a terminal"
+
+
+@pytest.mark.parametrize(
+    ("environ", "colours"),
+    [
+        ({"TERM": "xterm-256color"}, "256"),
+        ({"TERM": "xterm"}, "16"),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, "16 million"),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, "none (NO_COLOR is set)"),
+    ],
+)
+def test_colours_follow_the_environment(environ: dict[str, str], colours: str) -> None:
+    assert output.colours(environ) == colours
+
+
+def test_tmux_and_screen_are_recognised() -> None:
+    assert output.multiplexer({"TMUX": "/tmp/tmux-0/default,1,0"}) == "tmux"
+    assert output.multiplexer({"STY": "1.x"}) == "screen"
+    assert output.multiplexer({}) == ""
+
+
+def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o755)
+    check = set_up.home_check()
+    assert check.state == "warning"
+    assert check.remedy == f"chmod 700 {tmp_path / 'runs'}"
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: nowhere that even root cannot write")
+def test_a_home_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", f"/proc/{os.getpid()}/ftmon")
+    assert set_up.home_check().state == "error"
+
+
+def test_json_has_both_sides(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    monkeypatch.setattr("ftmon.tui.cli.set_up.find_spec", lambda name: None)
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {check["name"] for check in report["terminal"]} >= {"terminal", "characters", "run directory", "NVML"}
+    assert report["training"][0]["remedy"] == 'pip install "ftmon[train]"'

@@ -1,0 +1,67 @@
+"""The arguments of ``ftmon predict``."""
+
+import pytest
+from ftmon.protocol.errors import UsageError
+from ftmon.tui.cli.main import parse
+from ftmon.tui.cli.train import words
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "expected"),
+    [("512,4096", "24GiB", ([512, 4096], 24 * 2**30)), ("64,32,64", "80gb", ([64, 32], 80 * 10**9))],
+)
+def test_lengths_and_sizes_are_numbers(lengths: str, size: str, expected: tuple[list[int], int]) -> None:
+    arguments = parse(["predict", "--model", "m", "--sequence-length", lengths, "--capacity", size])
+    assert (arguments.sequence_length, arguments.capacity) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--sequence-length", "512,x"),
+        ("--sequence-length", "99999999999999"),
+        ("--capacity", "much"),
+        ("--capacity", "80"),
+        ("--ranks", "0"),
+        ("--optimizer", "x"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_status_2(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        parse(["predict", "--model", "m", option, value])
+    assert refusal.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ("c.yaml --ranks 4 zero.stage=3 --json", "--ranks=4 --json -- c.yaml zero.stage=3"),
+        ("--model m --micro-batch 2 --checkpointing", "--model=m --micro-batch=2 --checkpointing"),
+        (
+            "--sequence-length 512 -- deepspeed train.py --ranks x run",
+            "--sequence-length=512 --script -- deepspeed train.py --ranks x run",
+        ),
+    ],
+)
+def test_arguments_are_passed_on_to_the_process_that_predicts(given: str, passed: str) -> None:
+    assert words(parse(["predict", *given.split()])) == passed.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("", "CONFIG.yaml"),
+        ("c.yaml --model m", "not both"),
+        ("c.yaml --micro-batch 2", "training.micro_batch"),
+        ("c.yaml --checkpointing", "model.gradient_checkpointing"),
+        ("--model m --data", "--data needs CONFIG.yaml"),
+        ("c.yaml -- python t.py", "not both"),
+        ("--model m -- python t.py", "not both"),
+        ("--data -- python t.py", "--data needs CONFIG.yaml"),
+        ("--deepspeed ds.json -- python t.py", "--deepspeed goes with --model"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        words(parse(["predict", *given.split()]))

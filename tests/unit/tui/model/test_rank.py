@@ -1,0 +1,87 @@
+"""Stacks as rows: who is at the same place, and all threads where they are wanted."""
+
+import pytest
+from ftmon.protocol.messages.control import Result
+from ftmon.protocol.messages.telemetry import Stacks
+from ftmon.tui.cli.oom import as_json, as_lines
+from ftmon.tui.model.rank import CAPACITY, StepSeries, rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import STACKS, WAITS
+
+
+@given(st.lists(st.tuples(st.integers(0, 50_000), st.floats(-1e6, 1e6)), min_size=1, max_size=200))
+@settings(deadline=None, max_examples=150)
+def test_pooling_keeps_the_mean(values: list[tuple[int, float]]) -> None:
+    series = StepSeries()
+    for step, value in values:
+        series.add(step, value)
+    points = series.points()
+    assert len(series) <= CAPACITY
+    total = sum(point.mean * point.count for point in points)
+    assert total == pytest.approx(sum(value for _, value in values), abs=1e-3)
+
+
+def test_a_short_run_keeps_every_step() -> None:
+    series = StepSeries()
+    for step in range(1, 101):
+        series.add(step, float(step))
+    assert [point.mean for point in series.points()] == [float(step) for step in range(1, 101)]
+    assert len(series.means(10)) == 10
+
+
+def test_adopted_history_ends_where_what_is_known_begins() -> None:
+    past, series = StepSeries(), StepSeries()
+    for step in range(1, 201):
+        past.add(step, 1.0)
+    for step in range(150, 261):
+        series.add(step, 2.0)
+    series.adopt(past, 150)
+    points = series.points()
+    assert [point.step for point in points] == list(range(1, 261))
+    assert {point.mean for point in points if point.step < 150} == {1.0}
+    assert {point.mean for point in points if point.step >= 150} == {2.0}
+    assert len(past.points()) == 200
+
+
+def taken(rank: int, text: str, **fields: str) -> Stacks:
+    return Stacks(rank, 1.0, text, **fields)
+
+
+ALL = {rank: taken(rank, STACKS if rank == 3 else WAITS) for rank in range(8)}
+
+
+def test_ranks_at_the_same_place_are_one_group_the_largest_first():
+    heads = [row for row in rows(ALL) if row.kind == "group"]
+    assert [row.text for row in heads] == [
+        "7 ranks (0-2, 4-7): all_gather_into_tensor in stage3.py:582 in fetch",
+        "rank 3: next() of the dataloader in train.py:41 in main",
+    ]
+    assert heads[0].ranks == (0, 1, 2, 4, 5, 6, 7)
+    assert rows({}) == []
+
+
+def test_an_unfolded_group_has_all_threads_and_native_frames():
+    native = {3: taken(3, "Thread 1 (idle): python\n    poll (libc.so.6)", taken_by="py-spy")}
+    folded, unfolded = rows(ALL), rows(ALL, native, {3})
+    assert not any("threading.py" in row.text for row in folded)
+    assert any("threading.py" in row.text for row in unfolded)
+    assert [row.text for row in unfolded if row.kind == "native"] == ["Thread 1 (idle): python", "    poll (libc.so.6)"]
+
+
+def test_a_rank_that_could_not_answer_is_told():
+    (head, *_) = rows({0: taken(0, WAITS, taken_by="signal")})
+    assert head.text.endswith("(could not answer: native code holds Python's lock)")
+
+
+def test_the_command_prints_groups_and_says_who_did_not_answer():
+    answers = {"0": {"text": WAITS, "thread": ""}, "1": {"text": WAITS, "thread": ""}, "2": {}}
+    result = Result("1", False, "stacks", "stacks of ranks 0, 1; rank 2: its process is gone", {"answers": answers})
+    lines = as_lines(result)
+    assert lines[0] == "2 ranks (0-1): all_gather_into_tensor in stage3.py:582 in fetch"
+    assert lines[1] == "    distributed_c10d.py:3843 in all_gather_into_tensor"
+    assert lines[-1].endswith("rank 2: its process is gone")
+    found = as_json(result)
+    assert found["groups"][0]["ranks"] == [0, 1]
+    assert found["groups"][0]["doing"] == "collective"
+    assert found["groups"][0]["frames"][-1]["file"] == "/home/user/train.py"

@@ -1,0 +1,135 @@
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.host.process import ProcessId, this_process
+from ftmon.protocol.messages.control import Alert
+from ftmon.protocol.messages.telemetry import Evaluation, Hello, Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir
+from ftmon.tui.model.runs import RunList, script_words
+from streams import Stream, write
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+
+
+def made(name: str, launcher: ProcessId | None = None) -> RunDir:
+    run = rundir.create(name, ["train.py", "--lr", "1"], "run")
+    if launcher is not None:
+        run.write_run(msgspec.structs.replace(run.read_run(), launcher=launcher))
+    return run
+
+
+def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_recording() -> None:
+    run = made("done")
+    write(run.recording, Stream(ranks=2, steps=30).frames())
+    run.write_exit(ExitFile(3, time.time(), "failed", "rank 1 died"))
+    (entry,) = RunList().entries()
+    assert (entry.state, entry.live, entry.exit_code, entry.step, entry.ranks) == ("failed", False, 3, 30, 2)
+    assert entry.ended is not None
+    assert entry.recording_bytes == run.recording.stat().st_size
+    assert entry.problem == ""
+
+
+def test_a_run_whose_launcher_lives_is_live_before_any_hub_has_written() -> None:
+    made("young", this_process())
+    (entry,) = RunList().entries()
+    assert (entry.live, entry.state, entry.ended, entry.recording, entry.problem) == (True, "starting", None, "", "")
+    assert entry.duration_s(entry.created + 5) == pytest.approx(5)
+
+
+def test_a_run_that_nobody_saw_end_is_lost() -> None:
+    run = made("lost", ProcessId(2**22 + 1, 1))
+    write(run.recording, Stream(ranks=1, steps=5, finished=False).frames())
+    (entry,) = RunList().entries()
+    assert (entry.state, entry.live) == ("lost", False)
+
+
+def test_a_recording_that_cannot_be_read_says_why_and_hides_no_other_run() -> None:
+    made("good", this_process())
+    made("bad").recording.write_bytes(b"this is no recording at all " * 100)
+    entries = {entry.name: entry for entry in RunList().entries()}
+    assert entries["good"].problem == ""
+    assert "recording" in entries["bad"].problem
+
+
+def test_the_newest_run_comes_first() -> None:
+    older, newer = made("older"), made("newer")
+    os.utime(older.path / "run.json", (1, 1))
+    assert [entry.id for entry in RunList().entries()] == [newer.id, older.id]
+
+
+def test_an_unchanged_recording_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made("done")
+    write(run.recording, Stream(ranks=1, steps=3).frames())
+    listing = RunList()
+    first = listing.entries()
+    reads: list[RunDir] = []
+    monkeypatch.setattr("ftmon.tui.model.runs._read_info", lambda run: reads.append(run) or (None, "read again"))
+    assert listing.entries() == first
+    assert reads == []
+    with run.recording.open("ab") as file:
+        file.write(b"\0" * 4096)
+    listing.entries()
+    assert [read.id for read in reads] == [run.id]
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "train.py --lr 1"),
+        ("/env/bin/deepspeed --num_gpus=8 src/train.py --deepspeed ds.json", "src/train.py --deepspeed ds.json"),
+        ("accelerate launch --config_file a.yaml train.py", "train.py"),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py"),
+        ("python -u -m package.train --lr 1", "-m package.train --lr 1"),
+        ("torchrun --nproc-per-node 2 -m package.train", "-m package.train"),
+        ("bash sweep.sh", "sweep.sh"),
+        ("./train.py", "./train.py"),
+        ("program --lr 1", "program --lr 1"),
+    ],
+)
+def test_a_script_is_shown_with_its_own_arguments_and_not_its_launchers(command: str, script: str) -> None:
+    assert script_words(command.split()) == script.split()
+
+
+def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_of_its_launcher() -> None:
+    recipe = Recipe("train.yaml", ["zero.stage=3"], "Qwen/Qwen2.5-0.5B", ["/data/chats.jsonl"])
+    run = rundir.create("tuned", ["python", "-m", "deepspeed.launcher.launch"], "train", recipe=recipe)
+    frames = list(Stream(ranks=2, steps=4).frames())
+    results = [Evaluation(0, step, 1.0, "chats", loss, None) for step, loss in ((2, 3.25), (4, 3.0))]
+    write(
+        run.recording, [*frames, *(Frame(frames[-1].seq + n, frames[-1].t, each) for n, each in enumerate(results, 1))]
+    )
+    (entry,) = RunList().entries()
+    assert entry.subject == "Qwen/Qwen2.5-0.5B  chats.jsonl  train.yaml zero.stage=3"
+    assert (entry.script, entry.overrides, entry.evaluation_loss) == ([], ["zero.stage=3"], 3.0)
+    steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
+    losses = [step.loss for step in steps if step.step == 4 and step.loss is not None]
+    assert entry.loss is not None
+    assert min(losses) <= entry.loss <= max(losses)
+
+
+def test_another_script_has_the_model_that_its_ranks_reported() -> None:
+    run = rundir.create("other", ["torchrun", "train.py", "--lr", "1"], "run")
+    frames = list(Stream(ranks=1, steps=2).frames())
+    model = next(frame.message.model for frame in frames if isinstance(frame.message, Hello))
+    write(run.recording, frames)
+    (entry,) = RunList().entries()
+    assert model
+    assert entry.subject == f"{model}  train.py --lr 1"
+
+
+def test_a_failed_run_has_the_reason_from_its_alert_and_its_end() -> None:
+    run = made("broken")
+    frames = list(Stream(ranks=1, steps=2, finished=False).frames())
+    died = Alert(1, "died", "error", frames[-1].t, "rank 0 killed by SIGSEGV", rank=0)
+    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, died)])
+    run.write_exit(ExitFile(245, time.time(), "failed", "exit code 245"))
+    (entry,) = RunList().entries()
+    assert entry.reason == "rank 0 killed by SIGSEGV (exit code 245)"

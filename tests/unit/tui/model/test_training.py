@@ -1,0 +1,350 @@
+"""The course of a training: what it shows of single steps, of pooled ones, and what it estimates."""
+
+import math
+
+import pytest
+from ftmon.protocol.messages.control import RankState
+from ftmon.protocol.messages.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
+from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.results import TrainingPoint
+from ftmon.tui.model.run import RunModel, activity_words, epoch_words
+from ftmon.tui.model.training import (
+    CAPACITY,
+    FIGURES,
+    SMOOTHINGS,
+    ChartView,
+    HistoryPoint,
+    Training,
+    TrainingHistory,
+    column_of,
+    smoothed,
+    times_left,
+    value_range,
+)
+from streams import STARTED, Stream
+
+# The window and the cursor of a chart over a course, without a terminal.
+
+
+BEGUN = 1000.0
+
+
+def course(steps: int, per: int = 1) -> list[HistoryPoint]:
+    return [
+        HistoryPoint(last - per + 1, last, BEGUN + last * 2.0, last * 100.0, loss=1.0)
+        for last in range(per, steps + 1, per)
+    ]
+
+
+def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
+    seen = view.visible(moments)
+    return seen[0].step, seen[-1].step
+
+
+def test_all_is_in_view_and_follows_the_run_until_a_person_zooms() -> None:
+    view = ChartView()
+    assert steps_of(view, course(100)) == (1, 100)
+    assert steps_of(view, course(200)) == (1, 200)
+    view.zoom(1, course(200))
+    assert steps_of(view, course(200)) == (101, 200)
+    assert steps_of(view, course(300)) == (201, 300), "the newest steps stay in view"
+
+
+def test_the_cursor_keeps_its_place_while_zooming() -> None:
+    view, moments = ChartView(), course(1000)
+    view.to(499, moments)
+    view.zoom(1, moments)
+    first, last = steps_of(view, moments)
+    assert (view.cursor, last - first + 1) == (500, 500)
+    assert (500 - first) / 500 == pytest.approx(0.5, abs=0.01)
+    view.zoom(-1, moments)
+    assert steps_of(view, moments) == (1, 1000)
+
+
+def test_zooming_in_ends_at_a_few_steps() -> None:
+    view, moments = ChartView(), course(1000)
+    for _ in range(20):
+        view.zoom(1, moments)
+    assert steps_of(view, moments) == (993, 1000)
+
+
+def test_the_window_moves_within_the_run_and_follows_again_at_its_end() -> None:
+    view, moments = ChartView(), course(100)
+    view.zoom(1, moments)
+    view.pan(-0.5, moments)
+    assert steps_of(view, moments) == (26, 75)
+    view.pan(-5, moments)
+    assert steps_of(view, moments) == (1, 50)
+    view.pan(9, moments)
+    assert (steps_of(view, moments), view.end) == ((51, 100), None)
+
+
+def test_the_cursor_goes_by_columns_and_takes_the_window_along() -> None:
+    view, moments = ChartView(), course(100)
+    view.move(-1, moments, 50, BEGUN)
+    assert view.cursor == 98, "two steps share a column"
+    view.zoom(1, moments)
+    for _ in range(80):
+        view.move(-1, moments, 50, BEGUN)
+    assert view.cursor is not None
+    first, last = steps_of(view, moments)
+    assert first <= view.cursor <= last
+    for _ in range(200):
+        view.move(1, moments, 50, BEGUN)
+    assert (view.cursor, view.end) == (None, None), "at the newest step it follows again"
+
+
+def test_axis_figure_and_smoothing_go_round() -> None:
+    view = ChartView()
+    seen = []
+    for _ in range(3):
+        seen.append(view.axis)
+        view.next_axis()
+    assert (seen, view.axis) == (["steps", "tokens", "time"], "steps")
+    for _ in FIGURES:
+        view.next_figure()
+    assert view.figure == 0
+    view.next_figure(-1)
+    assert FIGURES[view.figure] == "data_share"
+    for _ in SMOOTHINGS:
+        view.next_smoothing()
+    assert view.smoothing is None
+
+
+def test_a_window_stays_on_the_same_steps_when_the_axis_changes() -> None:
+    view, moments = ChartView(), course(100)
+    view.zoom(1, moments)
+    view.pan(-0.5, moments)
+    before = steps_of(view, moments)
+    view.next_axis()
+    assert steps_of(view, moments) == before
+
+
+def test_nothing_to_show_moves_nothing() -> None:
+    view = ChartView()
+    view.zoom(1, [])
+    view.pan(1, [])
+    view.move(1, [], 50, BEGUN)
+    assert (view.visible([]), view.at_cursor([])) == ([], None)
+
+
+def test_columns_go_from_edge_to_edge() -> None:
+    assert [column_of(x, 1, 100, 80) for x in (1, 100)] == [0, 79]
+    assert column_of(5, 5, 5, 80) == 0
+
+
+def test_one_far_value_does_not_flatten_the_others() -> None:
+    low, high = value_range([1.0 + index / 100 for index in range(100)] + [5000.0])
+    assert low < 1.0
+    assert 2.0 < high < 10.0
+    assert value_range([0.1, 0.4], floor=True)[0] == 0.0
+    low, high = value_range([2.0, 2.0])
+    assert low < 2.0 < high
+
+
+def test_the_loss_is_smoothed_over_a_part_of_the_run_unless_a_person_chose() -> None:
+    view = ChartView()
+    assert [view.smoothed_steps(steps) for steps in (20, 400, 10_000, 10_000_000)] == [5, 8, 200, 1000]
+    view.next_smoothing()
+    assert view.smoothed_steps(10_000) == 10
+
+
+def test_a_range_begins_at_zero_unless_all_values_are_far_from_it() -> None:
+    assert value_range([10.0, 100.0], floor=True)[0] == 0.0
+    assert value_range([99.0, 100.0], floor=True)[0] > 90
+
+
+NO_MEMORY = Span(0, 0, 0)
+
+
+def point(step: int, **fields: object) -> TrainingPoint:
+    known = {"t": 1000.0 + step, "first_step": step, "training_us": 500_000, "tokens": 100} | fields
+    return TrainingPoint(step=step, **known)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
+    course = TrainingHistory()
+    for rank, loss in enumerate((1.0, 2.0)):
+        labels = 10 * (rank + 1)
+        course.add(point(7, loss=loss, label_tokens=labels, lr=0.1, grad_norm=3.0, flops=2e12, whole_us=10, data_us=2))
+    (moment,) = course.moments(2, 8e12)
+    assert (moment.first_step, moment.step, moment.t) == (7, 7, 1007.0)
+    assert moment.loss == pytest.approx((1.0 * 10 + 2.0 * 20) / 30)
+    assert (moment.lr, moment.grad_norm, moment.data_share) == (0.1, 3.0, 0.2)
+    assert moment.tokens_per_second == 2 * 100 / 0.5
+    # 2e12 FLOPs of each rank in half a second, against 8e12 a second.
+    assert moment.mfu == pytest.approx(0.5)
+    assert course.moments(2, None)[0].mfu is None
+
+
+def test_a_course_read_of_some_ranks_stands_for_all() -> None:
+    course = TrainingHistory()
+    for step in (1, 2, 3):
+        course.add(point(step))
+    assert [moment.tokens for moment in course.moments(8)] == [800, 1600, 2400]
+    assert course.moments(8)[0].tokens_per_second == 8 * 100 / 0.5
+
+
+def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> None:
+    course = TrainingHistory()
+    steps = 3 * CAPACITY
+    for step in range(1, steps + 1):
+        spike = step == 5000
+        course.add(point(step, loss=9.0 if spike else 1.0, grad_norm=70.0 if spike else 0.5))
+    moments = course.moments(1)
+    assert course.per == 4
+    assert len(moments) <= CAPACITY
+    assert moments[-1].tokens == pytest.approx(100 * steps)
+    (high,) = [moment for moment in moments if moment.high_loss == 9.0]
+    assert high.first_step <= 5000 <= high.step
+    assert high.max_grad_norm == 70.0
+
+
+def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
+    past, live = TrainingHistory(), TrainingHistory()
+    for first in range(1, 200, 16):
+        past.add(point(first + 15, first_step=first, count=16, tokens=1600, training_us=8_000_000))
+    for step in range(150, 231):
+        live.add(point(step))
+    live.adopt(past, 1 << 62)
+    moments = live.moments(1)
+    assert moments[0].first_step == 1
+    assert moments[-1].step == 230
+    assert moments[-1].tokens == pytest.approx(23_000)
+    assert all(moment.tokens_per_second == pytest.approx(200) for moment in moments)
+    assert [moment.tokens for moment in moments] == sorted(moment.tokens for moment in moments)
+
+
+def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
+    course = TrainingHistory()
+    losses = [4.0, 2.0, 3.0]
+    for step, loss in enumerate(losses, 1):
+        course.add(point(step, loss=loss))
+    found = smoothed(course.moments(1), 0.9)
+    assert found[0] == pytest.approx(4.0), "not drawn towards zero at the start"
+    assert found[1] == pytest.approx((4.0 * 0.9 + 2.0) / (0.9 + 1))
+    assert found[2] == pytest.approx((4.0 * 0.81 + 2.0 * 0.9 + 3.0) / (0.81 + 0.9 + 1))
+
+
+def test_smoothing_forgets_by_steps_and_not_by_buckets() -> None:
+    single, pooled = TrainingHistory(), TrainingHistory()
+    for step in range(1, 65):
+        single.add(point(step, loss=1.0 if step <= 32 else 0.0))
+    for first in (1, 33):
+        pooled.add(point(first + 31, first_step=first, count=32, loss=1.0 if first == 1 else 0.0))
+    fine, coarse = smoothed(single.moments(1), 0.95)[-1], smoothed(pooled.moments(1), 0.95)[-1]
+    assert fine == pytest.approx(coarse)
+
+
+def test_steps_without_a_loss_leave_the_average_as_it_was() -> None:
+    course = TrainingHistory()
+    for step, loss in enumerate((None, 2.0, None), 1):
+        course.add(point(step, loss=loss))
+    assert smoothed(course.moments(1), 0.9) == [None, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("every", "at_end", "step", "total", "left"),
+    [
+        (50, True, 0, 200, 4),
+        (50, True, 0, 220, 5),
+        (50, False, 60, 220, 3),
+        (0, True, 10, 20, 1),
+        (50, True, 200, 200, 0),
+    ],
+)
+def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
+    every: int, at_end: bool, step: int, total: int, left: int
+) -> None:
+    assert times_left(every, at_end, step, total) == left
+
+
+def stepping(model: RunModel, steps: int, pause_s: float = 0.0, every: int = 10) -> None:
+    """Give a model steps of a second, after every tenth of which the next one begins with an evaluation."""
+    t, seq = STARTED, model.last_seq
+    for number in range(1, steps + 1):
+        evaluated = pause_s and number > 1 and number % every == 1
+        pause = [PhaseRecord("eval", 0, int(pause_s * 1e6), NO_MEMORY, NO_MEMORY)] if evaluated else []
+        length = 1.0 + (pause_s if evaluated else 0.0)
+        data = PhaseRecord("data", 0, 1000, NO_MEMORY, NO_MEMORY)
+        seq += 1
+        step = Step(0, number, t, int(length * 1e6), [*pause, data], tokens=50, loss=1.0)
+        t += length
+        model.apply(Frame(seq, t, step))
+
+
+def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, Plan(0, 100, 2.0, evaluate_every=10, evaluate_at_end=True)))
+    stepping(model, 55, pause_s=6.0)
+    assert model.rates.seconds_per_step == pytest.approx(1.0, rel=1e-3), "an evaluation is no slow step"
+    assert model.rates.tokens_per_second == pytest.approx(50, rel=1e-3)
+    # 45 steps of a second, and the evaluations after 60, 70, 80, 90 and 100.
+    assert model.seconds_left == pytest.approx(45 + 5 * 6.0, rel=1e-3)
+    assert epoch_words(model) == "1.10 / 2"
+
+
+def test_a_long_evaluation_is_no_slow_down() -> None:
+    model = RunModel()
+    stepping(model, 30)
+    now = model.now
+    model.apply(Frame(1000, now + 60, Heartbeat(0, 31, "eval", now, 5, now + 60)))
+    assert model.rates.tokens_per_second == pytest.approx(50, rel=1e-3)
+    assert activity_words(model) == "evaluation"
+
+
+def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
+    training = Training()
+    for step, loss in ((10, 2.0), (30, 1.5), (20, 1.0), (30, 1.6)):
+        training.on_evaluation(Evaluation(0, step, STARTED, "validation", loss))
+        training.on_evaluation(Evaluation(0, step, STARTED, "other", loss / 10))
+    training.on_evaluation(Evaluation(0, 40, STARTED, "validation", math.nan))
+    training.on_checkpoint(Checkpoint(0, 20, STARTED, "a"))
+    assert [(each.step, each.loss) for each in training.evaluations if each.name == "validation"][:3] == [
+        (10, 2.0),
+        (20, 1.0),
+        (30, 1.6),
+    ]
+    assert training.best is not None
+    assert (training.best.step, training.best.name) == (20, "validation")
+    assert training.evaluation is not None
+    assert training.evaluation.step == 40
+
+
+def test_an_activity_is_named_until_it_is_over() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
+    assert activity_words(model) == "rehearsal 1/4"
+    model.apply(Frame(2, STARTED, Activity(0, STARTED, "rehearsal", over=True)))
+    assert activity_words(model) == ""
+
+
+def test_the_course_is_of_every_rank_and_step_of_a_stream() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=30, finished=False).frames():
+        model.apply(frame)
+    moments = model.training.course.moments(2)
+    assert [moment.step for moment in moments] == list(range(1, 31))
+    assert moments[-1].loss == pytest.approx(model.loss)
+    steps = [step for rank in model.ranks.values() for step in rank.steps]
+    assert moments[-1].tokens == pytest.approx(sum(step.tokens for step in steps))
+
+
+def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=12, finished=False).frames():
+        if isinstance(frame.message, Step) and frame.message.rank == 1 and frame.message.step > 10:
+            continue
+        model.apply(frame)
+    assert (model.leading_step, model.complete_step) == (12, 10)
+    assert model.moments[-1].step == 10
+    model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
+    assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
+
+
+def test_a_rank_far_behind_the_others_does_not_hold_the_curves_back() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=12, finished=False).frames():
+        if not (isinstance(frame.message, Step) and frame.message.rank == 1 and frame.message.step > 3):
+            model.apply(frame)
+    assert model.moments[-1].step == 12

@@ -1,0 +1,397 @@
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import eventually
+from ftmon.protocol.errors import RecordingError, UsageError
+from ftmon.protocol.messages import control
+from ftmon.protocol.messages.control import Alert, RunState
+from ftmon.protocol.messages.telemetry import Hello
+from ftmon.protocol.messages.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.source import replay as playback
+from ftmon.tui.source.base import Source
+from ftmon.tui.source.load import Overview, read_overview
+from ftmon.tui.source.replay import Position, ReplaySource, parse
+from streams import Stream, write
+
+FIRST = datetime(2026, 3, 1, 22, 0, 0).timestamp()
+LAST = datetime(2026, 3, 2, 4, 0, 0).timestamp()
+NOW = datetime(2026, 3, 1, 23, 30, 0).timestamp()
+
+
+def at(text: str) -> Position:
+    return parse(text, NOW, FIRST, LAST)
+
+
+@pytest.mark.parametrize("text", ["812", " 812 ", "step 812", "#812", "8_12"])
+def test_a_bare_number_is_a_step(text: str) -> None:
+    assert at(text) == Position(step=812)
+
+
+def test_a_thousands_comma_is_understood() -> None:
+    assert at("1,204") == Position(step=1204)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("+90s", NOW + 90), ("-2m", NOW - 120), ("+1h30m", NOW + 5400), ("+10", NOW + 10), ("-9d", FIRST), ("+9d", LAST)],
+)
+def test_a_sign_is_a_jump_from_here_that_stays_inside(text: str, expected: float) -> None:
+    assert at(text).time == pytest.approx(expected)
+
+
+def test_a_share_is_of_the_whole_recording() -> None:
+    assert at("50%").time == pytest.approx((FIRST + LAST) / 2)
+    assert at("100%").time == LAST
+
+
+def test_a_time_of_day_is_of_the_day_that_puts_it_inside() -> None:
+    assert at("23:45").time == datetime(2026, 3, 1, 23, 45).timestamp()
+    assert at("03:10:20").time == datetime(2026, 3, 2, 3, 10, 20).timestamp()
+
+
+def test_a_date_is_understood() -> None:
+    assert at("2026-03-02 01:00").time == datetime(2026, 3, 2, 1).timestamp()
+
+
+@pytest.mark.parametrize("text", ["", "soon", "25:00", "12:61", "+", "%", "-", "1.5", "12:03:10:4"])
+def test_anything_else_is_refused_with_what_can_be_typed(text: str) -> None:
+    with pytest.raises(UsageError, match=r"type a step \(812\)"):
+        at(text)
+
+
+FRAMES = list(Stream(ranks=2, steps=300).frames())
+RAISED: dict[int, float] = {}
+for _frame in FRAMES:
+    if isinstance(_frame.message, Alert):
+        RAISED.setdefault(_frame.message.id, _frame.t)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("replay") / "run.sqlite", FRAMES)
+
+
+@pytest.fixture
+def source(recording: Path) -> Iterator[ReplaySource]:
+    replay = ReplaySource(recording)
+    replay.start()
+    pump(replay, lambda: replay.model.last_seq > 0)
+    yield replay
+    replay.close()
+
+
+def pump(source: Source, until: Callable[[], bool]) -> None:
+    eventually(until, "what was to be shown", each=source.pump, every=0.002)
+
+
+def wait(until: Callable[[], bool]) -> None:
+    """Wait for the playback's thread, and take nothing of what it hands over."""
+    eventually(until, "the playback's thread", every=0.002)
+
+
+def speed(source: ReplaySource, levels: int) -> None:
+    """Play faster, or slower if negative, by levels of twice the speed."""
+    for _ in range(abs(levels)):
+        source.transport.faster() if levels > 0 else source.transport.slower()
+
+
+def settle(source: Source) -> None:
+    pump(source, lambda: not source.transport.seeking)
+
+
+def folded_until(t: float, frames: list[Frame] = FRAMES) -> RunModel:
+    """Fold up to the last message of a time; what came before it may be of a moment later."""
+    model = RunModel()
+    last = max((frame.seq for frame in frames if frame.t <= t), default=0)
+    for frame in frames[:last]:
+        model.apply(frame)
+    return model
+
+
+def same(source: Source, frames: list[Frame] = FRAMES) -> None:
+    """What is shown is what folding everything up to the position shows."""
+    expected = folded_until(source.transport.position, frames)
+    model = source.model
+    assert model.last_seq == expected.last_seq
+    assert (model.step, model.loss, model.state, model.peak) == (
+        expected.step,
+        expected.loss,
+        expected.state,
+        expected.peak,
+    )
+    assert list(model.alerts) == list(expected.alerts)
+
+
+def test_a_replay_begins_when_the_ranks_are_there_and_holds(source: ReplaySource) -> None:
+    hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
+    assert source.transport.mode == "replay"
+    assert source.transport.position == hellos[-1].t
+    assert len(source.model.ranks) == len(hellos)
+    assert source.transport.first == FRAMES[0].t
+    assert source.transport.last == FRAMES[-1].t
+    assert not source.transport.playing
+    assert source.connection.state == "replay"
+
+
+def test_the_scrubber_knows_every_alert_of_the_recording(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+
+
+def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording: Path) -> None:
+    source = ReplaySource(recording)
+    playback = source._playback
+    source.start()
+    try:
+        wait(lambda: bool(playback._marks))
+        source.transport.goto("50%")
+        wait(lambda: playback._handled == 1)
+        settle(source)
+        assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+        assert (source.transport.first, source.transport.last) == (FRAMES[0].t, FRAMES[-1].t)
+    finally:
+        source.close()
+
+
+def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playback, "_SETTLE_S", 0.0)
+    source = ReplaySource(recording)
+    played, load, complete = source._playback, playback.load, list[RunModel]()
+
+    def noted(*args: Any, quick: bool = False, **options: Any) -> RunModel:
+        model = load(*args, quick=quick, **options)
+        if not quick and played._handled == 2:
+            complete.append(model)
+        return model
+
+    monkeypatch.setattr(playback, "load", noted)
+    try:
+        source.transport.goto("50%")
+        source.transport.goto("step 999999")
+        source.start()  # both requests are there: they are carried out together, before the complete state
+        wait(lambda: bool(complete) and any(one.model is complete[-1] for one in list(played._updates)))
+        settle(source)
+        assert "no step 999999" in source.transport.message
+    finally:
+        source.close()
+
+
+def test_a_speed_key_does_not_end_the_wait_for_a_place(source: ReplaySource) -> None:
+    source.transport.goto("50%")
+    source.transport.faster()
+    assert source.transport.seeking
+
+
+def test_every_press_of_a_speed_key_counts_however_quick(source: ReplaySource) -> None:
+    for _ in range(4):
+        source.transport.faster()
+    pump(source, lambda: source.transport.speed > 8)
+    assert source.transport.speed == 16
+    for _ in range(20):
+        source.transport.slower()
+    pump(source, lambda: source.transport.speed < 0.5)
+    assert source.transport.speed == 0.25
+
+
+def test_playing_at_64x_moves_64_seconds_a_second(tmp_path: Path) -> None:
+    # Long enough that a stalled machine does not play it to the end.
+    frames = list(Stream(ranks=1, steps=1500).frames())
+    source = ReplaySource(write(tmp_path / "run.sqlite", frames))
+    source.start()
+    try:
+        pump(source, lambda: source.model.last_seq > 0)
+        begun = time.monotonic()
+        speed(source, 6)
+        source.transport.play()
+        pump(source, lambda: source.transport.position > source.transport.first + 40)
+        moved, took = source.transport.position - source.transport.first, time.monotonic() - begun
+        assert source.transport.playing
+        assert moved < 64 * (took + 1)
+        source.transport.pause()
+        pump(source, lambda: not source.transport.playing)
+        same(source, frames)
+    finally:
+        source.close()
+
+
+def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source: ReplaySource) -> None:
+    source.transport.goto("90%")
+    speed(source, 6)
+    source.transport.play()
+    settle(source)
+    pump(source, lambda: source.transport.at_end and not source.transport.playing)
+    pump(source, lambda: source.model.last_seq == FRAMES[-1].seq)  # the last frames come in parts where it is slow
+    live = folded_until(FRAMES[-1].t)
+    assert source.model.state == live.state == "finished"
+    assert source.model.ranks[1].timeline.window(60, live.now) == live.ranks[1].timeline.window(60, live.now)
+    same(source)
+
+
+def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = threading.Event()
+
+    def read_late(*args: Any) -> Overview:
+        assert reading.wait(200)
+        return read_overview(*args)
+
+    monkeypatch.setattr(playback, "read_overview", read_late)
+    # Long enough that a stalled machine does not play it to the end.
+    source = ReplaySource(write(tmp_path / "run.sqlite", Stream(ranks=2, steps=1000).frames()))
+    source.start()
+    transport = source.transport
+    try:
+        transport.goto("70%")
+        settle(source)
+        begun = transport.position
+        speed(source, 3)
+        transport.play()
+        pump(source, lambda: transport.position > begun + 60)
+        speed(source, -5)
+        pump(source, lambda: transport.speed == 0.25)
+        # What the steps under way will add to the last seconds is not shown yet.
+        rank, end = source.model.ranks[1], transport.position - 5
+        shown, first = rank.timeline.window(110, end), source.model.moments[0].first_step
+        assert (rank.timeline.start or 0) > transport.first
+        assert first > 1
+        reading.set()
+        pump(source, lambda: source.model.moments[0].first_step < first)
+        rank = source.model.ranks[1]
+        assert rank.timeline.window(110, end) == shown
+        assert rank.timeline.start == transport.first
+        points = source.model.moments
+        assert points[0].first_step <= 2, "the past comes two steps to a point"
+        assert rank.last is not None
+        assert rank.last.step - 2 <= sum(point.steps for point in points) <= rank.last.step, "no step counts twice"
+    finally:
+        source.close()
+
+
+def test_play_at_the_end_begins_again(source: ReplaySource) -> None:
+    source.transport.goto("100%")
+    settle(source)
+    source.transport.play()
+    settle(source)
+    assert source.transport.playing
+    transport = source.transport
+    assert transport.position - transport.first < 0.1 * (transport.last - transport.first)
+
+
+def test_steps_forward_and_back_move_by_one_step(source: ReplaySource) -> None:
+    source.transport.goto("100")
+    settle(source)
+    assert source.model.step == 100
+    source.transport.step(1)
+    settle(source)
+    assert source.model.step == 101
+    source.transport.step(-1)
+    settle(source)
+    assert source.model.step == 100
+    same(source)
+
+
+def test_a_held_key_counts_every_press(source: ReplaySource) -> None:
+    source.transport.goto("100")
+    for _ in range(5):
+        source.transport.step(-1)
+    for _ in range(3):
+        source.transport.skip(10)
+    settle(source)
+    expected = next(frame.t for frame in FRAMES if getattr(frame.message, "step", 0) == 95)
+    assert source.transport.position == pytest.approx(expected + 30, abs=0.1)
+    same(source)
+
+
+def test_alerts_are_visited_in_order_each_as_it_was_raised(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    seen: list[float] = []
+    for _ in RAISED:
+        source.transport.next_alert()
+        settle(source)
+        seen.append(source.transport.position)
+        assert len(source.model.alerts) == len(seen)
+        same(source)
+    assert seen == [RAISED[number] for number in sorted(RAISED)]
+    source.transport.next_alert()
+    settle(source)
+    assert source.transport.message == "no alert after this"
+    source.transport.previous_alert()
+    settle(source)
+    assert source.transport.position == seen[-2]
+
+
+def test_a_jump_of_time_and_of_share_lands_there(source: ReplaySource) -> None:
+    source.transport.goto("50%")
+    settle(source)
+    middle = (source.transport.first + source.transport.last) / 2
+    assert source.transport.position == pytest.approx(middle)
+    source.transport.goto("+5s")
+    settle(source)
+    assert source.transport.position == pytest.approx(middle + 5)
+    same(source)
+    source.transport.goto("0%")
+    settle(source)
+    assert source.transport.position == source.transport.first
+
+
+@pytest.mark.parametrize("text", ["99999", "tomorrow"])
+def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySource, text: str) -> None:
+    before = source.transport.position
+    source.transport.goto(text)
+    settle(source)
+    assert source.transport.message
+    assert source.transport.position == before
+
+
+def test_a_recording_takes_no_commands(source: ReplaySource) -> None:
+    record = source.commands[source.send(control.Kill())]
+    assert record.done
+    assert record.accepted is not None
+    assert not record.accepted.ok
+    assert not source.can_command
+
+
+def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a recording, and long enough to be looked at as one would be looked at")
+    for name in ("notes.txt", "missing.sqlite"):
+        with pytest.raises(RecordingError):
+            ReplaySource(tmp_path / name)
+
+
+def test_an_empty_recording_opens_and_shows_nothing(tmp_path: Path) -> None:
+    frames: list[Frame] = []
+    source = ReplaySource(write(tmp_path / "empty.sqlite", frames))
+    source.start()
+    source.transport.goto("50%")
+    settle(source)
+    assert source.model.ranks == {}
+    source.close()
+
+
+def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=2, steps=20, finished=False).frames())
+    end = RunState("failed", frames[-1].t + 2, "rank 1 was killed by SIGKILL", 137)
+    path = write(tmp_path / "failed.sqlite", [*frames, Frame(frames[-1].seq + 1, end.time, end)])
+    replay = ReplaySource(path, play=False)
+    assert replay.transport.at_end
+    assert "failed" in replay.transport.message
+    assert not ReplaySource(path, start=frames[0].t).transport.message
+
+
+def test_a_replay_moves_to_the_moment_of_an_alert(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    mark = source.transport.first_alert("spike")
+    assert mark is not None
+    source.transport.to_alert(mark.alert_id)
+    settle(source)
+    assert source.transport.position == RAISED[mark.alert_id]
+    assert source.transport.first_alert("oom") is None

@@ -1,0 +1,21 @@
+"""The jobs of a run on screen."""
+
+from ftmon.protocol.messages.hosts import Job, JobPhase, JobRank
+from ftmon.tui.model.runs import job_rows
+from ftmon.tui.widgets.tables import detail_lines
+from ftmon.tui.widgets.theme import Theme
+
+
+def details(*ranks: JobRank) -> list[str]:
+    job = Job(1, 5.0, "failed", 0.0, 5.0, ranks=list(ranks))
+    (row,) = job_rows({1: job}, 5.0)
+    return [line.plain for line in detail_lines(job, row, [], 100, Theme())]
+
+
+def test_the_end_of_each_rank_is_named_alike_with_and_without_steps() -> None:
+    killed, exited = JobRank(0, 7, 1, state="gone", signal=9), JobRank(1, 8, 1, state="gone", exit_code=1)
+    assert details(killed, exited, JobRank(2, 9, 1, state="gone"))[-1] == (
+        " rank 0 killed by SIGKILL, rank 1 exit code 1, rank 2 gone"
+    )
+    stepped = JobRank(0, 7, 1, steps=1, state="gone", signal=9, phases=[JobPhase("forward", 8, 8, 1)])
+    assert details(stepped)[-1].endswith(" SIGKILL")

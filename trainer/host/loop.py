@@ -1,0 +1,134 @@
+"""Limits the failures of a main loop, after which its process ends so that another one replaces it."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+# Coroutines of a main loop (the hub's, an agent's) that wait for replies, without a second loop.
+#
+# A coroutine runs until it awaits a ``Reply``, and resumes in the call that sets the reply: an answer of a rank
+# (``RankLink``) or the end of a thread's work (``in_thread``). The main loop makes these calls, so no lock is needed,
+# and telemetry is received in between.
+
+
+T = TypeVar("T")
+Flow = Coroutine["Reply[Any]", None, T]
+"""A coroutine that awaits replies, and other flows."""
+Post = Callable[[Callable[[], object]], None]
+"""Schedules a call in the main loop; any thread."""
+
+
+class Reply(Generic[T]):
+    """A value that is set once. Main loop only. Either one coroutine awaits it, or one function is called with it."""
+
+    def __init__(self) -> None:
+        self._arrived = False
+        self._value: Any = None
+        self._next: Callable[[T], object] | None = None
+
+    def arrive(self, value: T) -> None:
+        """Set the value and resume the coroutine that awaits it."""
+        self._arrived, self._value = True, value
+        if self._next is not None:
+            self._next(value)
+
+    def then(self, call: Callable[[T], object]) -> None:
+        """Call a function with the value once it is set."""
+        self._next = call
+        if self._arrived:
+            call(self._value)
+
+    def __await__(self) -> Generator["Reply[Any]", None, T]:
+        """Wait for the value, and return it."""
+        if not self._arrived:
+            yield self
+        return self._value
+
+
+def start(flow: Flow[object]) -> None:
+    """Run a coroutine until it first waits; the rest runs as its replies arrive.
+
+    Raises:
+        Exception: raised by the coroutine before it first waits; later ones are raised in the call that sets the reply.
+    """
+    try:
+        reply = flow.send(None)
+    except StopIteration:
+        return
+    reply.then(lambda _: start(flow))
+
+
+def in_thread(work: Callable[[], T], post: Post, name: str, otherwise: T) -> Reply[T]:
+    """Do blocking work in a new thread; return the reply for its result.
+
+    The result is ``otherwise`` if the work fails, or if no thread can be started.
+    """
+    reply: Reply[T] = Reply()
+
+    def run() -> None:
+        try:
+            found = work()
+        except Exception:  # such as a process table that changes while it is read
+            found = otherwise
+        post(lambda: reply.arrive(found))
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        post(lambda: reply.arrive(otherwise))
+    return reply
+
+
+# Passes calls from helper threads to the main loop, because only the main loop uses the stream and the sockets.
+
+
+class Mailbox:
+    """A queue of calls with a descriptor that becomes readable when one is waiting."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], object]] = deque()
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._descriptor
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Schedule ``call`` in the main loop; any thread."""
+        self._calls.append(call)
+        os.eventfd_write(self._descriptor, 1)
+
+    def drain(self) -> None:
+        """Make every waiting call. Main loop only."""
+        try:
+            os.eventfd_read(self._descriptor)
+        except BlockingIOError:
+            return
+        try:
+            for _ in range(len(self._calls)):
+                self._calls.popleft()()
+        finally:
+            if self._calls:  # calls queued after one that failed
+                os.eventfd_write(self._descriptor, 1)
+
+
+_MOST = 100
+_SECONDS = 30.0
+"""A tick that always fails, four times a second, reaches the limit within a window."""
+
+
+class Failures:
+    """Counts the failures of a main loop per time window."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._since = 0.0
+
+    def too_many(self, now: float) -> bool:
+        """Count a failure at ``now`` (``time.monotonic``); return whether its window has more than 100."""
+        if now - self._since > _SECONDS:
+            self._since, self._count = now, 0
+        self._count += 1
+        return self._count > _MOST

@@ -1,1 +1,0 @@
-"""Commands, kills, actions on hangs, and notifications."""

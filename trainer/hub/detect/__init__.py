@@ -1,1 +1,0 @@
-"""Detectors that observe processes and ports."""

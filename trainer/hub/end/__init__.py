@@ -1,1 +1,0 @@
-"""The end of a run: detection, sequence, files of out-of-memory errors."""

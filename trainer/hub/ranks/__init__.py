@@ -1,1 +1,0 @@
-"""Ranks, their hosts, and the evidence about them: control link, agents, stacks, inspections."""

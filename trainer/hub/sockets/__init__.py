@@ -1,1 +1,0 @@
-"""The hub's bound sockets, on this host and on TCP."""

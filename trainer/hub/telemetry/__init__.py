@@ -1,1 +1,0 @@
-"""From a received message to the recording and the apps."""

@@ -1,0 +1,342 @@
+"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.host.machine import Gpu
+from ...protocol.messages.throughput import causal_pairs
+from ..recipe.config.load import Loaded, load
+from ..recipe.config.schema import Config
+from ..recipe.data.batches import Batch, Collate
+from ..recipe.engine.distributed import World
+from ..recipe.engine.engine import make_engine
+from ..recipe.model import loss as fused
+from ..recipe.model import tokenizer
+from ..recipe.model.load import count_parameters
+from ..recipe.model.shape import beyond
+from ..recipe.optim.adamw import SmallStateAdamW
+from ..recipe.preflight import resolve
+from ..recipe.preflight.resolve import check_hub
+from ..recipe.step import Stepper, make_collate
+from . import fake
+from .dry import DryRun, Job
+
+# The recipe's own engine, batches and step in a dry run.
+#
+# Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
+
+
+Mark = Callable[[str], None]
+"""Called with the name of a phase."""
+_GPUS_OF_A_HOST = 8
+
+
+class DryWorld(World):
+    """A world of one rank, whose agreements need no other ranks."""
+
+    has_values = False
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.rank = rank
+        self.local_rank = 0
+        self.size = ranks
+        self.local_size = min(ranks, _GPUS_OF_A_HOST)
+        self.on_gpu = True
+        self.device = torch.device("cuda", 0)
+        self.host_group = None
+        self.logged: list[str] = []
+        """Lines that the recipe would print."""
+
+    def log(self, text: str) -> None:
+        """Keep a line, except those of timers, which are about slow machines."""
+        if threading.current_thread() is threading.main_thread():
+            self.logged.append(text)
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    leave = barrier
+
+    def share_text(self, text: str) -> str:
+        """Return the text."""
+        return text
+
+    first_text = share_text
+
+    def all_agree(self, mine: bool) -> bool:
+        """Return ``mine``."""
+        return mine
+
+
+class Tokens:
+    """The attributes of a tokenizer that the recipe reads to make a model."""
+
+    pad_token_id = eos_token_id = bos_token_id = 0
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def tokens_of(config: Config) -> tuple[Any, str]:
+    """Return the part of a tokenizer that determines the model's shape, and an assumption (or empty).
+
+    Raises:
+        ConfigError: ``tokenizer.name`` cannot be loaded.
+    """
+    if config.model.name or "vocab_size" in config.model.config:
+        return Tokens(0), ""
+    if config.tokenizer.name:
+        return tokenizer.load(config, None), ""
+    size = config.tokenizer.vocab_size
+    return Tokens(size), f"the tokenizer is trained on the data: {size:,} tokens assumed (tokenizer.vocab_size)"
+
+
+class DryStep:
+    """The engine that ``ftmon train`` makes, and its step."""
+
+    def __init__(self, config: Config, world: DryWorld, tokens: Any, begin: Mark, end: Mark, update: Any) -> None:
+        """Make the engine, under fake tensors. ``update`` receives the tensors that a compiled optimizer updates.
+
+        Raises:
+            ConfigError: the recipe, transformers or peft refuse the configuration.
+        """
+        world.share_sequences(config.training.sequence_parallel_size)
+        engine, self.model = make_engine(config, world, tokens, 1 << 30, without_weights=fake.hold_in_4_bits)
+        made = engine.basic_optimizer
+        if isinstance(made, SmallStateAdamW) and made.compiled_update is not None:
+            between = 3 if config.optimizer.kind == "adamw_8bit" else 0
+            made.compiled_update = partial(_update, update, between)
+        fused_loss = fused.set_up(self.model, config, world)
+        self.parameters = count_parameters(self.model)
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.trainable = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+        self._padding = Collate(tokens.pad_token_id, config.training.sequence_length)
+        self._collate = make_collate(self.model, config, world, self._padding, fused_loss)
+        self._packed = config.data.packing
+        self._micro_batch = config.training.micro_batch
+        self._accumulation = config.training.grad_accumulation
+        engine.train()
+        self.engine = engine
+        self._stepper = Stepper(config, world, _Observed(engine, begin, end))
+
+    def batch(self, documents: list[int]) -> Batch:
+        """Return a micro-batch of equal rows in which all tokens carry loss; call it outside fake tensors.
+
+        It corresponds to a run whose ``training.sequence_length`` is the length of a row, the tokens of ``documents``
+        together; without packing there is one document.
+        """
+        self._padding.limit = length = sum(documents)
+        ids = torch.zeros(length, dtype=torch.long).numpy()
+        row = {"input_ids": ids, "labels": ids, "lengths": documents}
+        if not self._packed:
+            del row["lengths"]
+        return self._collate([row] * self._micro_batch)
+
+    def train_step(self, batch: Batch) -> None:
+        """Run an optimizer step on copies of one micro-batch."""
+        self._stepper.train_step([lambda: dict(batch)] * self._accumulation, batch["labels"].numel())
+
+
+def _update(update: Any, between: int, parameter: Any, *others: Any) -> None:
+    """Update a piece in place: one kernel, or several with ``between`` fp32 tensors between them.
+
+    8-bit states need three such tensors, as the first kernel computes their scales (measured on an H200, torch 2.11).
+    """
+    torch.empty(between * parameter.numel(), dtype=torch.float32, device=parameter.device)
+    update((parameter, *others))
+
+
+class _Observed:
+    """An engine that reports the start and end of its phases."""
+
+    def __init__(self, engine: Any, begin: Mark, end: Mark) -> None:
+        self._engine = engine
+        self._begin = begin
+        self._end = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(self, **batch: Any) -> Any:
+        return self._in("forward", self._engine, **batch)
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        self._in("backward", self._engine.backward, loss, **named)
+
+    def step(self) -> None:
+        self._in("optimizer", self._engine.step)
+
+    def _in(self, phase: str, call: Any, *inputs: Any, **named: Any) -> Any:
+        self._begin(phase)
+        result = call(*inputs, **named)
+        self._end(phase)
+        return result
+
+
+# The documents of a data set's packed rows; their lengths determine attention's work and memory.
+
+
+class Documents(NamedTuple):
+    """Documents of packed rows."""
+
+    pairs_a_token: float
+    """Pairs of query and key under the causal mask, per token: the mean over all rows."""
+    longest: int
+    """Tokens of the longest document."""
+    densest: list[int]
+    """Tokens of each document in the row with most documents."""
+
+    def pairs(self, length: int) -> float:
+        """Return the pairs per token in rows of ``length`` tokens, which have no longer document."""
+        return min(self.pairs_a_token, causal_pairs([length]) / length)
+
+    def row(self, length: int) -> list[int]:
+        """Return the documents of a row of ``length`` tokens, packed as densely as the densest row."""
+        found: list[int] = []
+        for tokens in cycle(self.densest):
+            if length <= 0:
+                break
+            found.append(min(tokens, length))
+            length -= tokens
+        return found
+
+
+def of_rows(rows: Iterable[list[int]]) -> Documents:
+    """Return the documents of at least one packed row, each given by the tokens of its documents."""
+    pairs = tokens = longest = 0
+    densest: list[int] = []
+    for row in rows:
+        pairs += causal_pairs(row)
+        tokens += sum(row)
+        longest = max(longest, *row)
+        densest = max(densest, row, key=len)
+    return Documents(pairs / tokens, longest, densest)
+
+
+_UNSUPPORTED = {
+    "run.device": ("cpu", "is cpu; a prediction is of a run on GPUs"),
+    "model.compile": (
+        "layers",
+        "cannot be predicted: compiled code does not run on fake tensors; use off, whose memory is higher",
+    ),
+    "model.attention": (
+        "flash_attention_2",
+        "cannot be predicted: its kernels do not run on fake tensors; use auto, whose memory is the same",
+    ),
+}
+"""Settings by path: the unsupported value, and the reason."""
+
+
+def read(
+    source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequence[int], *, data: bool = False
+) -> Config:
+    """Return the resolved configuration of a run on GPUs, as ``ftmon train`` resolves it.
+
+    ``source`` is the file, or without one the first ``key=value``; ``ranks`` and ``lengths`` replace ``run.ranks`` and
+    ``training.sequence_length`` (by the longest); ``data``: the data set will be read.
+
+    Raises:
+        UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
+    """
+    given = [*overrides, *([f"run.ranks={ranks}"] if ranks else [])]
+    without_file = "=" in source and not Path(source).exists()
+    loaded = load(None, [source, *given]) if without_file else load(source, given)
+    _refuse(loaded)
+    check_hub(loaded, data=data)
+    config = resolve.resolve(loaded, elsewhere=loaded.config.run.ranks or 1).config
+    longest = max(lengths, default=config.training.sequence_length)
+    return msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, sequence_length=longest))
+
+
+def _refuse(loaded: Loaded) -> None:
+    for path, (value, text) in _UNSUPPORTED.items():
+        section, _, name = path.partition(".")
+        if getattr(getattr(loaded.config, section), name) == value:
+            raise loaded.error(path, text)
+    if loaded.config.model.activation_offload != "none":
+        raise loaded.error("model.activation_offload", "cannot be predicted; use none")
+
+
+class RecipeRun(DryRun):
+    """A dry run of the recipe; only one per process."""
+
+    def __init__(
+        self, config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, rank: int = 0
+    ) -> None:
+        """Make the model and the engine; without ``documents``, each packed row is one document.
+
+        Raises:
+            ConfigError: the recipe or a library refuses the configuration.
+        """
+        self.notes: list[str] = []
+        """Assumptions, and the recipe's messages about this model."""
+        self._config = config
+        self._documents = documents
+        training = config.training
+        job = Job(
+            shape=None,
+            deepspeed={},
+            ranks=config.run.ranks,
+            micro_batch=training.micro_batch,
+            accumulation=training.grad_accumulation,
+            allocator=allocator,
+            gpu=gpu,
+            sequence_parallel_size=training.sequence_parallel_size,
+        )
+        super().__init__(job, rank)
+
+    def _make(self) -> None:
+        config = self._config
+        with fake.left():
+            from transformers import masking_utils
+
+            tokens, assumed = tokens_of(config)
+        if config.data.packing:
+            masks: Any = masking_utils
+            masks.find_packed_sequence_indices = fake.find_packed_sequence_indices
+        world = DryWorld(self.job.ranks, self._rank)
+        self._dry = DryStep(config, world, tokens, self._begin, self._note, self._counting.update)
+        self.parameters = self._dry.parameters
+        self.trainable = self._dry.trainable
+        self.engine = self._dry.engine
+        logged = [line.removeprefix("note: ") for line in world.logged]
+        self.notes = [*([assumed] if assumed else []), *logged]
+        if note := beyond(self._dry.model.config, config.training.sequence_length):
+            self.notes.append(note)
+        sharing = config.training.sequence_parallel_size
+        if sharing > 1:
+            self.notes.append(
+                f"{sharing} ranks share each sequence: lengths are of whole rows, memory of a rank's slice"
+            )
+        if config.data.packing:
+            self.notes.append(_packed(self._documents))
+        else:
+            mask = ", and attention takes a mask" if sharing == 1 else ""
+            self.notes.append(f"every row has the full length, every token carries loss{mask}")
+        if config.optimizer.kind == "muon":
+            self.notes.append("Muon's update is run uncompiled: a compiled one takes less memory")
+
+    def _step(self, length: int) -> None:
+        for name in ("forward", "backward", "optimizer"):
+            self._phases.pop(name, None)
+        with fake.left():
+            batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
+        self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
+        self._dry.train_step(batch)
+
+
+def _packed(documents: Documents | None) -> str:
+    if documents is None:
+        return "each packed row is one document, and every token carries loss: shorter ones take less time (--data)"
+    return f"up to {len(documents.densest):,} documents in a packed row, as in the data set; every token carries loss"

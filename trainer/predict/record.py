@@ -1,0 +1,693 @@
+"""Follows allocations and frees of a dry run: a dispatch mode that tracks every storage."""
+
+import contextlib
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._library.utils import is_builtin
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ...protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Peaks
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work
+from ...protocol.messages.throughput import Precision
+
+# The allocations of a dry run, in order, applied at once to the model of PyTorch's caching allocator.
+
+
+ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
+_NEAR = 0.005
+Event = tuple[int, int, int, int, str]
+"""Kind, handle, bytes, stream, name of a phase that begins or ends."""
+
+
+class AllocatorReplay:
+    """Applies the events of a trace to the caching allocator's model."""
+
+    def __init__(self, settings: Settings, capacity_bytes: int | None = None) -> None:
+        self._allocator = CachingAllocator(settings, capacity_bytes)
+        self._blocks: dict[int, int] = {}
+
+    def apply(self, event: Event) -> None:
+        """Apply one event.
+
+        Raises:
+            DeviceOutOfMemory: an allocation does not fit the capacity.
+        """
+        kind, handle, size, stream, _ = event
+        if kind == ALLOCATE:
+            self._allocator.complete_events()
+            self._blocks[handle] = self._allocator.allocate(size, stream)
+        elif kind == FREE:
+            self._allocator.free(self._blocks.pop(handle))
+        elif kind == USE:
+            self._allocator.record_stream(self._blocks[handle], stream)
+        elif kind == EMPTY:
+            self._allocator.complete_events()
+            self._allocator.empty_cache()
+        elif kind == MARK:
+            self._allocator.reset_peaks()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the allocated blocks."""
+        return self._allocator.allocated
+
+    def peaks(self) -> Peaks:
+        """Return the highest allocated and reserved bytes since the last phase began."""
+        return self._allocator.peaks()
+
+
+class Trace:
+    """Allocations and frees on the GPU as events, and allocated bytes by kind of memory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.events: list[Event] = []
+        self.current: dict[str, int] = {}
+        """Bytes by kind of memory: ``cuda``, ``cpu``, ``pinned``."""
+        self.host_peak = 0
+        self._replay = AllocatorReplay(settings)
+        self._sizes: dict[int, tuple[int, str, int]] = {}
+        self._next = 0
+        self._names: dict[int, int] = {}
+        """Handle of an allocation in the events and the allocator, if a repeated step replaced it."""
+        self.block_bytes: dict[int, int] = {}
+        """Bytes of each allocation's block, by its handle in the events."""
+        self.parts: dict[int, str] = {}
+        """Part of an allocation (``protocol.messages.memory.PARTS``), by its handle in the events."""
+        self.recomputed: list[tuple[int, int]] = []
+        """First and last events of recomputed layers in a backward pass."""
+
+    def allocate(self, size: int, device: str, stream: int = 0) -> int:
+        """Record an allocation of ``size`` bytes; return its handle."""
+        handle = self._next
+        self._next += 1
+        self._sizes[handle] = (size, device, stream)
+        self._add(device, size)
+        if device == "cuda" and size:
+            self._record((ALLOCATE, handle, size, stream, ""))
+        return handle
+
+    def free(self, handle: int) -> None:
+        """Record a free."""
+        size, device, stream = self._sizes.pop(handle)
+        self.current[device] -= size
+        if device == "cuda" and size:
+            self._record((FREE, self._names.pop(handle, handle), size, stream, ""))
+
+    def use(self, handle: int, stream: int) -> None:
+        """Record the use of a storage on a stream other than its own (``record_stream``)."""
+        size, device, own = self._sizes[handle]
+        if device == "cuda" and size and own != stream:
+            self._record((USE, self._names.get(handle, handle), size, stream, ""))
+
+    def empty_cache(self) -> None:
+        """Record that cached segments are freed to the driver."""
+        self._record((EMPTY, 0, 0, 0, ""))
+
+    def move(self, handle: int, device: str) -> None:
+        """Count a host allocation as another kind of host memory."""
+        size, before, stream = self._sizes[handle]
+        self.current[before] -= size
+        self._sizes[handle] = (size, device, stream)
+        self._add(device, size)
+
+    def see(self, handle: int, part: str) -> None:
+        """Record the part of an allocation: the first one counts, except that a gradient may be in a bucket."""
+        name = self._names.get(handle, handle)
+        if part == "buckets" or name not in self.parts:
+            self.parts[name] = part
+
+    def moment(self, *sizes: int, stream: int = 0) -> None:
+        """Record memory on the GPU that an operation allocates and frees before it returns."""
+        handles = [self.allocate(size, "cuda", stream) for size in sizes]
+        for handle in handles:
+            self.free(handle)
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, whose peaks start at the present allocation."""
+        self._record((MARK, 0, 0, 0, phase))
+
+    def end(self, phase: str) -> Peaks:
+        """End a phase; return its highest allocated and reserved bytes."""
+        self._record((END, 0, 0, 0, phase))
+        return self.peaks()
+
+    def repeat(self, start: int) -> list[tuple[str, Peaks]] | None:
+        """Repeat everything since an event, as a next and equal step.
+
+        Returns:
+            Each phase that ended, with its peaks; None, without a repetition, if the step ended with other allocations
+            than it began with, so that the next one may differ.
+        """
+        step = self.events[start:]
+        born: dict[int, tuple[int, int]] = {}
+        lost: list[tuple[int, tuple[int, int]]] = []
+        for kind, handle, size, stream, _ in step:
+            if kind == ALLOCATE:
+                born[handle] = (size, stream)
+            elif kind == FREE and born.pop(handle, None) is None:
+                lost.append((handle, (size, stream)))
+        kept: dict[tuple[int, int], deque[int]] = {}
+        for handle, what in born.items():
+            kept.setdefault(what, deque()).append(handle)
+        renamed: dict[int, int] = {}
+        for handle, what in lost:
+            if not kept.get(what):
+                return None
+            renamed[handle] = kept[what].popleft()
+        if any(kept.values()):
+            return None
+        found: list[tuple[str, Peaks]] = []
+        for kind, handle, size, stream, name in step:
+            if kind == ALLOCATE:
+                renamed[handle] = self._next
+                self._next += 1
+            self._record((kind, renamed.get(handle, handle), size, stream, name))
+            if kind == END:
+                found.append((name, self.peaks()))
+        for old, new in renamed.items():
+            if old in self.parts:
+                self.parts[new] = self.parts[old]
+        moved = len(self.events) - len(step) - start
+        self.recomputed += [(begin + moved, end + moved) for begin, end in self.recomputed if begin >= start]
+        owners = {name: handle for handle, name in self._names.items()}
+        for handle in born:
+            self._names[owners.get(handle, handle)] = renamed[handle]
+        return found
+
+    def peaks(self) -> Peaks:
+        """Return the highest allocated and reserved bytes since the phase began."""
+        return self._replay.peaks()
+
+    def _record(self, event: Event) -> None:
+        self.events.append(event)
+        before = self._replay.allocated
+        self._replay.apply(event)
+        if event[0] == ALLOCATE:
+            self.block_bytes[event[1]] = self._replay.allocated - before
+
+    def _add(self, device: str, size: int) -> None:
+        self.current[device] = self.current.get(device, 0) + size
+        if device in ("cpu", "pinned"):
+            self.host_peak = max(self.host_peak, self.current.get("cpu", 0) + self.current.get("pinned", 0))
+
+
+def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> str:
+    """Return the phase whose allocation fails with ``capacity_bytes`` of reservable memory; empty: all succeed."""
+    replay = AllocatorReplay(settings, capacity_bytes)
+    phase = "init"
+    try:
+        for event in events:
+            if event[0] == MARK:
+                phase = event[4]
+            replay.apply(event)
+    except DeviceOutOfMemory:
+        return phase
+    return ""
+
+
+def needed_bytes(events: Sequence[Event], settings: Settings, low: int, high: int) -> int:
+    """Return the minimum of reservable memory for every allocation to succeed, within 0.5 %.
+
+    It is between the highest allocated bytes, ``low``, and the highest reserved bytes, ``high``.
+    """
+    while high - low > max(_NEAR * high, 1 << 21):
+        middle = (low + high) // 2
+        if failing_phase(events, settings, middle):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+# Caches results of operations on fake tensors by function, shapes, strides, data types and numbers.
+#
+# PyTorch's cache of fake results (``FakeTensorMode.cache``) also has storage offsets in its keys. ZeRO's parameters are
+# views into one flat buffer, so each layer's operations would miss it.
+
+
+_aten: Any = torch.ops.aten
+_fake: Any = FakeTensor
+MISSING: Any = object()
+"""Returned by ``kept`` for a result that is not cached."""
+_NEVER: Any = object()
+_NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
+_VIEWS = frozenset((_aten._unsafe_view.default,))
+"""Operations that return their argument's storage without declaring it."""
+_VARYING = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+)
+
+
+class _Made(NamedTuple):
+    """A tensor that an operation returns."""
+
+    shape: Any
+    stride: Any
+    dtype: Any
+    device: Any
+    requires_grad: bool
+    argument: int = -1
+    """Position of the argument whose storage it shares; -1: it has its own."""
+    offset: int = 0
+    """Offset relative to that argument's."""
+
+
+class _Same(NamedTuple):
+    """An operation returns an argument itself."""
+
+    argument: int
+
+
+class ResultCache:
+    """Returns an operation's earlier result for tensors of the same kind; for one fake mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._kept: dict[Any, Any] = {}
+        self._cacheable: dict[Any, bool] = {}
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the cache key of a call; None if its result cannot be cached."""
+        cacheable = self._cacheable.get(func)
+        if cacheable is None:
+            cacheable = self._cacheable[func] = _is_cacheable(func)
+        if not cacheable:
+            return None
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        if not self._add(parts, args):
+            return None
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not self._add(parts, (value,)):
+                return None
+        return tuple(parts)
+
+    def kept(self, key: Any, args: tuple[Any, ...]) -> Any:
+        """Return a new result of a call with this key; ``MISSING`` if none is cached."""
+        found = self._kept.get(key, MISSING)
+        if found is MISSING or found is _NEVER:
+            return MISSING
+        if isinstance(found, list):
+            return [self._make(one, args) for one in found]
+        return self._make(found, args)
+
+    def keep(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Cache a call's result, if one of the same kind can be made without the call."""
+        if key in self._kept:
+            return
+        storages = {one.untyped_storage()._cdata for one in _tensors((args, tuple(kwargs.values())))}
+        if type(result) is list:
+            parts = [self._part(func, args, one, storages) for one in result]
+            self._kept[key] = _NEVER if _NEVER in parts else parts
+        else:
+            self._kept[key] = self._part(func, args, result, storages)
+
+    def _add(self, parts: list[Any], values: Any) -> bool:
+        for value in values:
+            kind = type(value)
+            if isinstance(value, FakeTensor):
+                tensor: Any = value
+                if (
+                    tensor.fake_mode is not self._mode
+                    or tensor.constant is not None
+                    or tensor.layout is not torch.strided
+                    or tensor.dtype.is_complex
+                ):
+                    return False
+                parts += (tensor.dtype, tensor.shape, tensor.stride(), tensor.fake_device, tensor.requires_grad)
+            elif kind is list or kind is tuple:
+                parts += (kind, len(value))
+                if not self._add(parts, value):
+                    return False
+            elif isinstance(value, _NUMBERS):
+                parts += (kind, value)
+            else:
+                return False
+        return True
+
+    def _part(self, func: Any, args: tuple[Any, ...], tensor: Any, storages: set[int]) -> Any:
+        """Return the recipe of a result; None: the value itself, ``_NEVER``: it cannot be made again."""
+        if tensor is None:
+            return None
+        for position, one in enumerate(args):
+            if one is tensor:
+                return _Same(position)
+        kind: Any = type(tensor)
+        if kind is not FakeTensor:
+            return _NEVER
+        if tensor.constant is not None or tensor.layout is not torch.strided or tensor.dtype.is_complex:
+            return _NEVER
+        made = _Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, tensor.requires_grad)
+        if tensor.untyped_storage()._cdata in storages:
+            return self._view(func, args, tensor, made)
+        if func.is_view or tensor.storage_offset():
+            return _NEVER
+        again = self._make(made, args)
+        same = again.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        return made if same and torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(tensor) else _NEVER
+
+    def _view(self, func: Any, args: tuple[Any, ...], tensor: Any, made: _Made) -> Any:
+        positions = [number for number, one in enumerate(args) if isinstance(one, FakeTensor)]
+        if not (func.is_view or func in _VIEWS) or func in _ABSOLUTE_OFFSETS or len(positions) != 1:
+            return _NEVER
+        base: Any = args[positions[0]]
+        if base.dtype != tensor.dtype:
+            return _NEVER
+        return made._replace(argument=positions[0], offset=tensor.storage_offset() - base.storage_offset())
+
+    def _make(self, kept: Any, args: tuple[Any, ...]) -> Any:
+        if kept is None:
+            return None
+        if type(kept) is _Same:
+            return args[kept.argument]
+        shape, stride, dtype, device, requires_grad, argument, offset = kept
+        mode: Any = self._mode
+        with in_kernel_invocation_manager(mode):
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+            if argument >= 0:
+                base = args[argument]
+                empty.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)
+        return _fake(mode, empty, device)
+
+
+def _is_cacheable(func: Any) -> bool:
+    return is_builtin(func) and not any(tag in func.tags for tag in _VARYING)
+
+
+def _tensors(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+# Counts a step's work on device and host from the operations of a dry run, to predict its time.
+
+
+_PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_COLLECTIVES: dict[str, Collective] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
+"""NCCL's collective of each operation of ``c10d``."""
+_WITHOUT_KERNEL = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "detach"),
+        *("_unsafe_view", "_reshape_alias", "lift_fresh", "is_pinned", "record_stream", "alias"),
+    )
+)  # fmt: skip
+_WRITES_ONLY = frozenset(("fill_", "zero_", "fill", "zeros_like", "ones_like", "full_like", "copy_"))
+_PICKS = frozenset(("embedding", "gather", "index_select", "index", "nll_loss_forward", "nll_loss_backward"))
+"""Operations that read as much of their inputs as they write."""
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": (0, 4, 1.0),
+    "_scaled_dot_product_efficient_attention": (0, 6, 1.0),
+    "_varlen_attn": (0, 7, 1.0),
+    "_scaled_dot_product_flash_attention_backward": (1, 11, 2.5),
+    "_scaled_dot_product_efficient_attention_backward": (1, 11, 2.5),
+    "_varlen_attn_backward": (1, 10, 2.5),
+}
+"""Positions of query and ``is_causal``, and number of products relative to the forward pass (the backward has five)."""
+_BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
+"""Position of the borders between the documents of packed rows."""
+_ADAM_MOVES = 7 / 4
+"""A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
+
+
+class Counting:
+    """Counts the work of one step."""
+
+    def __init__(self, ranks: int, sequence_parallel_size: int = 1) -> None:
+        """Start with empty counts; all ranks are in DeepSpeed's collectives but an all_to_all of shared sequences."""
+        self._ranks = ranks
+        self._sharing = sequence_parallel_size
+        self.pairs_a_token: float | None = None
+        """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset the counts for a step."""
+        self._operations: Counter[tuple[float, float, Precision, bool]] = Counter()
+        self._communications: Counter[tuple[Collective, int, bool]] = Counter()
+        self._calls = 0
+        self.fetches = 0
+        """Number of times that ZeRO-3 gathers or releases a module's parameters."""
+        self._transfer_bytes = 0
+        self._host_bytes = 0
+
+    def work(self) -> Work:
+        """Return the counted work."""
+        return Work(
+            [
+                Operation(flops, moved, precision, count, attention)
+                for (flops, moved, precision, attention), count in self._operations.items()
+            ],
+            [
+                Communication(kind, size, self._ranks_of(kind), overlapped, count)
+                for (kind, size, overlapped), count in self._communications.items()
+            ],
+            self._calls,
+            self._transfer_bytes,
+            self._host_bytes,
+            self.fetches,
+        )
+
+    def _ranks_of(self, kind: Collective) -> int:
+        return self._sharing if kind == "all_to_all" and self._sharing > 1 else self._ranks
+
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
+        """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
+        self._calls += 1
+        packet = func._overloadpacket
+        name = packet.__name__
+        if func.namespace == "c10d":
+            self._communicate(name, args, stream)
+            return
+        if func.is_view or name in _WITHOUT_KERNEL:
+            return
+        inputs, outputs = list(_work_tensors((args, tuple(kwargs.values())))), list(_work_tensors(result))
+        on_device = [one for one in (*outputs, *inputs) if one.device.type == "cuda"]
+        if not on_device:
+            return
+        if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
+            self._transfer_bytes += min(map(_bytes, (*outputs, *inputs)))
+            return
+        moved = _moved(name, args, inputs, outputs)
+        precision = _PRECISIONS.get(inputs[0].dtype if inputs else None, "fp32")
+        attention = _ATTENTION.get(name)
+        flops = 0.0
+        if attention is not None:
+            flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
+        elif packet in flop_registry:
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        self._operations[flops, moved, precision, attention is not None] += 1
+
+    def update(self, tensors: Any) -> None:
+        """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
+        found = list(_work_tensors(tensors))
+        moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
+        if any(one.device.type == "cuda" for one in found):
+            self._operations[0.0, float(moved), "fp32", False] += 1
+        else:
+            self._host_bytes += moved
+
+    def _keys_of_packed(self, name: str, args: tuple[Any, ...]) -> float | None:
+        """Return the mean number of keys in the document of a token of packed rows; None for other attention."""
+        if name not in _BORDERS:
+            return None
+        if self.pairs_a_token is not None:
+            return 2 * self.pairs_a_token
+        return args[_ATTENTION[name][0]].shape[0] / (args[_BORDERS[name]].shape[0] - 1)
+
+    def _communicate(self, name: str, args: tuple[Any, ...], stream: int) -> None:
+        kind = _COLLECTIVES.get(name)
+        if kind is None:
+            return
+        # The whole tensor: the larger one of a gather's output or a scatter's input.
+        size = max((sum(map(_bytes, _work_tensors(one))) for one in args[:2]), default=0)
+        self._communications[kind, size, stream != 0] += 1
+
+
+def _work_tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _work_tensors(one)
+
+
+def _bytes(tensor: Any) -> int:
+    """Return the bytes of reading a tensor; an expanded tensor is read once."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            size *= length
+    return size if tensor.numel() else 0
+
+
+def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Iterable[Any]) -> float:
+    written = sum(map(_bytes, outputs))
+    if not written:  # a foreach operation returns nothing: it writes its first list
+        written = sum(map(_bytes, _work_tensors(args[0]))) if args else 0
+    if name in _PICKS:
+        return 2.0 * written
+    read = sum(map(_bytes, inputs))
+    if name in _WRITES_ONLY and args:
+        read -= sum(map(_bytes, _work_tensors(args[0])))
+    return float(read + written)
+
+
+def _attention_flops(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, keys: float | None
+) -> float:
+    """Return the FLOPs of attention: two products over pairs of query and key, half of them under a causal mask.
+
+    Packed rows are joined, and attention stays within documents: a query has ``keys`` keys in its own document.
+    """
+    query, key = args[position], args[position + 1]
+    causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+    if keys is not None:
+        length, heads, width = query.shape
+        pairs = length * keys
+    else:
+        batch, heads, length, width = query.shape
+        pairs = batch * length * key.shape[2]
+    return 4.0 * heads * width * pairs * (0.5 if causal else 1.0) * products
+
+
+_prim: Any = torch.ops.prim
+
+Hidden = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Called after an operation with its arguments and result; records its CUDA kernels' further allocations."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records allocations and frees of fake tensors' storages into a trace, in order, by device and stream."""
+
+    def __init__(self, trace: Trace, hidden: dict[Any, Hidden], counting: Counting, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._results = ResultCache(mode)
+        self.trace = trace
+        self.counting = counting
+        self.stream = 0
+        self._hidden = hidden
+        self._known: dict[int, Any] = {}
+        self._lock = threading.RLock()
+        self.in_backward = False
+        self._recomputing = -1
+        """Event at which the recomputation of checkpointed layers began; -1: none is under way."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record its allocations."""
+        if func is _prim.device.default:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        special = _SCALARS.get(func)
+        if special is not None:
+            return special(args)
+        if self.in_backward and torch.is_grad_enabled() != (self._recomputing >= 0):
+            self._recompute()
+        hidden = self._hidden.get(func)
+        results = self._results
+        key = results.key(func, args, kwargs)
+        result = MISSING if key is None else results.kept(key, args)
+        if result is MISSING:
+            result = func(*args, **kwargs)
+            if key is not None:
+                results.keep(key, func, args, kwargs, result)
+        self._see(result)
+        self.counting.count(func, args, kwargs, result, self.stream)
+        if hidden is not None:
+            hidden(self, func, args, kwargs, result)
+        return result
+
+    def _recompute(self) -> None:
+        """Record the start or end of recomputation: only then a backward pass records a graph."""
+        if self._recomputing < 0:
+            self._recomputing = len(self.trace.events)
+            return
+        self.trace.recomputed.append((self._recomputing, len(self.trace.events)))
+        self._recomputing = -1
+
+    def _see(self, result: Any) -> None:
+        if isinstance(result, FakeTensor):
+            self.follow(result)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._see(part)
+
+    def follow(self, tensor: Any) -> None:
+        """Record the allocation of a tensor's storage, unless it is known, and later its free."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known:
+            return
+        size = storage.nbytes()
+        handle = self.trace.allocate(size, tensor.fake_device.type, self.stream)
+        self._known[address] = (weakref.ref(storage, lambda _: self._gone(address)), handle)
+
+    def _gone(self, address: int) -> None:
+        entry = self._known.pop(address, None)
+        if entry is not None:
+            self.trace.free(entry[1])
+
+    def handle_of(self, tensor: Any) -> int | None:
+        """Return the trace's handle of a tensor's storage; None if it is not followed."""
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
+
+    def rename(self, tensor: Any, device: str) -> None:
+        """Count a tensor's storage on another device (``pinned``: page-locked host memory)."""
+        handle = self.handle_of(tensor)
+        if handle is not None:
+            self.trace.move(handle, device)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Generator[None]:
+        """Count allocations in the body to a stream."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+
+def _scalar(args: tuple[Any, ...]) -> Any:
+    """Return a substitute for a fake tensor's value: 1.0 keeps gradients finite; 0 and False mean nothing found."""
+    constant = getattr(args[0], "constant", None)
+    if constant is not None:
+        return constant.item()
+    dtype = args[0].dtype
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 0
+
+
+_SCALARS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    _aten._local_scalar_dense.default: _scalar,
+    _aten.equal.default: lambda args: True,
+}

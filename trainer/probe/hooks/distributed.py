@@ -1,0 +1,282 @@
+"""Counting collective calls: wrappers around the functions of ``torch.distributed``, one to two microseconds each.
+
+DeepSpeed, FSDP and scripts all call these functions. A call that one of them makes to another is not counted again.
+Each call is recorded with its process group, its number within the group and the size of its tensor: the same number is
+the same collective on every rank of a group, so two ranks that are stuck can be compared. DDP's own reducer calls NCCL
+and gloo from C++ and is not seen here (PyTorch's flight recorder has its calls: ``link.flight_recorder``).
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import active, guard
+from ..active import mine, switched_on
+from ..events import TorchEvents
+from ..guard import is_replaced, log_error, replace, replace_in_package
+from .imports import after_import
+from .torch import clipping
+
+# Hooks into PyTorch's parallel training: DDP, FSDP, pipelines, and the end of process groups.
+
+
+def install(_module: ModuleType) -> None:
+    """Install the hooks, each when its module is imported."""
+    replace(torch.nn.parallel.DistributedDataParallel, "forward", _parallel_forward("ddp"))
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
+    after_import("torch.distributed.fsdp", _on_fsdp2)
+    after_import("torch.distributed._composable.fsdp", _on_fsdp2)
+    after_import("torch.distributed.pipelining.stage", _on_pipeline)
+    after_import("torch.distributed.pipelining.schedules", _on_schedules)
+    after_import("torch.distributed.distributed_c10d", _on_process_groups)
+
+
+def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
+    """Return a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost counts."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events = mine()
+            if events is None:
+                return original(self, *args, **kwargs)
+            with events.forward(self, args, kwargs, framework):
+                return original(self, *args, **kwargs)
+
+        return forward
+
+    return make
+
+
+def _on_fsdp(module: ModuleType) -> None:
+    fsdp: Any = module
+    replace(fsdp.FullyShardedDataParallel, "forward", _parallel_forward("fsdp"))
+    replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clipping)
+
+
+def _on_fsdp2(module: ModuleType) -> None:
+    """Hook ``fully_shard``. The package and the module that defines it have moved between versions of PyTorch."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def fully_shard(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            events, module = switched_on(), found[-1] if isinstance(found, list | tuple) and found else found
+            if events is not None and hasattr(module, "parameters"):
+                events.sharded(module)
+            return found
+
+        return fully_shard
+
+    replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
+    sharded = getattr(module, "FSDPModule", None)
+    if hasattr(sharded, "set_gradient_divide_factor"):
+        replace(sharded, "set_gradient_divide_factor", _setting_divisor)
+
+
+def _setting_divisor(original: Any) -> Callable[..., Any]:
+    """Wrap ``set_gradient_divide_factor``: FSDP then divides gradients by this factor instead of by its ranks."""
+
+    def set_gradient_divide_factor(self: Any, factor: float) -> None:
+        original(self, factor)
+        events = switched_on()
+        if events is not None:
+            try:
+                _note_divisor(events, self, factor)
+            except Exception as error:
+                log_error("the divisor of FSDP's gradients is not known", error)
+
+    return set_gradient_divide_factor
+
+
+def _note_divisor(events: TorchEvents, module: Any, factor: float) -> None:
+    """Note that the ranks' losses add up, if their gradients do. Experts are sharded over fewer ranks than the rest."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        mesh = getattr(group, "mesh_info", None)
+        ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+        if ranks > factor > 0:
+            events.adds_up(ranks / factor)
+
+
+def _on_process_groups(module: ModuleType) -> None:
+    """Note the backend before it is destroyed: the rank's hello may be sent later."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+            events = switched_on()
+            if events is not None:
+                events.leaving_group()
+            return original(*args, **kwargs)
+
+        return destroy_process_group
+
+    replace_in_package(module, "destroy_process_group", make, ("torch.distributed",))
+
+
+def _on_pipeline(module: ModuleType) -> None:
+    """Hook the stages of PyTorch's pipelines; of several on a rank the lowest is reported."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(self, *args, **kwargs)
+            events = switched_on()
+            if events is not None:
+                events.stage(self.stage_index)
+
+        return __init__
+
+    stage: Any = module
+    replace(stage._PipelineStageBase, "__init__", make)
+
+
+def _on_schedules(module: ModuleType) -> None:
+    """Hook the schedules of PyTorch's pipelines: by default they divide gradients by the number of micro-batches."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events = mine()
+            if events is not None:
+                events.divided(getattr(self, "_n_microbatches", 0) if getattr(self, "scale_grads", True) else 1)
+            return original(self, *args, **kwargs)
+
+        return step
+
+    schedules: Any = module
+    for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        replace(each, "step", make)
+
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "_all_gather_base",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "scatter",
+    "scatter_object_list",
+)
+"""Every rank of a group enters these, so their count is comparable between ranks."""
+
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "init_process_group")
+"""Calls that may block on another rank too: named while they run, not counted."""
+
+_SIZED = ("tensor", "input_tensor", "input", "output")
+"""Names of the argument whose size is the collective's; the first that is present counts."""
+
+_inside: set[int] = set()
+"""Threads inside a wrapped call."""
+
+
+def install_collectives(_module: ModuleType | None = None) -> None:
+    """Wrap the functions, once, in both modules that have them."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    core: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or core is None or not distributed.is_available():
+        return
+    for name in (*COLLECTIVES, *POINT_TO_POINT):
+        real = getattr(core, name, None)
+        if real is None or is_replaced(real):
+            continue
+        replace(core, name, partial(_counted, name.lstrip("_")) if name in COLLECTIVES else partial(_named, name))
+        if getattr(distributed, name, None) is real:
+            setattr(distributed, name, getattr(core, name))
+    try:
+        replace(core.Work, "wait", _waiting)
+    except (AttributeError, TypeError) as error:
+        guard.log_error("collective waits are not named", error)
+
+
+def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:
+    """Wrap ``real``: time and name it while it runs, unless this thread is already inside another wrapped call."""
+    counts = active.counts
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        if thread in _inside:
+            return real(*args, **kwargs)
+        _inside.add(thread)
+        try:
+            counts.in_flight = name = enter(args, kwargs)
+            start = perf_counter_ns()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                counts.host_ns += perf_counter_ns() - start
+                if counts.in_flight is name:  # not another thread's
+                    counts.in_flight = ""
+                counts.last = name
+        finally:
+            _inside.discard(thread)
+
+    return call
+
+
+def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a collective: count its calls."""
+    counts = active.counts
+    groups, recent = counts.groups, counts.recent
+    parameters = list(inspect.signature(real).parameters)
+    group_place = parameters.index("group")
+    sized = next((one for one in _SIZED if one in parameters), "")
+    size_place = parameters.index(sized) if sized else -1
+
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        counts.entered += 1
+        try:
+            given = len(args)
+            group = args[group_place] if given > group_place else kwargs.get("group")
+            key = (counts.world or _find_world()) if group is None else group.group_name
+            size = (args[size_place] if given > size_place else kwargs[sized]).numel() if sized else 0
+            number = groups.get(key, 0) + 1
+            groups[key] = counts.sequence = number
+            counts.group, counts.size = key, size
+            recent.append((key, number, name, size))
+        except Exception:  # not of the group, or not a tensor: the call itself raises the error
+            counts.group, counts.size = "", 0
+        return name
+
+    return _outermost(real, enter)
+
+
+def _named(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function: name it while it runs, without counting it."""
+
+    def enter(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> str:
+        if name == "init_process_group":
+            active.counts.forget_groups()
+        return name
+
+    return _outermost(real, enter)
+
+
+def _find_world() -> str:
+    core: Any = sys.modules["torch.distributed.distributed_c10d"]
+    active.counts.world = str(core.GroupMember.WORLD.group_name)
+    return active.counts.world
+
+
+def _waiting(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the wait for an asynchronous collective: name it (on gloo the host waits, on NCCL only the stream)."""
+    return _outermost(real, lambda _args, _kwargs: active.counts.last or "wait")

@@ -1,0 +1,422 @@
+"""Finds the loops of the script that a thread is in, from its source: which rank has left the training loop."""
+
+import ast
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ....protocol.code_owner import library_of
+from ....protocol.messages.telemetry import SelfDump
+from ...host import processes
+from .. import guard
+from ..guard import frame_locals
+from ..phases.tracker import Counts
+
+# Collectives that this rank has entered, for comparison with other ranks: read only when a stall is suspected.
+#
+# PyTorch's flight recorder has all of them, including those that DDP issues from C++, and their completion. If it has
+# none (it is off, or does not support gloo), the probe's own count of calls is used.
+
+
+KEPT = 64
+"""Newest collectives reported of each process group."""
+READ_SECONDS = 0.25
+"""The recorder asks the device whether events have passed. If the driver does not answer, the wait ends after this:
+the hub waits half a second for a rank (``hub.stall_probe``), and its other evidence must arrive within that."""
+
+_reader: threading.Thread | None = None
+_RAS_ADDRESS = "localhost:28028"
+"""NCCL's default."""
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+def calls(counts: Counts) -> dict[str, Any]:
+    """Return the collectives that were entered, as plain data for a message.
+
+    Returns:
+        ``source``: ``recorder`` or ``calls``; ``counted``: the probe's count of each group; ``ranks``: the
+        global ranks of each process group, by its name; ``recent``: (group, number within the group, name, elements,
+        done) of the last collectives, oldest first, where done is None when it is not known.
+    """
+    recorded = _in_time()
+    recent = recorded or _newest([[group, number, name, size, None] for group, number, name, size in _copy(counts)])
+    source = "recorder" if recorded else "calls"
+    return {"source": source, "counted": dict(counts.groups), "ranks": members(), "recent": recent}
+
+
+def members() -> dict[str, list[int]]:
+    """Return the global ranks of every process group of this rank, by PyTorch's name for the group."""
+    core: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if core is None:
+        return {}
+    try:
+        ranks = core._world.pg_group_ranks
+        return {str(name): sorted(ranks.get(group, ())) for group, name in list(core._world.pg_names.items())}
+    except Exception:  # a group made or destroyed at this moment, or names that another version does not have
+        return {}
+
+
+def ras_address() -> str:
+    """Return where NCCL's RAS service of this process answers (``NCCL_RAS_ADDR``); empty if it does not use NCCL."""
+    core: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if core is None or os.environ.get("NCCL_RAS_ENABLE") == "0":
+        return ""
+    try:
+        backends = [str(found[0]) for found in list(core._world.pg_map.values())]
+    except Exception:  # names that another version does not have
+        return ""
+    return os.environ.get("NCCL_RAS_ADDR", _RAS_ADDRESS) if any("nccl" in name for name in backends) else ""
+
+
+def parse(trace: bytes | str) -> list[list[Any]]:
+    """Read the flight recorder's JSON: collectives only, see ``calls``."""
+    found: list[list[Any]] = []
+    for entry in json.loads(trace).get("entries", []):
+        number = int(entry.get("collective_seq_id") or 0)
+        if entry.get("is_p2p") or not number:
+            continue
+        name = str(entry.get("profiling_name", "")).rpartition(":")[2].lstrip("_")
+        sizes = entry.get("input_sizes") or []
+        size = _elements(sizes[0]) if len(sizes) == 1 else 0
+        # gloo's entries stay "scheduled" for good; "retired" is valid for both.
+        done = bool(entry.get("retired")) or entry.get("state") == "completed"
+        group: Any = entry.get("process_group") or [""]
+        call = [str(group[0]), number, name, size, done]
+        if found and found[-1][:2] == call[:2]:
+            continue  # one coalesced collective has an entry for each of its tensors
+        found.append(call)
+    return _newest(found)
+
+
+def _in_time() -> list[list[Any]]:
+    global _reader
+    found: list[list[Any]] = []
+
+    def read() -> None:
+        try:
+            found.extend(_read())
+        except Exception:
+            found.clear()
+
+    if _reader is not None and _reader.is_alive():
+        return []  # the previous read still waits for the driver
+    _reader = threading.Thread(target=read, name="ftmon-flight", daemon=True)
+    _reader.start()
+    _reader.join(READ_SECONDS)
+    return [] if _reader.is_alive() else found
+
+
+def _read() -> list[list[Any]]:
+    core: Any = sys.modules.get("torch._C._distributed_c10d") or getattr(
+        getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None
+    )
+    for name in _DUMPS:
+        dump: Any = getattr(core, name, None)
+        if dump is not None:
+            recorded = parse(dump())
+            if recorded:
+                return recorded
+    return []
+
+
+def _copy(counts: Counts) -> list[tuple[str, int, str, int]]:
+    for _ in range(3):
+        try:
+            return list(counts.recent)
+        except RuntimeError:  # the training thread has added one meanwhile
+            continue
+    return []
+
+
+def _newest(found: list[list[Any]]) -> list[list[Any]]:
+    left: dict[str, int] = {}
+    kept: list[list[Any]] = []
+    for call in reversed(found):
+        left[call[0]] = left.get(call[0], 0) + 1
+        if left[call[0]] <= KEPT:
+            kept.append(call)
+    return kept[::-1]
+
+
+def _elements(shape: list[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= int(length)
+    return count
+
+
+# Lets other processes capture this rank's stacks while native code holds Python's lock.
+#
+# faulthandler can write all stacks from within a signal handler, without the lock. Its handler is registered for a
+# real-time signal that no library uses. The signal is sent to the publisher's thread alone, so it interrupts no system
+# call of the script. A sender first checks that the process still catches the signal and that the file is still open
+# (``SelfDump``): by default such a signal ends the process.
+
+
+_FIRST, _LAST = 9, 24
+"""Offsets from SIGRTMIN. Some libraries use the lowest."""
+
+
+class Dumper:
+    """The handler of this process; for the publisher's thread."""
+
+    def __init__(self, path: Path, training: int) -> None:
+        self._path = path
+        self._training = training
+        self._descriptor = -1
+        self._signal = 0
+        self._given_up = False
+        self.prepared: SelfDump | None = None
+        """Signal and file for capturing the stacks from outside; None before registration, or if that failed."""
+
+    def install(self, training: int) -> SelfDump | None:
+        """Register the handler (see ``_install``) and keep the result."""
+        self.prepared = self._install(training)
+        return self.prepared
+
+    def _install(self, training: int) -> SelfDump | None:
+        """Register the handler (again if the script has replaced it); None if that fails."""
+        self._training = training
+        if self._given_up:
+            return None
+        try:
+            if self._descriptor < 0:
+                # Append: the hub reads the added bytes, and a restarted rank does not overwrite the file.
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if not self._signal:
+                number = _free_signal()
+                faulthandler.register(number, file=self._descriptor, all_threads=True, chain=False)
+                self._signal = number
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            self._given_up = True
+            guard.log_error("stacks cannot be had from outside", error)
+            return None
+        native = next((thread.native_id for thread in threading.enumerate() if thread.ident == training), None)
+        return SelfDump(
+            signal=self._signal,
+            receiver=threading.get_native_id(),
+            descriptor=self._descriptor,
+            path=str(self._path),
+            thread=f"0x{training:016x}",
+            training=native or os.getpid(),
+        )
+
+    def lost(self, training: int) -> bool:
+        """Return whether the result of ``install`` is out of date, so that it must be called and sent again.
+
+        The script may have registered its own handler for the signal, or train in another thread.
+        """
+        if self._signal and signal.getsignal(self._signal) is not signal.SIG_DFL:
+            # Not unregistered: that would restore the handler before faulthandler's, over the script's own.
+            self._signal = 0
+            return not self._given_up
+        return training != self._training
+
+
+def _free_signal() -> int:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in range(signal.SIGRTMIN + _FIRST, min(signal.SIGRTMIN + _LAST, signal.SIGRTMAX)):
+        if signal.getsignal(number) is signal.SIG_DFL and number not in blocked and not _is_caught(number):
+            return number
+    raise OSError("every real-time signal is taken")
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether native code has registered a handler for a signal, unknown to Python."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, mask = line.partition(":")
+        if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:
+            return True
+    return False
+
+
+# Finds the lock file that the training thread waits for: of PyTorch's extension builds, or of ``filelock``.
+
+
+COMPILERS = frozenset(
+    (
+        *("ninja", "nvcc", "cicc", "ptxas", "fatbinary", "cc1plus", "cc1", "hipcc", "icpx"),
+        *("c++", "g++", "gcc", "cc", "clang", "clang++", "ld", "ld.lld", "collect2", "as", "make", "cmake"),
+    )
+)
+_FRAMES = 64
+
+
+def waits_for(thread: int) -> dict[str, Any]:
+    """Return the lock file that a thread waits for, as plain data; empty if it waits for none.
+
+    Returns:
+        ``path``; ``build``: whether it is the lock of a build, and then ``compiler``: whether a compiler runs in its
+        folder on this host, and ``idle_s``: seconds since the last change of another file there.
+    """
+    frame = sys._current_frames().get(thread)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return {}
+        path, build = _lock_of(frame)
+        if path:
+            return {"path": path, "build": build, **(_builder(path) if build else {})}
+        frame = frame.f_back
+    return {}
+
+
+def _lock_of(frame: FrameType) -> tuple[str, bool]:
+    file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+    if file.endswith("/torch/utils/file_baton.py") and name == "wait":
+        return str(getattr(frame.f_locals.get("self"), "lock_file_path", "")), True
+    if "/filelock/" in file and name == "acquire":
+        return str(getattr(frame.f_locals.get("self"), "lock_file", "")), False
+    return "", False
+
+
+def _works_in(pid: int, folder: str) -> bool:
+    """Return whether a compiler may build there: PyTorch starts them in the build's own folder."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/cwd", folder)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # another user's: its folder may not be read
+
+
+def _builder(path: str) -> dict[str, Any]:
+    table = processes.table()
+    compiler = any(p.alive and p.name in COMPILERS and _works_in(p.pid, os.path.dirname(path)) for p in table.values())
+    newest = 0.0
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(path)) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    return {"compiler": compiler, "idle_s": max(0.0, time.time() - newest) if newest else 0.0}
+
+
+# Detects waits that end by themselves: with a time limit in ``threading`` or ``queue``, or a sleep, and when it ends.
+#
+# The end of a sleep is read from the kernel: /proc/PID/task/TID/syscall has the arguments of a thread's system call,
+# among them the address of the deadline (clock_nanosleep(2), futex(2); both absolute, as glibc and Python 3.11 use
+# them). A rank may read its own threads and its children's, also where Yama forbids others to (``ptrace_scope=1``).
+# Known on x86-64 and arm64; elsewhere nothing is reported.
+
+
+_FILES = frozenset((threading.__file__, queue.__file__))
+_CALLS = {"x86_64": (230, 202), "aarch64": (115, 98)}
+"""Numbers of clock_nanosleep(2) and futex(2)."""
+_ABSOLUTE = 1
+"""TIMER_ABSTIME of clock_nanosleep(2)."""
+_WAIT_BITSET, _OF_COMMAND, _REAL_TIME = 9, 0x7F, 256
+"""FUTEX_WAIT_BITSET, whose deadline is absolute; the bits of the command; FUTEX_CLOCK_REALTIME."""
+_LOADER_WORKER = "pt_data_worker"
+
+
+def waits_for_a_time(thread: int) -> bool:
+    """Return whether a thread is in a wait of the standard library with a time limit, by its innermost frames."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename in _FILES:
+        # Condition.wait, Event.wait, Thread.join, Barrier.wait, Queue.get; a Semaphore's is in Condition.wait.
+        limit = frame_locals(frame).get("timeout")
+        if isinstance(limit, float | int) and limit > 0:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def seconds_until_awake(pid: int, thread: int) -> float | None:
+    """Return the seconds until a thread's sleep ends by itself; None: it is not asleep for a set time, or unknown.
+
+    Args:
+        pid: its process: this one, or a child.
+        thread: its number in the kernel.
+    """
+    numbers = _CALLS.get(platform.machine())
+    try:
+        words = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+        if numbers is None or len(words) < 7:  # "running", or a kernel without this file
+            return None
+        call, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
+        if call == numbers[0] and arguments[1] & _ABSOLUTE:
+            clock, address = arguments[0], arguments[2]
+        elif call == numbers[1] and arguments[1] & _OF_COMMAND == _WAIT_BITSET and arguments[3]:
+            clock = time.CLOCK_REALTIME if arguments[1] & _REAL_TIME else time.CLOCK_MONOTONIC
+            address = arguments[3]
+        else:
+            return None
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+        try:
+            seconds, nanoseconds = struct.unpack("qq", os.pread(memory, 16, address))
+        finally:
+            os.close(memory)
+        return max(0.0, seconds + nanoseconds * 1e-9 - time.clock_gettime(clock))
+    except (OSError, ValueError, OverflowError, struct.error):
+        return None
+
+
+def first_worker_awake(pid: int) -> float | None:
+    """Return the seconds until the first sleep of a dataloader worker of this process ends; None: no worker sleeps."""
+    found: list[float] = []
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            if Path(f"/proc/{child}/comm").read_text().strip() == _LOADER_WORKER:
+                seconds = seconds_until_awake(child, child)
+                found += [] if seconds is None else [seconds]
+    except (OSError, ValueError):
+        return None
+    return min(found, default=None)
+
+
+_DEEPEST = 200
+"""Frames that are read of a stack."""
+SOURCE_LOOPS_READ_SECONDS = 0.2
+"""A source is waited for so long: its disk may be what the rank hangs on, and the stacks must arrive."""
+_Loops = tuple[tuple[int, int], ...]
+_source_loops_read: dict[str, "_Loops | None"] = {}
+"""First and last line of every loop of a file; None: it is being read, or cannot be read."""
+
+
+def around(thread: int) -> dict[str, list[tuple[int, int]]]:
+    """Return the loops around each line of the script on a thread's stack: first and last line, innermost first.
+
+    The key is the file and the line, as ``Frame.key``. Lines outside any loop have an empty list; those of libraries,
+    and of files that cannot be read, are left out.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    frame = sys._current_frames().get(thread)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not library_of(file) and (loops := _loops(file)) is not None:
+            inside = [loop for loop in loops if loop[0] <= line <= loop[1]]
+            found[f"{file}:{line}"] = sorted(inside, key=lambda loop: loop[1] - loop[0])
+        frame = frame.f_back
+    return found
+
+
+def _loops(file: str) -> _Loops | None:
+    """Return first and last line of every loop of a file; None if it cannot be read in time."""
+    if file not in _source_loops_read:
+        _source_loops_read[file] = None
+        reader = threading.Thread(target=_parse, args=(file,), name="ftmon-source", daemon=True)
+        reader.start()
+        reader.join(SOURCE_LOOPS_READ_SECONDS)
+    return _source_loops_read[file]
+
+
+def _parse(file: str) -> None:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.AsyncFor))
+    _source_loops_read[file] = tuple((node.lineno, node.body[-1].end_lineno or node.lineno) for node in loops)

@@ -1,0 +1,735 @@
+"""Composition of a rank's peaks of resident memory, if it computes on the CPU.
+
+malloc has no trace, so only a phase's two ends are known: the storages that walking finds, as far as they are in
+physical memory, and glibc's allocated bytes. A phase's parts are those at the end with more allocated bytes.
+Activations are the bytes that a forward left allocated beyond the known storages. The rest of the peak (code,
+libraries, freed memory that glibc kept, memory allocated and freed in between) is ``unattributed``.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ....protocol.analysis.allocator.composition import UNCOMPOSED, occurrences
+from ....protocol.messages.memory import PARTS, Composition, PhaseComposition, Reason, Sightings, StepMark, StepTrace
+from ....protocol.snapshot.columns import Compactor, Snapshot
+from .. import guard
+from ..device.memory import Reading
+from ..phases.tracker import Mark, Tracker, first_of_step, readings, wall_offset_ns
+
+# Storages of one device: address, size and part of each. A shared storage counts once.
+
+
+_DEEPEST = 5
+
+
+class Held(NamedTuple):
+    """A storage: bytes, and the part of ``protocol.messages.memory.PARTS`` it belongs to."""
+
+    bytes: int
+    part: str
+
+
+class Storages:
+    """The storages found on one device, by address; the first claim of a storage decides its part.
+
+    Args:
+        cuda_index: the CUDA device's index; None: memory of the host.
+    """
+
+    def __init__(self, cuda_index: int | None) -> None:
+        self.cuda_index = cuda_index
+        self.held: dict[int, Held] = {}
+
+    def add(self, part: str, value: Any) -> None:
+        """Claim the storages of every tensor in ``value`` (a tensor, or containers of them) for ``part``."""
+        for tensor in tensors(value):
+            place = self.place(tensor)
+            if place is not None:
+                self.held.setdefault(place[0], Held(place[1], part))
+
+    def place(self, tensor: Any) -> tuple[int, int] | None:
+        """Return (address, bytes) of a tensor's storage; None when it has none on this device."""
+        index = self.cuda_index
+        if tensor.device.type != "cpu" if index is None else not (tensor.is_cuda and tensor.get_device() == index):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):
+            return None  # a tensor without a storage of its own (fake, functional, sparse)
+        return (address, size) if address and size else None
+
+    def by_part(self) -> dict[str, int]:
+        """Sum up bytes by part."""
+        sums: dict[str, int] = {}
+        for size, part in self.held.values():
+            sums[part] = sums.get(part, 0) + size
+        return sums
+
+
+def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the tensors in a tensor or in nested lists, tuples and dictionaries; of a subclass, its inner tensors."""
+    if value is None or depth > _DEEPEST:
+        return
+    if hasattr(value, "untyped_storage"):
+        local = getattr(value, "_local_tensor", None)  # torch.distributed's DTensor
+        inner = getattr(value, "__tensor_flatten__", None)
+        if local is not None:
+            yield from tensors(local, depth + 1)
+        elif inner is not None:
+            yield from (getattr(value, name) for name in inner()[0])
+        else:
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors(one, depth + 1)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one, depth + 1)
+
+
+# Measures the resident part of the host's allocated memory: a page that was never written uses none.
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SMALL = 16 * _PAGE
+"""Below this a storage counts in full."""
+
+
+def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
+    """Return by part the bytes of storages that are in physical memory, by mincore(2)."""
+    sums: dict[str, int] = {}
+    for address, (size, part) in held.items():
+        sums[part] = sums.get(part, 0) + (size if size < _SMALL else _resident(address, size))
+    return sums
+
+
+def _resident(address: int, size: int) -> int:
+    mincore = _mincore()
+    first = address - address % _PAGE
+    pages = -(-(address + size - first) // _PAGE)
+    found = (ctypes.c_ubyte * pages)()
+    if mincore is None or mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), found) != 0:
+        return size
+    missing = bytes(found).count(0)
+    return max(0, size - missing * _PAGE)
+
+
+@functools.cache
+def _mincore() -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+
+
+# Finds the storages of the engine, the model and the optimizer by walking them.
+#
+# The attributes are DeepSpeed's own, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
+# ``partition_parameters.py``, ``bf16_optimizer.py``, ``fp16/fused_optimizer.py``, ``fp16/unfused_optimizer.py``); a few
+# are names of older versions. Storages without such an attribute are not found; a wrong name has no other effect.
+
+
+_STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
+
+PARAMETERS = (
+    "bit16_groups_flat",
+    "bf16_groups_flat",
+    "fp16_groups_flat",
+    "fp16_partitioned_groups_flat",
+    "lp_param_buffer",
+)
+MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat_partition",
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+GRADIENTS = (
+    "averaged_gradients",
+    "grad_partitions_flat_buffer",
+    "grads_in_partition",
+    "all_grad_tensors",
+    "fp32_groups_gradients_flat",
+    "accumulated_grads_in_cpu",
+    "offload_gradient_dict",
+)
+PARTITIONS = (
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "param_groups_fp16_flat_cpu_memory",
+    "hp_params_pin_buffers",
+    "lp_params_pin_buffers",
+    "lp_param_contiguous_pin_buffer",
+    "lp_grad_partitions_flat_pin_buffers",
+)
+BUCKETS = (
+    "temp_grad_buffer_for_gpu_offload",
+    "temp_grad_buffer_for_cpu_offload",
+    "_muon_allgather_buffers",
+    "ipg_buffer",
+    f"{_STAGE3}ipg_bucket_flat_buffer",
+)
+
+_OF_PARAMETER = {
+    "ds_tensor": "parameters",  # ZeRO-3's partition of it
+    "_local_shard": "parameters",  # FSDP's
+    "_mp_shard": "parameters",
+    "_full_param_padded": "parameters",
+    "grad_accum": "gradients",  # DeepSpeed's, where gradients are added up in another dtype
+    "main_grad": "gradients",  # Megatron's
+    "_saved_grad_shard": "gradients",
+    "ds_secondary_tensor": "partitions",  # ZeRO++'s copy within a node
+}
+
+
+class Roots:
+    """Roots of a walk; each may be missing.
+
+    Args:
+        engine: a DeepSpeed engine.
+        model: the model, where it is known.
+        optimizer: the bare optimizer whose updates are the steps, where no engine makes them.
+    """
+
+    def __init__(self, engine: Any, model: Any, optimizer: Any) -> None:
+        self.wrapper = getattr(engine, "optimizer", None)
+        """The engine's optimizer: a ZeRO or mixed-precision optimizer around a bare one, or the bare one."""
+        self.model = model if model is not None else getattr(engine, "module", None)
+        self.optimizer = _innermost(self.wrapper) if self.wrapper is not None else optimizer
+
+    def parameters(self) -> list[Any]:
+        """List the model's parameters; where no model is known, those the optimizer updates."""
+        if self.model is not None:
+            return list(self.model.parameters())
+        return [parameter for group in _groups(self.optimizer) for parameter in group]
+
+
+def walk(roots: Roots, storages: Storages) -> None:
+    """Find every storage of ``roots``."""
+    add, wrapper = storages.add, roots.wrapper
+    parameters = roots.parameters()
+    for parameter in parameters:
+        add("parameters", parameter.data)
+    if roots.model is not None:
+        add("parameters", list(roots.model.buffers()))
+    _add(storages, "parameters", wrapper, PARAMETERS)
+    # A gradient may be a view of the bucket it is reduced in.
+    walk_buckets(roots, storages)
+    walk_gradients(roots, storages, parameters)
+    for parameter in parameters:
+        for name, value in vars(parameter).items():
+            part = _OF_PARAMETER.get(name)
+            if part is not None:
+                add(part, value)
+    state = getattr(roots.optimizer, "state", None)
+    if isinstance(state, dict):
+        add("optimizer_states", list(state.values()))
+    _add(storages, "master_copies", wrapper, MASTERS)
+    _add(storages, "partitions", wrapper, PARTITIONS)
+
+
+def walk_gradients(roots: Roots, storages: Storages, parameters: Iterable[Any] | None = None) -> None:
+    """Find the gradients alone: of the model, of the master copies, and DeepSpeed's partitions and accumulators."""
+    for parameter in roots.parameters() if parameters is None else parameters:
+        storages.add("gradients", parameter.grad)
+    if roots.wrapper is not None:
+        for group in _groups(roots.optimizer):
+            for parameter in group:
+                storages.add("gradients", parameter.grad)
+        _add(storages, "gradients", roots.wrapper, GRADIENTS)
+
+
+def walk_buckets(roots: Roots, storages: Storages) -> None:
+    """Find the reduction buckets alone."""
+    _add(storages, "buckets", roots.wrapper, BUCKETS)
+    buckets = getattr(roots.wrapper, "ipg_buckets", None)
+    if isinstance(buckets, dict):
+        for bucket in buckets.values():
+            storages.add("buckets", getattr(bucket, "buffer", None))
+
+
+def _add(storages: Storages, part: str, owner: Any, names: Iterable[str]) -> None:
+    if owner is not None:
+        for name in names:
+            storages.add(part, getattr(owner, name, None))
+
+
+def _innermost(optimizer: Any) -> Any:
+    for _ in range(4):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _groups(optimizer: Any) -> list[list[Any]]:
+    return [list(group["params"]) for group in getattr(optimizer, "param_groups", None) or []]
+
+
+# Captures one step on the training thread: the storages, their parts, and when they were seen.
+#
+# At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
+# boundaries are gradients that are reduced and freed at once, buckets, parameters that ZeRO-3 gathers and releases,
+# and gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances for the
+# length of this one step. An ordinary step has no wrappers.
+
+
+MOST_GRADIENT_WALKS = 4
+"""Backwards of one step to walk in; later ones reuse the addresses, or DeepSpeed's calls recorded their storages."""
+
+
+MOST_SIGHTINGS = 100_000
+"""Beyond these the capture fails: with an evaluation in the step, ZeRO-3 gathers parameters for each of its batches."""
+
+
+class Sighting(NamedTuple):
+    """A storage was seen at an address."""
+
+    ns: int
+    """``time.perf_counter_ns``."""
+    address: int
+    part: str
+
+
+class Walked(NamedTuple):
+    """Result of one walk."""
+
+    ns: int
+    """``time.perf_counter_ns``."""
+    mark: int
+    """Index of the step's mark at which the walk was."""
+    held: dict[int, Held]
+    resident: dict[str, int]
+    """Bytes in physical memory by part; for host memory only."""
+
+
+class StepCapture:
+    """Watches the tracker from the next step's beginning to its end; then ``done``, and read by the publisher.
+
+    A capture of the process's first step begins with the first phase after start-up.
+
+    Args:
+        tracker: the tracker; put the capture into its ``watchers``.
+        roots: returns the objects to walk; called for each walk, on the training thread, as an optimizer may be made or
+            freed in the step.
+        cuda_index: the device; None: the host's memory.
+        reason: reason of the capture (``protocol.messages.memory.Reason``).
+    """
+
+    def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:
+        self.reason: Reason = reason
+        self.on_cuda = cuda_index is not None
+        self.done = False
+        self.failed = ""
+        self.step = 0
+        self.marks: list[Mark] = []
+        """The step's marks, its beginning and its end included."""
+        self.sightings: list[Sighting] = []
+        self.recomputed: list[tuple[int, int]] = []
+        """Begin and end of each forward inside a backward (``perf_counter_ns``): recomputed, checkpointed layers."""
+        self.walks: list[Walked] = []
+        self.hooked = True
+        """Whether module hooks were installed; not with compiled code, which hooks would recompile."""
+        self.offset_ns = 0
+        """Offset from a mark's time to nanoseconds since the epoch."""
+        self.walk_ns = 0
+        self._tracker = tracker
+        self._roots = roots
+        self._cuda_index = cuda_index
+        self._begun = False
+        self._withdrawn = False
+        self._backwards = 0
+        self._undo: list[Callable[[], object]] = []
+        self._undo_backward: list[Callable[[], object]] = []
+        self._recompute_depth = 0
+        self._recompute_ns = 0
+        self._seen_buckets = False
+
+    def __call__(self, ending: str, beginning: str) -> None:
+        """Handle a phase boundary; the tracker calls this."""
+        start = perf_counter_ns()
+        try:
+            if self.done:
+                self._leave()
+            elif self._withdrawn:
+                self._finish()
+            elif self._begun:
+                self._boundary(ending, beginning)
+            elif self._begins_with(beginning):
+                self._begin()
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            guard.log_error("a step capture", error)
+            self._finish()
+        self.walk_ns += perf_counter_ns() - start
+
+    def _begins_with(self, beginning: str) -> bool:
+        tracker = self._tracker
+        if (tracker.memory.measure == "cuda") != self.on_cuda:
+            return False
+        return beginning == "end" or (beginning in ("data", "forward") and tracker.marks[0].phase == "init")
+
+    def _begin(self) -> None:
+        self._begun = True
+        self.marks = self._tracker.marks
+        self._walk()
+        if self.on_cuda:
+            self.hooked = not compiles()
+            if self.hooked:
+                self._tap()
+
+    def _boundary(self, ending: str, beginning: str) -> None:
+        if not self.on_cuda:
+            self._walk()
+        elif ending == "backward":
+            self._off(self._undo_backward)
+            self._backwards += 1
+            if self._backwards == 1:
+                self._walk()
+            elif self._backwards <= MOST_GRADIENT_WALKS or beginning == "optimizer":
+                self._record_sightings(walk_gradients)
+        elif beginning == "optimizer":
+            self._record_sightings(walk_gradients)
+        if beginning == "backward" and self.hooked and self.on_cuda:
+            self._seen_buckets = False  # ZeRO allocates new ones for every backward
+            self._watch_modules()
+        if beginning == "end":
+            if self.on_cuda:
+                self._walk()
+            if self.marks and self._tracker.marks and self.marks[-1] is not self._tracker.marks[0]:
+                self.failed = "the step began on another device"
+            self._finish()
+
+    def _finish(self) -> None:
+        self.step = self._tracker.step
+        self.offset_ns = wall_offset_ns()
+        self._off(self._undo_backward)
+        self._off(self._undo)
+        self._leave()
+        self.done = True
+
+    def known(self) -> dict[str, int]:
+        """Sum up the bytes of the storages that the last walk found, by part."""
+        sums: dict[str, int] = {}
+        for size, part in self.walks[-1].held.values() if self.walks else ():
+            sums[part] = sums.get(part, 0) + size
+        return sums
+
+    def withdraw(self) -> None:
+        """Stop capturing; wrappers on the training thread are removed at the next boundary. Any thread."""
+        self.failed = self.failed or "given up"
+        self._withdrawn = True
+
+    def _leave(self) -> None:
+        tracker = self._tracker
+        tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
+
+    @staticmethod
+    def _off(undo: list[Callable[[], object]]) -> None:
+        while undo:
+            with suppress(Exception):
+                undo.pop()()
+
+    # Walking -----------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        found, now = Storages(self._cuda_index), perf_counter_ns()
+        walk(self._roots(), found)
+        resident = {} if self.on_cuda else resident_bytes(found.held)
+        self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
+
+    def _record_sightings(self, walk_part: Callable[[Roots, Storages], None]) -> None:
+        found, now = Storages(self._cuda_index), perf_counter_ns()
+        walk_part(self._roots(), found)
+        self._add_sightings(Sighting(now, address, held.part) for address, held in found.held.items())
+
+    def _record_sighting(self, part: str, tensor: Any) -> None:
+        if tensor is not None:
+            place = Storages(self._cuda_index).place(tensor)
+            if place is not None:
+                self._add_sightings((Sighting(perf_counter_ns(), place[0], part),))
+
+    def _add_sightings(self, sightings: Iterable[Sighting]) -> None:
+        if len(self.sightings) < MOST_SIGHTINGS:
+            self.sightings += sightings
+        elif not self._withdrawn:
+            self.failed = f"more than {MOST_SIGHTINGS:,} storages came and went in the step"
+            self.withdraw()
+
+    # Storages between boundaries ----------------------------------------------------------------------------------
+
+    def _tap(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def updating(*_: Any) -> None:
+            self._safely(lambda: self._record_sightings(_walk_updated))
+
+        self._undo.append(register_optimizer_step_pre_hook(updating).remove)
+        wrapper = self._roots().wrapper
+        self._wrap(wrapper, "reduce_ready_partitions_and_remove_grads", before=self._reducing)
+        self._wrap(wrapper, "update_hp_grads", before=lambda *_: self._record_sightings(walk_gradients))
+        offload = getattr(wrapper, "parameter_offload", None)
+        self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
+
+    def _reducing(self, parameter: Any = None, *_: Any) -> None:
+        """Record a gradient that has just been computed; runs before ZeRO's hook for it."""
+        self._record_sighting("gradients", getattr(parameter, "grad", None))
+        if hasattr(parameter, "ds_tensor"):
+            self._record_sighting("parameters", parameter.data)
+        if not self._seen_buckets:
+            self._seen_buckets = True
+            self._record_sightings(walk_buckets)
+
+    def _fetched(self, module: Any = None, *_: Any) -> None:
+        """Record the parameters of a module that ZeRO-3 has gathered."""
+        for parameter in module.parameters(recurse=False):
+            self._record_sighting("parameters", parameter.data)
+
+    def _wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., None] | None = None,
+        after: Callable[..., None] | None = None,
+    ) -> None:
+        """Replace a method on one instance until the step is over."""
+        real = getattr(owner, name, None)
+        if real is None or name in vars(owner):
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._safely(before, args)
+            found = real(*args, **kwargs)
+            self._safely(after, args)
+            return found
+
+        # A strong reference would keep the memory of an optimizer that the script drops in this step.
+        known = weakref.ref(owner)
+
+        def unwrap() -> None:
+            found = known()
+            if found is not None:
+                vars(found).pop(name, None)
+
+        setattr(owner, name, wrapped)
+        self._undo.append(unwrap)
+
+    def _watch_modules(self) -> None:
+        """Record forwards of modules inside the backward: recomputation, which allocates activations."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        def entering(*_: Any) -> None:
+            if self._recompute_depth == 0:
+                self._recompute_ns = perf_counter_ns()
+            self._recompute_depth += 1
+
+        def leaving(*_: Any) -> None:
+            self._recompute_depth -= 1
+            if self._recompute_depth == 0:
+                self.recomputed.append((self._recompute_ns, perf_counter_ns()))
+
+        self._recompute_depth = 0
+        # Recomputation ends early, with an exception that no module sees, once no more of a layer is needed.
+        self._undo_backward.append(register_module_forward_pre_hook(entering).remove)
+        self._undo_backward.append(register_module_forward_hook(leaving, always_call=True).remove)
+
+    def _safely(self, call: Callable[..., None] | None, args: tuple[Any, ...] = ()) -> None:
+        if call is None:
+            return
+        start = perf_counter_ns()
+        try:
+            call(*args)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+        self.walk_ns += perf_counter_ns() - start
+
+
+def _walk_updated(roots: Roots, storages: Storages) -> None:
+    """Find the gradients that the innermost optimizer is about to use."""
+    for group in getattr(roots.optimizer, "param_groups", None) or []:
+        for parameter in group["params"]:
+            storages.add("gradients", parameter.grad)
+
+
+def compiles() -> bool:
+    """Return whether this process uses torch.compile, which would recompile for new hooks."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None)
+    return bool(counters and counters["frames"].get("total", 0))
+
+
+# Makes the message of one captured step on a GPU, from which the hub derives compositions and events.
+
+
+_PART = {name: number for number, name in enumerate(PARTS)}
+
+
+def step_trace(
+    capture: StepCapture,
+    take: Callable[[], dict[str, Any]],
+    device: int,
+    rank: int,
+    read: Callable[[Any], Reading],
+    room: int,
+    reserved_before: int,
+) -> StepTrace:
+    """Return the message of a step on a GPU."""
+    start = time.perf_counter_ns()
+    snapshot = _columns(take(), device)
+    return StepTrace(
+        rank=rank,
+        step=capture.step,
+        time=time.time(),
+        device=device,
+        marks=step_marks(capture, readings(capture.marks, read)),
+        first=first_of_step(capture.marks),
+        snapshot=snapshot,
+        room=room,
+        sightings=_sightings(capture),
+        recomputed=[(_us(capture, begin), _us(capture, end)) for begin, end in capture.recomputed],
+        reason=capture.reason,
+        hooked=capture.hooked,
+        known=capture.known(),
+        reserved_before=reserved_before,
+        walk_us=capture.walk_ns // 1000,
+        read_us=(time.perf_counter_ns() - start) // 1000,
+    )
+
+
+def step_marks(capture: StepCapture, figures: list[Reading]) -> list[StepMark]:
+    """Return a capture's marks with their figures."""
+    return [
+        StepMark(
+            mark.phase,
+            _us(capture, mark.ns),
+            figure.allocated,
+            figure.allocated_peak,
+            figure.retries,
+            mark.memory is not None,
+        )
+        for mark, figure in zip(capture.marks, figures, strict=True)
+    ]
+
+
+def _us(capture: StepCapture, ns: int) -> int:
+    """Return a moment of ``time.perf_counter_ns`` in microseconds since the epoch."""
+    return (ns + capture.offset_ns) // 1000
+
+
+def _columns(raw: dict[str, Any], device: int) -> Snapshot:
+    """Return one device's part of PyTorch's snapshot as columns, without fields that are not used."""
+    raw["segments"] = [segment for segment in raw["segments"] if segment["device"] == device]
+    raw["device_traces"] = [
+        entries if index == device else [] for index, entries in enumerate(raw.pop("device_traces"))
+    ]
+    raw.pop("external_annotations", None)
+    found = Compactor("").snapshot(raw)
+    own = found.trace(device)
+    return replace(found, traces=[] if own is None else [replace(own, streams=b"", notes=b"")], notes=[])
+
+
+def _sightings(capture: StepCapture) -> list[Sightings]:
+    found = [
+        _at(
+            _us(capture, capture.marks[walk.mark].ns),
+            walk.mark,
+            [(address, held.part) for address, held in walk.held.items()],
+        )
+        for walk in capture.walks
+    ]
+    for ns, seen in groupby(capture.sightings, attrgetter("ns")):
+        found.append(_at(_us(capture, ns), -1, [(one.address, one.part) for one in seen]))
+    return found
+
+
+def _at(us: int, mark: int, seen: list[tuple[int, str]]) -> Sightings:
+    addresses = array("Q", [address for address, _ in seen])
+    return Sightings(us, mark, addresses.tobytes(), bytes([_PART[part] for _, part in seen]))
+
+
+NOTE = (
+    "the CPU has no trace of allocations: the parts are those at whichever end of the phase had more allocated. "
+    "Activations are what the forward left allocated, and temporaries cannot be distinguished"
+)
+
+
+class _Edge:
+    """Known state at one mark."""
+
+    def __init__(self, figure: Reading, walked: Walked) -> None:
+        self.in_use = figure.allocated
+        self.reserved = figure.reserved
+        self.resident = walked.resident
+        self.unknown = max(0, figure.allocated - sum(held.bytes for held in walked.held.values()))
+        """Bytes allocated from glibc that belong to no known storage."""
+
+
+def composition_on_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Reading]) -> Composition:
+    """Return the composition of a step on the CPU."""
+    start, figures = time.perf_counter_ns(), readings(capture.marks, read)
+    marks = step_marks(capture, figures)
+    phases = _compose(marks, figures, capture.walks, marks[first_of_step(capture.marks)].us)
+    return Composition(
+        rank=rank,
+        step=capture.step,
+        time=time.time(),
+        measure="glibc",
+        phases=phases,
+        reason=capture.reason,
+        known=capture.known(),
+        allocated_bytes=figures[-1].allocated,
+        reserved_bytes=figures[-1].reserved,
+        walk_us=capture.walk_ns // 1000,
+        read_us=(time.perf_counter_ns() - start) // 1000,
+        note=NOTE,
+    )
+
+
+def _compose(
+    marks: list[StepMark], figures: list[Reading], walks: list[Walked], origin_us: int
+) -> list[PhaseComposition]:
+    """Compose each phase's highest peak from the memory at its ends."""
+    walked = {walk.mark: walk for walk in walks}
+    found: dict[str, PhaseComposition] = {}
+    saved = 0
+    for name, first, last, _, _ in occurrences(marks):
+        if first not in walked or last not in walked:
+            continue
+        start, end = _Edge(figures[first], walked[first]), _Edge(figures[last], walked[last])
+        if name == "forward":
+            saved = max(0, end.unknown - start.unknown)
+        peak = max(figure.resident_peak for figure in (*figures[first + 1 : last + 1], figures[last]))
+        peak = max(peak, figures[first].resident, figures[last].resident)
+        at_end = end.in_use >= start.in_use
+        live = saved if (name == "forward" and at_end) or (name == "backward" and not at_end) else 0
+        if name not in UNCOMPOSED and (name not in found or peak > found[name].peak_bytes):
+            edge = end if at_end else start
+            at_us = max(0, marks[last if at_end else first].us - origin_us)
+            found[name] = PhaseComposition(name, peak, _parts(edge, live, peak), at_us, edge.reserved)
+    return list(found.values())
+
+
+def _parts(edge: _Edge, saved: int, peak: int) -> dict[str, int]:
+    """Divide the peak into parts, the most certain part first."""
+    parts: dict[str, int] = {}
+    rest = peak
+    for part, size in (*edge.resident.items(), ("activations", saved), ("other", max(0, edge.unknown - saved))):
+        taken = min(size, rest)
+        if taken:
+            parts[part] = parts.get(part, 0) + taken
+            rest -= taken
+    if rest:
+        parts["unattributed"] = rest
+    return parts

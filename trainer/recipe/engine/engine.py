@@ -1,0 +1,181 @@
+"""Makes DeepSpeed's engine of a run, and the model inside it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+
+from ..config.schema import Config
+from ..model import load
+from ..optim import optimizer
+from .distributed import World
+
+# DeepSpeed's configuration, made from ours.
+
+
+def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a resolved one (its precision is not ``auto``).
+
+    DeepSpeed counts buckets in elements, the trainer in bytes. DeepSpeed counts every rank as a data-parallel one, even
+    if ranks share sequences; nothing here depends on its batch size.
+    """
+    training, zero = config.training, config.zero
+    element_bytes = 4 if training.precision == "fp32" else 2
+    bucket = max(1 << 14, zero.bucket_bytes // element_bytes)
+    partition: dict[str, Any] = {
+        "stage": zero.stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": zero.overlap and on_gpu and ranks > 1,
+        "contiguous_gradients": True,
+    }
+    if zero.offload_optimizer:
+        partition["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    if zero.offload_parameters:
+        partition["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+    if zero.stage == 3 and config.optimizer.kind == "muon":
+        partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
+    if zero.stage == 3:
+        partition["stage3_prefetch_bucket_size"] = bucket
+        partition["stage3_gather_16bit_weights_on_model_save"] = True
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": training.grad_accumulation,
+        "train_batch_size": training.micro_batch * training.grad_accumulation * ranks,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "zero_optimization": partition,
+        # The trainer makes the optimizer, whichever Adam is configured.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32" if zero.communication_dtype == "auto" else zero.communication_dtype,
+        "data_types": {"grad_accum_dtype": grad_accum_dtype(config)},
+        "wall_clock_breakdown": False,
+        "steps_per_print": None,
+    }
+    if not masters(config):
+        # At stage 0 DeepSpeed would make an fp32 copy of every weight: its precision is left unset, so that it steps
+        # the optimizer on the bf16 weights themselves. The other two keys are for partitions in bf16; the states' data
+        # type is the optimizer's own.
+        if zero.stage:
+            result["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    elif training.precision == "bf16":
+        result["bf16"] = {"enabled": True}
+    elif training.precision == "fp16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 16}
+    return _merge(result, config.deepspeed)
+
+
+def masters(config: Config) -> bool:
+    """Return whether updates are added to fp32 weights."""
+    return config.optimizer.master_weights == "fp32"
+
+
+def grad_accum_dtype(config: Config) -> str:
+    """Return the data type of accumulated gradients: ``fp32``, ``bf16`` or ``fp16``."""
+    if not masters(config) and config.zero.stage == 0:
+        return "fp32"  # DeepSpeed compares it with its own, unset precision; gradients have the weights' type
+    if config.zero.grad_accum_dtype != "auto":
+        return config.zero.grad_accum_dtype
+    if not masters(config):
+        return config.training.precision
+    # DeepSpeed 0.19 refuses types other than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
+    return config.training.precision if config.zero.stage == 0 else "fp32"
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` updated with the keys of ``over``, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        result[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return result
+
+
+# Computes the norm of all gradients with few kernels; DeepSpeed does it tensor by tensor.
+
+
+_aten: Any = torch.ops.aten
+
+
+def compute_together(optimizer: Any) -> None:
+    """Make ZeRO compute its gradients' norms together, in fp64 as before but without copies in fp64.
+
+    DeepSpeed converts each gradient and computes its norm (``get_grad_norm_direct`` of ``stage_1_and_2.py`` and
+    ``stage3.py``); the converted gradient of the embeddings can be the largest tensor of an update. Here it receives
+    one tensor with the norms of all gradients, which has the same norm.
+    """
+    of_each = getattr(optimizer, "get_grad_norm_direct", None)
+    if of_each is None:  # no ZeRO
+        return
+
+    def norm(gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        held = [one for one in gradients if not getattr(one, "_zero_padding", False)]
+        if norm_type != 2 or not held or any(one.device != held[0].device for one in held):
+            return of_each(gradients, params, norm_type)
+        return of_each([torch.stack(_aten._foreach_norm(held, 2, dtype=torch.float64))], params, norm_type)
+
+    optimizer.get_grad_norm_direct = norm
+
+
+def let_norm_decide(optimizer: Any) -> None:
+    """Make ZeRO detect inf and NaN in gradients by their norm alone.
+
+    DeepSpeed's stages 1 and 2 check each gradient first, with half a dozen kernels, and then the norm, which is not
+    finite if a gradient is not (``stage_1_and_2.py``, ``step``).
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return
+    # A release without this function does not check the norm: its own check is kept.
+    if hasattr(stage_1_and_2, "is_invalid_grad_norm") and getattr(optimizer, "compute_grad_norm", False):
+        optimizer.check_overflow = lambda partition_gradients=True: None
+
+
+def make_engine(
+    config: Config, world: World, tokens: Any, total_steps: int, without_weights: load.Quantize | None = None
+) -> tuple[Any, Any]:
+    """Return DeepSpeed's engine and the model inside it. All ranks call this.
+
+    ``without_weights``: for a dry run, see ``load.make``.
+    """
+    settings = deepspeed_config(config, world.size, world.on_gpu)
+    model = load.make(config, settings, tokens, world, without_weights)
+    # From here on each rank draws different dropout.
+    torch.manual_seed(config.training.seed + 1 + world.rank)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer.make(model, config, world, world.log),
+        lr_scheduler=optimizer.scheduler(config, total_steps),
+        config=settings,
+    )
+    let_norm_decide(engine.optimizer)
+    compute_together(engine.optimizer)
+    _learn_order_with_backward(engine)
+    return engine, model
+
+
+def forget_module_order(engine: Any) -> None:
+    """Make ZeRO-3 record the order of modules in the next pass; the last one had no backward.
+
+    It records the order in one pass, gathers by it in later ones, and caches permanently which parameters to release
+    (``partitioned_param_coordinator.py``, ``__params_to_release``). With the order of a forward alone it keeps nothing
+    for the backward, regardless of ``stage3_max_reuse_distance``.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is not None and not offload.get_param_coordinator().is_invalid_trace():
+        offload.get_param_coordinator()._invalidate_trace()
+
+
+def _learn_order_with_backward(engine: Any) -> None:
+    """Keep ZeRO-3 from recording the order of modules in a forward without gradients, as in checks of the model."""
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is None:
+        return
+
+    def after(*_: Any) -> None:
+        if not torch.is_grad_enabled() and offload.get_param_coordinator().is_record_trace():
+            forget_module_order(engine)
+
+    engine.module.register_forward_hook(after)

@@ -1,0 +1,477 @@
+"""Writes the final model into a temporary folder, compares it, then renames the folder."""
+
+import copy
+import os
+import shutil
+import sqlite3
+from collections.abc import Generator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from ....protocol.errors import FtmonError
+from ....protocol.run.rundir import RUN_ENV, RunDir
+from ....protocol.text import duration
+from ..config import write
+from ..config.schema import Config
+from ..engine.distributed import World
+from ..model.load import add_lora
+from ..model.tokenizer import end_tokens
+from ..monitor import Progress, activity, probe
+from ..state import TrainState
+
+# Gathers the weights of a training from every ZeRO stage, merges adapters, and compares them with files.
+
+
+_PREFIX = "base_model.model."
+_LAYER = ".base_layer"
+"""Parts that peft adds to the names of a model and of its adapted layers."""
+
+
+class ExportError(FtmonError):
+    """The written model differs from the trained one."""
+
+
+def gathered_weights(engine: Any, model: Any, config: Config, world: World) -> dict[str, torch.Tensor] | None:
+    """Return all weights and buffers by name, on the CPU of rank 0; None elsewhere. All ranks call this."""
+    if config.zero.stage == 3:
+        return engine._zero3_consolidated_16bit_state_dict()
+    if not world.is_first:
+        return None
+    quantized = config.model.quantization != "none"
+    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    copies: dict[int, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if quantized and not is_adapter(name) and (name not in own or not config.lora.merge):
+            continue  # bitsandbytes' auxiliary tensors; and the base, if adapters alone are saved
+        if is_quantized(tensor):
+            copies[id(tensor)] = dequantized(tensor).cpu()
+        if id(tensor) not in copies:
+            # Merging adapters changes weights in place: on the CPU those of the training itself, without a copy.
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=bool(config.lora.rank))
+        result[name] = copies[id(tensor)]
+    return result
+
+
+def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
+    """Yield every parameter of the training, whole, one by one. All ranks iterate over it together.
+
+    It is independent of ``gathered``: a comparison with a file must not use the file's own source.
+    """
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else nullcontext():
+            yield name, dequantized(parameter) if is_quantized(parameter) else parameter.detach()
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Return whether a parameter is held in 4 bits."""
+    return type(tensor).__name__ == "Params4bit"
+
+
+def dequantized(parameter: Any) -> torch.Tensor:
+    """Return the dequantized weights of a parameter in 4 bits, as the forward uses them."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, parameter.quant_state)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter of an adapted model in the model without adapters."""
+    return name.removeprefix(_PREFIX).replace(_LAYER, "")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is part of an adapter."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def base_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights under the adapters, by their names in the model without adapters."""
+    return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
+
+
+def empty_model(model: Any) -> Any:
+    """Return a model like this one without adapters and without allocated weights."""
+    from transformers import AutoModelForCausalLM
+
+    settings = copy.deepcopy(model.config)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config  # dequantized weights are written
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(settings, dtype=model.dtype)
+    made.generation_config = model.generation_config
+    return made
+
+
+def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
+    """Return the model with its adapters merged, on the CPU: the same for every ZeRO stage.
+
+    Raises:
+        ExportError: weights are missing or unknown.
+    """
+    fresh = add_lora(empty_model(model.get_base_model()), config)
+    missing, unexpected = fresh.load_state_dict(weights, strict=False, assign=True)
+    if missing or unexpected:
+        what = f"missing {', '.join(missing[:3])}" if missing else f"unknown {', '.join(unexpected[:3])}"
+        raise ExportError(f"the adapters cannot be merged: {what}")
+    return fresh.merge_and_unload()
+
+
+def compare(model: Any, folder: Path, config: Config, world: World, progress: Progress | None = None) -> int:
+    """Compare a written model with the training's weights, tensor by tensor. All ranks call this.
+
+    Returns:
+        The number of equal tensors.
+
+    Raises:
+        ExportError: one differs; in every rank.
+    """
+    problem, count = "", 0
+    written = _Written(folder, bool(config.lora.rank) and not config.lora.merge) if world.is_first else None
+    pending: dict[str, dict[str, torch.Tensor]] = {}
+    merge = bool(config.lora.rank) and config.lora.merge
+    scaling = _scalings(model) if merge else {}
+    for done, (name, tensor) in enumerate(live(model, config)):
+        if progress is not None:
+            progress.report(done, "comparing tensors")
+        if written is None or problem:
+            continue
+        layer = plain_name(name).partition(".lora_")[0].removesuffix(".weight")
+        if merge and (is_adapter(name) or name.endswith(".base_layer.weight")):
+            if layer not in scaling:
+                continue  # an adapted layer that is no linear one
+            key = name.partition(".lora_")[2].partition(".")[0] or "base"
+            pending.setdefault(layer, {})[key] = tensor.cpu()
+            if len(pending[layer]) < (4 if config.lora.kind == "dora" else 3):
+                continue
+            problem = written.differs_merged(f"{layer}.weight", pending.pop(layer), scaling[layer])
+        else:
+            problem = written.differs(name, tensor.cpu())
+        count += not problem
+    if not problem and written is not None:
+        problem = written.left_over()
+    problem = world.share_text(problem)
+    if problem:
+        raise ExportError(f"the written model differs from the trained one: {problem}; {folder} was not kept")
+    return count
+
+
+class _Written:
+    """The tensors of a written model."""
+
+    def __init__(self, folder: Path, adapters: bool) -> None:
+        from safetensors.torch import load_file
+
+        self._adapters = adapters
+        self._tensors: dict[str, torch.Tensor] = {}
+        if adapters:
+            self._tensors = load_file(folder / "adapter_model.safetensors")
+            base = folder / "base"
+            self._base: dict[str, torch.Tensor] | None = _reload(base) if base.is_dir() else None
+        else:
+            self._tensors = _reload(folder)
+        self._seen: set[str] = set()
+
+    def differs(self, name: str, tensor: torch.Tensor) -> str:
+        """Return the difference from the written tensor in words, or an empty text."""
+        if self._adapters and not is_adapter(name):
+            # The base was loaded by its name, unless it has none.
+            return "" if self._base is None else _difference(name, tensor, self._base.get(plain_name(name)))
+        key = name.replace(".default", "") if self._adapters else plain_name(name)
+        if key.endswith(".lora_magnitude_vector.weight"):
+            key = key.removesuffix(".weight")  # as peft writes it
+        self._seen.add(key)
+        return _difference(key, tensor, self._tensors.get(key))
+
+    def differs_merged(self, name: str, parts: dict[str, torch.Tensor], scaling: float) -> str:
+        """Compare the written tensor with base + scaling x B A, to the rounding of the data type."""
+        found = self._tensors.get(name)
+        self._seen.add(name)
+        base = parts["base"]
+        if found is None:
+            return f"{name} is missing"
+        delta = scaling * (parts["B"].float() @ parts["A"].float())
+        wanted = base.float() + delta
+        size = base.float().abs() + delta.abs()
+        if "magnitude_vector" in parts:  # DoRA: the norm of each row is replaced by a trained magnitude
+            factor = parts["magnitude_vector"].float().view(-1, 1) / wanted.norm(dim=1, keepdim=True)
+            wanted, size = wanted * factor, 4 * size * factor
+        # One rounding of the delta and one of the sum, each half a unit in the last place.
+        room = torch.finfo(found.dtype).eps * (size + wanted.abs()) + 1e-6 * wanted.abs().max()
+        if bool(((found.float() - wanted).abs() > room).any()):
+            return f"{name} is not its base plus its adapter"
+        if parts["B"].abs().max() > 0 and delta.abs().max() > room.max() and torch.equal(found, base):
+            return f"{name} does not hold its adapter"
+        return ""
+
+    def left_over(self) -> str:
+        """Return the name of a written tensor that the training does not have; empty if there is none."""
+        if not self._adapters:
+            return ""  # a tied weight has two names
+        rest = sorted(set(self._tensors) - self._seen)
+        return f"{rest[0]} was not trained" if rest else ""
+
+
+def _difference(name: str, wanted: torch.Tensor, found: torch.Tensor | None) -> str:
+    if found is None:
+        return f"{name} is missing"
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return f"{name} is {list(found.shape)} {found.dtype}, not {list(wanted.shape)} {wanted.dtype}"
+    return "" if torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)) else name
+
+
+def _reload(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a written model as ``from_pretrained`` reads them."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", device_map={"": "cpu"})
+    return model.state_dict()
+
+
+def _scalings(model: Any) -> dict[str, float]:
+    """Return the factor of each layer's plain adapter; layers with other kinds of adapters are left out."""
+    found: dict[str, float] = {}
+    for name, module in model.named_modules():
+        names = getattr(module, "lora_A", None)
+        if names is None or "default" not in names:
+            continue
+        if isinstance(getattr(module, "base_layer", None), torch.nn.Linear) and not module.fan_in_fan_out:
+            found[plain_name(name)] = float(module.scaling["default"])
+    return found
+
+
+# The model card: the trained model, its data and its results.
+
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a run."""
+
+    state: TrainState
+    model_type: str
+    parameters: int
+    """Parameters of the whole model."""
+    trained: int
+    """Parameters that were trained."""
+    loss: float | None = None
+    """Loss of the last printed step, over all ranks."""
+    evaluation_loss: float | None = None
+    """Loss of the latest evaluation."""
+    best_evaluation_loss: float | None = None
+    """Loss of the best evaluation."""
+
+
+def text(config: Config, results: Results) -> str:
+    """Return the card in Markdown, with the hub's metadata on top."""
+    state = results.state
+    source = config.model.name or f"random weights ({results.model_type})"
+    lora = config.lora
+    how = (
+        "all weights"
+        if not lora.rank
+        else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}" + (", merged" if lora.merge else ", adapters only")
+    )
+    rows: list[tuple[str, str]] = [
+        ("base model", source),
+        ("parameters", f"{results.parameters:,}, of which {results.trained:,} were trained ({how})"),
+        ("data", f"{_data(config)}: {state.examples:,} examples (content {state.data_key})"),
+        ("optimizer steps", f"{state.step:,} of {state.global_batch} examples"),
+        ("tokens", f"{state.tokens:,}, of which {state.label_tokens:,} carried loss"),
+        ("precision", f"{config.training.precision}, ZeRO-{config.zero.stage}, {state.ranks} ranks"),
+    ]
+    if results.loss is not None:
+        rows.append(("loss of the last step", f"{results.loss:.4f}"))
+    for name, loss in (("last", results.evaluation_loss), ("best", results.best_evaluation_loss)):
+        if loss is not None:
+            at = f" (step {state.best_evaluation_step:,})" if name == "best" and state.best_evaluation_step else ""
+            rows.append((f"{name} evaluation loss", f"{loss:.4f}{at}"))
+    rows += _recorded()
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    name = config.output.push.rpartition("/")[2] or config.run.name or "model"
+    return (
+        f"{_metadata(config)}# {name}\n\nTrained with ftmon.\n\n| | |\n| --- | --- |\n{table}\n\n"
+        f"## Configuration\n\n```yaml\n{write.dump(config).strip()}\n```\n"
+    )
+
+
+def _data(config: Config) -> str:
+    data = config.data
+    return data.path or data.name or ", ".join(f"{file.path} (weight {file.weight:g})" for file in data.files)
+
+
+def _metadata(config: Config) -> str:
+    lines = ["---", "pipeline_tag: text-generation", "tags:", "- ftmon"]
+    lines.append(f"library_name: {'peft' if config.lora.rank and not config.lora.merge else 'transformers'}")
+    if config.model.name and not Path(config.model.name).exists():
+        lines.append(f"base_model: {config.model.name}")
+    if config.data.name and not Path(config.data.name).exists():
+        lines += ["datasets:", f"- {config.data.name}"]
+    return "\n".join([*lines, "---", "", ""])
+
+
+def _recorded() -> list[tuple[str, str]]:
+    """Return figures of this run's recording, as far as it is written; empty without one."""
+    run = os.environ.get(RUN_ENV)
+    if not run:
+        return []
+    path = RunDir(run).recording
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2.0)
+        try:
+            return _figures(connection)
+        finally:
+            connection.close()
+    except sqlite3.Error:
+        return []
+
+
+def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    (ranks,) = connection.execute("SELECT count(DISTINCT rank) FROM throughput").fetchone()
+    steps, tokens, training_us, mfu = connection.execute(
+        "SELECT count(*), sum(tokens), sum(training_us), avg(mfu) FROM throughput"
+    ).fetchone()
+    if not steps or not training_us:
+        return []
+    seconds = training_us / 1e6 / ranks
+    found = [
+        ("time in steps", duration(seconds)),
+        ("tokens a second", f"{tokens / seconds:,.0f} over all ranks"),
+    ]
+    if mfu:
+        found.append(("MFU", f"{100 * mfu:.1f} %"))
+    (peak,) = connection.execute("SELECT max(allocated_peak) FROM steps").fetchone()
+    if peak:
+        found.append(("peak memory of a rank", f"{peak / _GIB:.2f} GiB"))
+    return found
+
+
+# Uploads the final model to the Hugging Face hub.
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a folder to a model repository, created (private) if it does not exist; return a line on the result.
+
+    The token is the one of ``hf auth login`` or ``HF_TOKEN``. A failure is no error: the model is on the disk.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Upload model trained with ftmon")
+    except Exception as error:  # network, hub, token and name errors have classes of their own
+        why = (str(error).strip() or repr(error)).splitlines()[0]
+        return (
+            f"note: the model could not be pushed to {repository}: {why}; it is whole in {folder}: "
+            f"hf upload {repository} {folder}"
+        )
+    return f"pushed to {api.endpoint}/{repository}"
+
+
+def save_model(
+    engine: Any,
+    model: Any,
+    tokenizer: Any,
+    config: Config,
+    folder: Path,
+    world: World,
+    results: Results,
+    progress: Progress | None = None,
+) -> int:
+    """Write the final model, its tokenizer and its card, for ``AutoModelForCausalLM.from_pretrained``.
+
+    All ranks call this.
+
+    Returns:
+        The number of tensors that were compared with the training's and are equal.
+
+    Raises:
+        ExportError: the files cannot be written, or contain other weights; in every rank.
+    """
+    part = folder.with_name(folder.name + ".part")
+    gathered = gathered_weights(engine, model, config, world)
+    problem = ""
+    if world.is_first and gathered is not None:
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            _write(model, gathered, tokenizer, config, part, folder)
+            (part / "README.md").write_text(text(config, results), encoding="utf-8")
+        except (OSError, RuntimeError, ValueError, ExportError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            problem = (str(error).strip() or repr(error)).splitlines()[0]
+    del gathered
+    problem = world.share_text(problem)
+    if problem:
+        raise ExportError(f"the final model cannot be written to {folder}: {problem}")
+    try:
+        equal = compare(model, part, config, world, progress)
+    except ExportError:
+        if world.is_first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    if world.is_first:
+        _replace(folder, part)
+    world.barrier()
+    return equal
+
+
+def push_last(folder: Path, repository: str, world: World) -> None:
+    """Leave the process group, then upload a folder from rank 0. All ranks call this, and do not communicate after it.
+
+    An upload may take hours: ranks that wait for it in a collective would end the run at its timeout.
+    """
+    world.leave()
+    if world.is_first:
+        with probe().phase("checkpoint"), activity("export", f"pushing to {repository}"):
+            world.log(push(folder, repository))
+
+
+def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config, part: Path, final: Path) -> None:
+    plain = model.get_base_model() if config.lora.rank else model
+    _settle_config(plain, tokenizer, config)
+    if not config.lora.rank:
+        model.save_pretrained(str(part), state_dict=gathered)
+    elif config.lora.merge:
+        merged(model, gathered, config).save_pretrained(str(part))
+    else:
+        if not config.model.name:
+            # Random weights have no name to load them by, and adapters are useless without them.
+            plain.save_pretrained(str(part / "base"), state_dict=base_weights(gathered))
+            model.peft_config["default"].base_model_name_or_path = str(final.absolute() / "base")
+        adapters = {name: tensor for name, tensor in gathered.items() if is_adapter(name)}
+        model.save_pretrained(str(part), state_dict=adapters)
+    tokenizer.save_pretrained(str(part))
+
+
+def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
+    """Undo training's changes of the model's configuration, and set the tokens that end an answer."""
+    own = config.model.config.get("use_cache", True)
+    if config.model.name:
+        from transformers import AutoConfig
+
+        own = getattr(AutoConfig.from_pretrained(config.model.name), "use_cache", True)
+    plain.config.use_cache = own
+    generation = plain.generation_config
+    if generation is not None:
+        ends = end_tokens(plain, tokenizer)
+        generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+        if generation.pad_token_id is None:
+            generation.pad_token_id = tokenizer.pad_token_id
+
+
+def _replace(folder: Path, part: Path) -> None:
+    """Replace ``folder`` by ``part``."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,446 @@
+"""The decoder layers of a model, and the training's wrapper around each forward.
+
+The forward of a layer object is replaced, not the layer: parameter names and the hooks by which ZeRO-3 gathers
+parameters do not change. Evaluation and generation run the layer's own forward.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, ref
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ....protocol.errors import ConfigError
+from ....protocol.text import duration
+from ..config.schema import Config
+from ..engine.distributed import World
+from ..monitor import activity
+
+# Keeps saved activations in host memory between forward and backward.
+#
+# On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer computes, back
+# before the backward pass needs them. The training thread never waits for the device. On the CPU the same code copies
+# from host memory to host memory.
+
+
+_AHEAD = 2
+"""Number of tensors copied back ahead of their use, and of copies out that may be under way."""
+
+
+class Saved:
+    """One activation in host memory; autograd holds one reference for each time it was saved."""
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, before: "Saved | None") -> None:
+        self.host = host
+        # While this reference exists, no other storage gets the address that identifies this one.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.device = tensor.device
+        self.before = ref(before) if before is not None else None
+        """The activation saved before it, which the backward pass needs after it."""
+        self.uses = 1
+        """Number of times it was saved and not yet unpacked."""
+        self.out: Any = None
+        """CUDA event after the copy to the host."""
+        self.back: torch.Tensor | None = None
+        """The copy on the device."""
+        self.returned: Any = None
+        """CUDA event after the copy to the device."""
+
+
+class HostOffload:
+    """Moves tensors that autograd saves to host memory, within the contexts that ``hooks`` returns.
+
+    Args:
+        model: its parameters are never moved, as they stay on the device in any case.
+        least_bytes: smaller tensors stay on the device.
+    """
+
+    def __init__(self, model: torch.nn.Module, least_bytes: int) -> None:
+        self._least_bytes = least_bytes
+        self._parameters: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in model.parameters():
+            # ZeRO-3 replaces a partitioned parameter by an empty tensor.
+            self._parameters.setdefault(int(getattr(parameter, "ds_numel", parameter.numel())), []).append(parameter)
+        self._stream: Any = None
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._known: WeakValueDictionary[Any, Saved] = WeakValueDictionary()
+        self._last: ref[Saved] | None = None
+        self.moved_bytes = 0
+        """Bytes copied to the host so far."""
+
+    def hooks(self, *, all_sizes: bool) -> saved_tensors_hooks:
+        """Return a context in which saved tensors are moved; with ``all_sizes``, small ones too."""
+        least = 0 if all_sizes else self._least_bytes
+        return saved_tensors_hooks(lambda tensor: self._pack(tensor, least), self._unpack)
+
+    def _pack(self, tensor: torch.Tensor, least_bytes: int) -> Any:
+        if tensor.nbytes < least_bytes or not _movable(tensor) or self._is_parameter(tensor):
+            return tensor
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+        known = self._known.get(key)
+        if known is not None and not known.storage.expired():
+            known.uses += 1
+            return known
+        saved = Saved(tensor, self._host_tensor(tensor), self._last() if self._last is not None else None)
+        self._copy_out(tensor, saved)
+        self._known[key] = saved
+        self._last = ref(saved)
+        self.moved_bytes += tensor.nbytes
+        return saved
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, Saved):
+            return saved
+        self._fetch(saved)
+        back = saved.back
+        assert back is not None
+        if saved.returned is not None:
+            torch.cuda.current_stream(saved.device).wait_event(saved.returned)
+        saved.uses -= 1
+        if saved.uses <= 0:
+            saved.back = saved.returned = None
+        before = saved
+        for _ in range(_AHEAD):
+            found = before.before() if before.before is not None else None
+            if found is None:
+                break
+            before = found
+            if before.uses > 0:
+                self._fetch(before)
+        return back
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, torch.nn.Parameter):
+            return True
+        # A transposed view of a weight, as matrix products save it, has the weight's size and address. Under ZeRO-3
+        # the address is that of the gathered weight, which changes.
+        place = tensor.data_ptr()
+        return any(parameter.data_ptr() == place for parameter in self._parameters.get(tensor.numel(), ()))
+
+    def _host_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+        )
+
+    def _side_stream(self, device: torch.device) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def _copy_out(self, tensor: torch.Tensor, saved: Saved) -> None:
+        if not tensor.is_cuda:
+            saved.host.copy_(tensor)
+            return
+        compute, side = torch.cuda.current_stream(tensor.device), self._side_stream(tensor.device)
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            saved.host.copy_(tensor, non_blocking=True)
+            saved.out = side.record_event()
+        # The tensor's memory may be used again once the compute stream has waited for the copy.
+        self._leaving.append((tensor, saved.out))
+        while len(self._leaving) > _AHEAD:
+            _, event = self._leaving.popleft()
+            compute.wait_event(event)
+
+    def _fetch(self, saved: Saved) -> None:
+        """Begin the copy back to the device, unless it has begun."""
+        if saved.back is not None:
+            return
+        if saved.device.type != "cuda":
+            saved.back = saved.host.clone()
+            return
+        compute, side = torch.cuda.current_stream(saved.device), self._side_stream(saved.device)
+        while self._leaving:
+            _, event = self._leaving.popleft()
+            compute.wait_event(event)
+        # Allocated on the compute stream, which may still be using this memory.
+        saved.back = torch.empty_strided(
+            saved.host.size(), saved.host.stride(), dtype=saved.host.dtype, device=saved.device
+        )
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            saved.back.copy_(saved.host, non_blocking=True)
+            saved.returned = side.record_event()
+        # If the backward pass ends early, the memory is not reused before the copy is complete.
+        saved.back.record_stream(side)
+
+
+def _movable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain, of floating point, and fills its memory without gaps or overlaps."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+        return False
+    if tensor.layout != torch.strided:
+        return False
+    order = sorted(range(tensor.dim()), key=lambda place: -tensor.stride(place))
+    return tensor.permute(order).is_contiguous()
+
+
+# Gradient checkpointing: the parts of a decoder layer that the backward pass recomputes, and those kept.
+#
+# ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and attention, which take
+# most of the time to compute, and recomputes the rest: norms, activations, rotations, residuals.
+
+
+_KEPT = frozenset(
+    (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+    )
+)
+"""Operators whose outputs the selective mode keeps."""
+
+Recompute = Callable[..., Any]
+"""Calls a function with arguments, and recomputes it in the backward pass."""
+
+
+_Outputs = dict[Any, deque[Any]]
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the outputs of chosen operators in ``outputs``, in the order of their calls."""
+
+    def __init__(self, outputs: _Outputs) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            self._outputs[func].append(tree_map(_with_version, out))
+        return out
+
+
+class _Reuse(TorchDispatchMode):
+    """Returns the kept outputs in place of calling the operators.
+
+    PyTorch's own pair of modes (``create_selective_checkpoint_contexts``) refuses a recomputation in which any other
+    operator runs more or less often than in the forward; ZeRO-3 gathers differently in the two.
+    """
+
+    def __init__(self, outputs: _Outputs) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_kept(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        if not self._outputs[func]:
+            raise RuntimeError(f"{func} runs more often in the backward pass than in the forward pass")
+        return tree_map(_checked, self._outputs[func].popleft(), is_leaf=lambda one: isinstance(one, _Versioned))
+
+
+class _Versioned(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+def _with_version(value: Any) -> Any:
+    return _Versioned(value.detach(), value._version) if isinstance(value, torch.Tensor) else value
+
+
+def _checked(value: Any) -> Any:
+    if not isinstance(value, _Versioned):
+        return value
+    if value.tensor._version != value.version:
+        raise RuntimeError(
+            "an output kept for the backward pass was changed in place; use gradient_checkpointing=layers"
+        )
+    return value.tensor
+
+
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    outputs: _Outputs = defaultdict(deque)
+    return _Keep(outputs), _Reuse(outputs)
+
+
+def _is_kept(operator: Any, arguments: Any, named: Any) -> bool:
+    dropout_at = _dropout_argument(operator)
+    if dropout_at is None:
+        return False
+    # An operator that is not run again draws no random numbers: every later dropout would differ.
+    return not named.get("dropout_p", arguments[dropout_at] if 0 <= dropout_at < len(arguments) else 0.0)
+
+
+@cache
+def _dropout_argument(operator: Any) -> int | None:
+    """Return the index of a kept operator's dropout probability, -1 if it has none; None for other operators."""
+    schema: Any = getattr(operator, "_schema", None)
+    if schema is None or schema.name not in _KEPT:
+        return None
+    names: list[str] = [argument.name for argument in schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else -1
+
+
+MODES: dict[str, Recompute] = {
+    "layers": partial(checkpoint, use_reentrant=False),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=_contexts),
+}
+"""Values of ``model.gradient_checkpointing``, besides ``none``: both keep a function's tensor inputs."""
+
+
+# torch.compile of the decoder layers, before the first step.
+#
+# Each kind of layer is compiled once and used for all layers of the model: the layer is an argument of the compiled
+# function. Nothing is wrapped, so names in checkpoints and exports do not change. Only training with gradients runs
+# compiled code: its batches have one shape.
+
+
+def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
+    """Set layers whose ``forward`` is a ``LayerForward`` to compiled code in training; nothing is compiled yet.
+
+    If ZeRO-3 has ``partitioned`` their parameters, those of a layer are gathered together, as compiled code cannot wait
+    for each module inside it. ``budget`` is the share of its activations that a layer keeps.
+    """
+    import torch._dynamo.config as settings
+    import torch._functorch.config as partitioner
+
+    # A layer that reads its own number is compiled once per layer; beyond the limit layers would silently run eagerly.
+    limit = 8 + 2 * len(layers)
+    partitioner.activation_memory_budget = budget
+    settings.recompile_limit = max(settings.recompile_limit, limit)
+    compiled: dict[Any, Any] = {}
+    for layer in layers:
+        plain = layer.forward.in_training
+        if plain not in compiled:
+            compiled[plain] = torch.compile(plain, dynamic=False)
+        layer.forward.in_training = compiled[plain]
+        if partitioned:
+            set_z3_leaf_module(layer, True)
+
+
+def mark_varying(batch: dict[str, Any]) -> None:
+    """Mark sizes of a batch as dynamic, so that code compiled for it accepts other numbers of documents."""
+    borders = batch.get("cu_seq_lens_q")
+    if borders is not None:
+        torch._dynamo.maybe_mark_dynamic(borders, 0)
+
+
+def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
+    """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
+
+    Raises:
+        ConfigError: the layers of this model cannot be compiled.
+    """
+    began = time.perf_counter()
+    world.log("compiling decoder layers (model.compile)")
+    # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
+    hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
+    with activity("compilation", "decoder layers"):
+        try:
+            model(**batch, use_cache=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler and its backends raise many types
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
+                raise
+            kind = model.config.model_type
+            text = (str(error).strip() or repr(error)).splitlines()[0]
+            raise ConfigError(f"model.compile: layers of {kind} cannot be compiled: {text}; use off") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+    world.log(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
+
+
+def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Run forward and backward of a layer with its inputs, without side effects."""
+    hidden = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
+    wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad][:1]
+    # Not through the layer's __call__, and into no parameter's .grad: DeepSpeed's hooks do not run.
+    found = layer.forward(hidden, *inputs[1:], **named)
+    if wanted:
+        out: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+
+
+class LayerForward:
+    """Forward of one decoder layer: in training with gradients it recomputes and offloads, else it is the plain one."""
+
+    def __init__(self, layer: torch.nn.Module, recompute: Recompute | None, offload: HostOffload | None) -> None:
+        self._layer = layer
+        self._recompute = recompute
+        self._offload = offload
+        own: Any = type(layer).forward
+        # transformers 5.23 wraps it with its own gradient checkpointing.
+        self._plain: Callable[..., Any] = getattr(own, "__wrapped__", own)
+        self.in_training = self._plain
+        """Called by training with the layer and its arguments: the plain forward, or its compiled form."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Return what the layer's own forward returns."""
+        layer = self._layer
+        if not (layer.training and torch.is_grad_enabled()):
+            return self._plain(layer, *inputs, **named)
+        offloading: AbstractContextManager[Any] = nullcontext()
+        if self._offload is not None:
+            # A recomputed layer saves only its inputs here.
+            offloading = self._offload.hooks(all_sizes=self._recompute is not None)
+        with offloading:
+            if self._recompute is None:
+                return self.in_training(layer, *inputs, **named)
+            return self._recompute(lambda *tensors: self.in_training(layer, *tensors, **named), *inputs)
+
+
+def set_up(inner: Any, config: Config) -> None:
+    """Set up the configured gradient checkpointing, activation offload and compilation of the decoder layers."""
+    model = config.model
+    settings = ("gradient_checkpointing", "activation_offload", "compile")
+    asked = [name for name in settings if getattr(model, name) not in ("none", "off")]
+    if not asked:
+        return
+    layers = decoder_layers(inner)
+    if not layers:
+        raise ConfigError(f"model.{asked[0]}: {inner.config.model_type} has no decoder layers that transformers marks")
+    offload = HostOffload(inner, model.offload_bytes) if model.activation_offload != "none" else None
+    inputs_alone = model.activation_offload == "inputs"
+    for number, layer in enumerate(layers):
+        recompute = MODES.get(model.gradient_checkpointing) if number % model.checkpoint_every == 0 else None
+        own = None if inputs_alone and recompute is None else offload
+        layer.forward = LayerForward(layer, recompute, own)
+    if model.compile == "layers":
+        compile_layers(layers, config.zero.stage == 3, model.activation_memory_budget)
+        if config.zero.stage == 3 and config.lora.rank:
+            # DeepSpeed reduces a layer's gradients once its input's gradient is known, so its input must have one.
+            inner.enable_input_require_grads()
+    if model.gradient_checkpointing != "none" and hasattr(inner.base_model, "gradient_checkpointing"):
+        # transformers and the memory report read this flag.
+        inner.base_model.gradient_checkpointing = True
+
+
+def decoder_layers(inner: Any) -> list[Any]:
+    """Return the repeated layers of a transformers model, in order; empty if none are found."""
+    return [
+        layer
+        for block in inner.modules()
+        if isinstance(block, torch.nn.ModuleList)
+        for layer in block
+        if isinstance(layer, GradientCheckpointingLayer)
+    ]

@@ -1,0 +1,637 @@
+"""Prints a sweep as plain lines: the plan, each run as it ends, the remaining budget."""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from ...protocol.analysis.sweep import summary
+from ...protocol.analysis.sweep.search import left
+from ...protocol.analysis.sweep.summary import pool
+from ...protocol.analysis.sweep.text import (
+    aligned,
+    budget_text,
+    counts_text,
+    goal_text,
+    left_text,
+    predicted_text,
+    result_lines,
+    row_text,
+    settings_text,
+    table,
+)
+from ...protocol.errors import ConfigError, FtmonError, UsageError
+from ...protocol.run.rundir import RunOptions
+from ...protocol.run.start import StartRequest
+from ...protocol.sweep.rows import Budget, Ended, Goal, Plan, Predicted, Row, Search, Settings, Value, key_of
+from ...protocol.sweep.store import verdicts
+from ...protocol.text import duration, gib, sanitize
+from ..host.hardware.gpus import GpuUse, gpu_use, wait_until_free
+from ..recipe.config import load, write
+from ..recipe.hardware import missing_packages
+
+# Reads the sweep file: axes, their values, and bounds. Every error names the line and the key.
+
+
+KEYS = (
+    "name", "config", "set", "command", "env", "axes", "search", "steps", "warm_up", "repeats", "timeout",
+    "hang_grace", "budget", "capacity", "predict", "columns", "one_process",
+)  # fmt: skip
+LENGTH = "training.sequence_length"
+ENVIRONMENT = "env."
+"""Prefix of an axis that sets an environment variable."""
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_GOALS: tuple[Goal, ...] = ("largest", "fastest", "phases")
+_SIZE = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}
+_MOST_RUNS = 10_000
+
+
+class Axis(NamedTuple):
+    """One axis of a sweep."""
+
+    name: str
+    values: list[Value]
+    places: list[str]
+    """Place of each value."""
+
+
+class Spec(NamedTuple):
+    """A sweep file."""
+
+    source: str
+    name: str
+    config: str
+    """Configuration of ftmon's trainer; empty with a ``command``."""
+    settings: dict[str, Value]
+    """Overrides of the configuration, the same in each run."""
+    command: list[str]
+    """A script's command with placeholders ``{axis}``."""
+    environment: dict[str, str]
+    axes: list[Axis]
+    search: Search | None
+    steps: int
+    warm_up: int
+    repeats: int
+    timeout: float
+    hang_grace: float
+    budget: Budget
+    capacity_bytes: int | None
+    predict: bool
+    columns: list[str]
+    """Figures of the recordings in the table; empty: the default ones."""
+    one_process: bool
+    """Whether configurations that differ only in their sequence length are measured in one process."""
+
+    @property
+    def axis_names(self) -> list[str]:
+        """Names of all axes, that of the search last."""
+        searched = [self.search.axis] if self.search is not None and self.search.axis else []
+        return [*(axis.name for axis in self.axes), *searched]
+
+
+def read(path: str) -> Spec:
+    """Read a sweep file.
+
+    Raises:
+        ConfigError: a key or value is wrong; one line with the place and the fix.
+    """
+    if Path(path).is_dir():
+        raise ConfigError(f"{path}: is a folder; give the sweep file in it")
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file; docs/sweep.md has an example")
+    tree = load.read(path)
+    if not isinstance(tree, MappingNode):
+        raise ConfigError(f"{path}: must hold keys such as config and axes; docs/sweep.md has an example")
+    found: dict[str, Node] = {}
+    for key, value in load.pairs(tree):
+        if key.value not in KEYS:
+            close = difflib.get_close_matches(key.value, KEYS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"
+            raise _error(key, f"unknown key {load.shown(key.value)}; {hint}")
+        found[key.value] = value
+    spec = Spec(
+        source=path,
+        name=_text(found.get("name"), "name") or Path(path).stem,
+        config=_config(path, found),
+        settings=_mapping(found.get("set"), "set"),
+        command=_command(found.get("command")),
+        environment=_environment(found.get("env")),
+        axes=_axes(found.get("axes")),
+        search=_search(found.get("search")),
+        steps=_whole(found.get("steps"), "steps", 3, 1),
+        warm_up=_whole(found.get("warm_up"), "warm_up", 2, 0),
+        repeats=_whole(found.get("repeats"), "repeats", 1, 1),
+        timeout=_duration(found.get("timeout"), "timeout", 600.0),
+        hang_grace=_duration(found.get("hang_grace"), "hang_grace", 60.0),
+        budget=_budget(found.get("budget")),
+        capacity_bytes=_size(found.get("capacity")),
+        predict=_switch(found.get("predict"), "predict", True),
+        columns=_columns(found.get("columns")),
+        one_process=_switch(found.get("one_process"), "one_process", False),
+    )
+    _check(spec, found)
+    return spec
+
+
+def _check(spec: Spec, found: dict[str, Node]) -> None:
+    if bool(spec.config) == bool(spec.command):
+        both = "config and command exclude each other" if spec.config else "config or command is missing"
+        raise ConfigError(f"{spec.source}: {both}: config for ftmon's trainer, command for a script of your own")
+    if not spec.axes and spec.search is None:
+        raise ConfigError(f"{spec.source}: axes is missing: what is varied, such as zero.stage: [2, 3]")
+    if spec.search is not None and spec.search.axis in [axis.name for axis in spec.axes]:
+        raise _error(found["search"], f"search.axis {spec.search.axis} is among the axes too")
+    if spec.command and spec.settings:
+        raise _error(found["set"], "set goes with config; write it into the command")
+    count = 1
+    for axis in spec.axes:
+        count *= len(axis.values)
+    if count * spec.repeats > _MOST_RUNS:
+        raise _error(found["axes"], f"axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
+    if spec.one_process:
+        _check_one_process(spec, found["one_process"])
+    if spec.command:
+        _check_template(spec, found)
+
+
+def _check_one_process(spec: Spec, node: Node) -> None:
+    if spec.command:
+        raise _error(node, "one_process goes with config: a script is started for each length")
+    if spec.search is not None:
+        raise _error(node, "one_process goes without search, which chooses lengths one by one")
+    if LENGTH not in [axis.name for axis in spec.axes]:
+        raise _error(node, f"one_process needs the axis {LENGTH}, whose values share a process")
+
+
+def _check_template(spec: Spec, found: dict[str, Node]) -> None:
+    used = {name for word in spec.command for name in PLACEHOLDER.findall(word)}
+    names = spec.axis_names
+    for name in names:
+        if name not in used and not name.startswith(ENVIRONMENT):
+            raise _error(
+                found["command"], f"command has no {{{name}}}, which axes vary: write it where the script takes it"
+            )
+    for name in sorted(used - set(names)):
+        known = ", ".join(names)
+        raise _error(found["command"], f"command has {{{name}}}, but the axes are {known}")
+
+
+def _config(path: str, found: dict[str, Node]) -> str:
+    name = _text(found.get("config"), "config")
+    if not name:
+        return ""
+    config = Path(path).parent / Path(name).expanduser()
+    if not config.is_file():
+        raise _error(found["config"], f"config {name}: no such file; 'ftmon train --print-config' writes one")
+    return str(config)
+
+
+def _command(node: Node | None) -> list[str]:
+    if node is None:
+        return []
+    if isinstance(node, SequenceNode):
+        words = [str(_scalar(part, "command")) for part in node.value]
+    else:
+        import shlex
+
+        try:
+            words = shlex.split(_text(node, "command"))
+        except ValueError as error:
+            raise _error(node, f"command cannot be split into words: {error}") from None
+    if not words:
+        raise _error(node, "command is empty")
+    return words
+
+
+def _axes(node: Node | None) -> list[Axis]:
+    if node is None:
+        return []
+    axes: list[Axis] = []
+    for key, value in _pairs(node, "axes"):
+        where = f"axes.{key.value}"
+        if not isinstance(value, SequenceNode) or not value.value:
+            raise _error(value, f"{where} must be a list of values such as [512, 1024]")
+        if key.value.startswith(ENVIRONMENT):
+            _check_variable(key, key.value.removeprefix(ENVIRONMENT), where)
+        values = [_scalar(part, where) for part in value.value]
+        for number, one in enumerate(values):
+            if any(one == other and type(one) is type(other) for other in values[:number]):
+                raise _error(value.value[number], f"{where} has {one!r} twice")
+        axes.append(Axis(key.value, values, [load.place(part) for part in value.value]))
+    return axes
+
+
+def _environment(node: Node | None) -> dict[str, str]:
+    if node is not None:
+        for key, _ in _pairs(node, "env"):
+            _check_variable(key, key.value, f"env.{key.value}")
+    return {name: str(value) for name, value in _mapping(node, "env").items()}
+
+
+def _check_variable(key: Node, name: str, where: str) -> None:
+    if not re.fullmatch(r"[^=\x00]+", name):
+        raise _error(key, f"{load.shown(where)} is no name of an environment variable")
+
+
+def _columns(node: Node | None) -> list[str]:
+    if node is None:
+        return []
+    if not isinstance(node, SequenceNode) or not node.value:
+        raise _error(node, "columns must be a list of figures such as [peak, backward.peak, loss]")
+    names: list[str] = []
+    for part in node.value:
+        name = _text(part, "columns")
+        try:
+            summary.check(name)
+        except ValueError as error:
+            raise _error(part, f"columns: {load.shown(name)} is not a figure of a run; they {error}") from None
+        if name in names:
+            raise _error(part, f"columns has {name} twice")
+        names.append(name)
+    return names
+
+
+def _search(node: Node | None) -> Search | None:
+    if node is None:
+        return None
+    found = {key.value: value for key, value in _pairs(node, "search")}
+    _known(node, found, "search", ("goal", "axis", "low", "high", "step"))
+    goal: Goal | None = next((one for one in _GOALS if one == _text(found.get("goal"), "search.goal")), None)
+    if goal is None:
+        raise _error(found.get("goal", node), f"search.goal must be {', '.join(_GOALS)}")
+    axis = _text(found.get("axis"), "search.axis")
+    if goal == "fastest":
+        if axis:
+            raise _error(found["axis"], "search.axis: the fastest is searched for over the axes")
+        return Search("fastest")
+    if not axis or "high" not in found:
+        raise _error(node, "search needs axis and high, such as training.sequence_length and 8192")
+    low = _whole(found.get("low"), "search.low", 1, 0)
+    high = _whole(found["high"], "search.high", 1, low + 1)
+    return Search(goal, axis, low, high, _whole(found.get("step"), "search.step", 1, 1))
+
+
+def _budget(node: Node | None) -> Budget:
+    if node is None:
+        return Budget()
+    found = {key.value: value for key, value in _pairs(node, "budget")}
+    _known(node, found, "budget", ("hours", "money", "price_per_hour"))
+    hours, money, price = (_amount(found.get(name), f"budget.{name}") for name in ("hours", "money", "price_per_hour"))
+    if money is not None and price is None:
+        raise _error(node, "budget.money needs price_per_hour, of all the GPUs together")
+    limits = [hours * 3600] if hours is not None else []
+    if money is not None and price:
+        limits.append(money / price * 3600)
+    return Budget(min(limits) if limits else None, price)
+
+
+def _error(node: Node, text: str) -> ConfigError:
+    return ConfigError(f"{load.place(node)}: {text}")
+
+
+def _known(node: Node, found: dict[str, Node], path: str, names: tuple[str, ...]) -> None:
+    for name in found:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+            raise _error(node, f"unknown key {path}.{load.shown(name)}; {hint}")
+
+
+def _mapping(node: Node | None, path: str) -> dict[str, Value]:
+    if node is None:
+        return {}
+    return {key.value: _scalar(value, f"{path}.{key.value}") for key, value in _pairs(node, path)}
+
+
+def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
+    if not isinstance(node, MappingNode):
+        raise _error(node, f"{path} must be a section of keys and values")
+    return load.pairs(node)
+
+
+def _scalar(node: Node, path: str) -> Value:
+    if not isinstance(node, ScalarNode):
+        raise _error(node, f"{path} must be a number or a word, not {load.describe(node)}")
+    value = load.plain_scalar(node, path)
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
+        raise _error(node, f"{path} must be a whole number of at most 64 bits")
+    return value
+
+
+def _text(node: Node | None, path: str) -> str:
+    if node is None:
+        return ""
+    value = _scalar(node, path)
+    return "" if value is None else str(value)
+
+
+def _whole(node: Node | None, path: str, default: int, least: int) -> int:
+    if node is None:
+        return default
+    value = _scalar(node, path)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _error(node, f"{path} must be a whole number of at least {least}")
+    return value
+
+
+def _amount(node: Node | None, path: str) -> float | None:
+    if node is None:
+        return None
+    value = _scalar(node, path)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise _error(node, f"{path} must be a number above 0")
+    return float(value)
+
+
+def _switch(node: Node | None, path: str, default: bool) -> bool:
+    if node is None:
+        return default
+    value: Any = _scalar(node, path)
+    if not isinstance(value, bool):
+        raise _error(node, f"{path} must be true or false")
+    return value
+
+
+def _duration(node: Node | None, path: str, default: float) -> float:
+    return default if node is None else _with_unit(node, path, _SECONDS, "seconds, or such as 90 s, 10 m, 2 h")
+
+
+def _size(node: Node | None) -> int | None:
+    return None if node is None else int(_with_unit(node, "capacity", _SIZE, "a size such as 80GB or 24GiB"))
+
+
+def _with_unit(node: Node, path: str, units: dict[str, int], words: str) -> float:
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", _text(node, path))
+    try:
+        value = float(found[1]) * units[found[2]] if found else 0.0
+    except (ValueError, KeyError):
+        value = 0.0
+    if value <= 0:
+        raise _error(node, f"{path} must be {words}")
+    return value
+
+
+# Checks that the GPUs are empty again after a run: a measurement on a GPU in use by others is invalid.
+
+
+_GPUS_SECONDS = 30.0
+_POLL_SECONDS = 0.5
+_TOLERANCE = 512 << 20
+"""Allowed increase of a device's used memory: contexts of other processes appear and disappear."""
+
+
+def before() -> GpuUse | None:
+    """Sample the GPUs before a run; None without NVML."""
+    return gpu_use(())
+
+
+def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
+    """Wait until the run's GPUs are as empty as before it; return the memory still in use in words, or empty.
+
+    ``devices``: the run's GPUs according to NVML; empty: not known, so all are compared.
+    """
+    if earlier is None:
+        return ""
+    after = wait_until_free(pids, _GPUS_SECONDS)
+    if after is not None and after.held:
+        return "NVML still lists " + ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
+    deadline = time.monotonic() + _GPUS_SECONDS
+    while after is not None:
+        more = {
+            device: size - earlier.used.get(device, size)
+            for device, size in after.used.items()
+            if (not devices or device in devices) and size - earlier.used.get(device, size) > _TOLERANCE
+        }
+        if not more:
+            break
+        if time.monotonic() >= deadline:
+            return ", ".join(f"GPU {device} has {gib(size)} more in use than before" for device, size in more.items())
+        time.sleep(_POLL_SECONDS)
+        after = gpu_use(pids)
+    return ""
+
+
+# Makes the command of a run from a configuration of the sweep.
+
+
+STOP_GRACE_SECONDS = 5.0
+"""Time between the request to end a run and its kill; its results are not needed."""
+ALLOCATOR_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_MEASURING: dict[str, Value] = {
+    "training.rehearsal": False,
+    "training.total_batch": 0,
+    "schedule.warmup_steps": 0,
+    "checkpoint.every": 0,
+    "checkpoint.at_end": False,
+    "checkpoint.keep_best": False,
+    "checkpoint.rehearse": False,
+    "checkpoint.resume": "never",
+    "evaluation.path": "",
+    "evaluation.split": "",
+    "evaluation.share": 0.0,
+    "evaluation.every": 0,
+    "evaluation.patience": 0,
+    "evaluation.samples": 0,
+    "output.dir": "",
+    "output.save_model": False,
+    "output.push": "",
+    "output.log_every": 1,
+}
+"""Overrides of the base configuration: a few measured steps, without outputs. ``set`` and axes override these."""
+
+
+class Job(NamedTuple):
+    """A run to start, and its environment."""
+
+    request: StartRequest
+    environment: dict[str, str]
+
+
+def combinations(spec: Spec) -> list[Settings]:
+    """Return the grid: all combinations of the axes' values, the last axis varying fastest."""
+    found: list[Settings] = [{}]
+    for axis in spec.axes:
+        found = [{**settings, axis.name: value} for settings in found for value in axis.values]
+    return found
+
+
+def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) -> Job:
+    """Return the job that starts the run of a configuration, under ``name``.
+
+    ``lengths``: sequence lengths to measure in it, one after the other; empty: the configuration's own.
+    """
+    options = RunOptions(
+        allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
+    )
+    environment = {**os.environ, **spec.environment, **_jobs_environment(settings)}
+    if spec.command:
+        command = [_filled(word, settings) for word in spec.command]
+        return Job(StartRequest("run", name, options, command=command), environment)
+    words = overrides(spec, {**settings, LENGTH: max(lengths)} if lengths else settings)
+    if lengths:
+        words.append(f"debug.lengths={json.dumps(list(lengths))}")
+    request = StartRequest("train", name, options, config=spec.config, overrides=words)
+    return Job(request, environment)
+
+
+def overrides(spec: Spec, settings: Settings) -> list[str]:
+    """Return the assignments that turn the base configuration into a run's."""
+    steps: dict[str, Value] = {"training.max_steps": spec.steps + spec.warm_up}
+    varied = {name: value for name, value in settings.items() if not name.startswith(ENVIRONMENT)}
+    return [_assignment(name, value) for name, value in {**_MEASURING, **steps, **spec.settings, **varied}.items()]
+
+
+def check(spec: Spec) -> None:
+    """Refuse keys and values that no configuration accepts, before anything is started.
+
+    Raises:
+        ConfigError: the base configuration, ``set`` or an axis is wrong; the text has the place in the sweep file.
+        UsageError: packages are missing.
+    """
+    if spec.command:
+        from ..launch.start import check_command
+
+        if not PLACEHOLDER.search(spec.command[0]):
+            check_command(spec.command)
+        return
+    if missing := missing_packages():
+        raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
+    load.load(spec.config)
+    for name, value in spec.settings.items():
+        _check_one(spec, name, value, f"{spec.source}: set.{name}")
+    for axis in spec.axes:
+        for value, place in zip(axis.values, axis.places, strict=True):
+            if not axis.name.startswith(ENVIRONMENT):
+                _check_one(spec, axis.name, value, f"{place}: axes.{axis.name}")
+    if spec.search is not None and spec.search.axis and not spec.search.axis.startswith(ENVIRONMENT):
+        for value in (spec.search.low, spec.search.high):
+            _check_one(spec, spec.search.axis, value, f"{spec.source}: search.axis")
+
+
+def fingerprint(spec: Spec) -> str:
+    """Return a hash of everything that a row depends on, besides its settings."""
+    base = write.dump(load.load(spec.config).config) if spec.config else ""
+    allocator = {name: os.environ.get(name, "") for name in ALLOCATOR_ENVIRONMENT}
+    parts: list[Any] = [base, spec.settings, spec.command, spec.environment, allocator, spec.steps, spec.warm_up]
+    parts += ["one process"] if spec.one_process else []
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
+    try:
+        load.load(spec.config, [_assignment(name, value)])
+    except FtmonError as error:
+        words = str(error).removeprefix(f"{load.COMMAND_LINE}: ")
+        raise ConfigError(f"{where}: {words}") from None
+
+
+def _assignment(name: str, value: Value) -> str:
+    text = "null" if value is None else json.dumps(value)
+    return f"{name}={text}"
+
+
+def _jobs_environment(settings: Settings) -> dict[str, str]:
+    return {
+        name.removeprefix(ENVIRONMENT): "" if value is None else str(value)
+        for name, value in settings.items()
+        if name.startswith(ENVIRONMENT)
+    }
+
+
+def _filled(word: str, settings: Settings) -> str:
+    return PLACEHOLDER.sub(lambda match: _plain(settings[match[1]]), word)
+
+
+def _plain(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "" if value is None else str(value)
+
+
+def group_of(settings: Settings, axis: str) -> str:
+    """Return the name of a configuration without one of its axes."""
+    return key_of({name: value for name, value in settings.items() if name != axis})
+
+
+ENDS = {
+    "finished": "the sweep is done",
+    "budget": "the budget ends the sweep",
+    "failure": "the sweep ends",
+    "interrupted": "interrupted",
+    "gpus": "the sweep ends, as its GPUs are not empty",
+}
+
+
+class Lines:
+    """Prints a sweep, each line by ``say``."""
+
+    def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._print_raw = say
+        self._total = 0
+        self._number = 0
+
+    def plan(self, plan: Plan, answered: int, used: float) -> None:
+        """Print the planned runs and the budget."""
+        spec = self._spec
+        self._total = 0 if plan.search is not None and plan.search.goal != "fastest" else len(plan.runs) * plan.repeats
+        self._number = answered
+        what = f"{len(plan.runs)} configurations" if len(plan.runs) != 1 else "1 configuration"
+        if plan.search is not None:
+            what = goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
+        repeats = f" x {plan.repeats} repeats" if plan.repeats > 1 else ""
+        steps = f"{spec.steps} steps after {spec.warm_up} of warm-up"
+        self.note(f"{what}{repeats}, {steps}")
+        known = f", {duration(used)} used" if used >= 1 else ""
+        self.note(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
+        if answered:
+            self.note(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
+        for note in plan.notes:
+            self.note(note)
+        predicts = any(run.predicted for run in plan.runs)
+        for run in plan.runs:
+            words = f": predicted {predicted_text(run.predicted) or 'nothing'}" if predicts else ""
+            self.note(f"  {settings_text(run.settings)}{words}")
+
+    def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
+        """Print the start of a run."""
+        self._number += 1
+        again = f" (repeat {repeat + 1})" if repeat else ""
+        expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
+        self.note(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
+
+    def row(self, row: Row) -> None:
+        """Print the outcome of a run."""
+        self.note(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
+
+    def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
+        """Print the remaining runs, time and cost, with a budget or a price."""
+        if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
+            self.note(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
+
+    def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
+        """Print the table and the conclusions."""
+        if rows:
+            for line in aligned(table(pool(rows), plan.columns)):
+                self.note(line)
+        for line in [*found, *result_lines(rows, plan)]:
+            self.note(line)
+        missing = f"; {ended.not_run} runs are missing, the same command resumes it" if ended.not_run else ""
+        why = f": {ended.text}" if ended.text else ""
+        self.note(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._print_raw(sanitize(text, 600))
+
+    def _counter(self) -> str:
+        return f"[{self._number}/{self._total}]" if self._total else f"[{self._number}]"

@@ -1,0 +1,743 @@
+"""The command line's grammar. The only import is argparse.
+
+Each command names its handler as ``module:function`` of this package; ``main`` imports it on demand.
+"""
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import __version__
+from ...protocol.run import end
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Container = argparse._ActionsContainer
+
+
+# Types of command-line arguments: each parses one word, or raises ``ArgumentTypeError`` with the valid form.
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of 1 or more."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+    return number
+
+
+_LONGEST = 100_000_000
+"""Maximum sequence length in tokens."""
+
+
+def lengths(text: str) -> list[int]:
+    """Parse whole numbers of 1 or more, separated by commas, into a list without duplicates."""
+    found = list(dict.fromkeys(positive(part) for part in text.split(",")))
+    if max(found) > _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be {_LONGEST:,} tokens or less, not {max(found):,}")
+    return found
+
+
+def byte_size(text: str) -> int:
+    """Parse a size with its unit, such as ``24GiB`` or ``80gb``, into bytes."""
+    units = {"gib": 1 << 30, "mib": 1 << 20, "gb": 10**9, "mb": 10**6}
+    unit = next((unit for unit in units if text.lower().endswith(unit)), "")
+    try:
+        size = int(float(text[: -len(unit)]) * units[unit]) if unit else 0
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 24GiB or 80GB, not {text!r}")
+    return size
+
+
+def seconds(text: str) -> float:
+    """Parse finite seconds, more than 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, more than 0, not {text!r}")
+    return number
+
+
+def rank(text: str) -> int:
+    """Parse a rank's number."""
+    from ...protocol.messages.telemetry import MAX_RANKS  # not needed for the help
+
+    if not text.isdecimal() or len(text) > len(str(MAX_RANKS)) or int(text) >= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"must be a rank's number, not {text!r}")
+    return int(text)
+
+
+def device(text: str) -> int:
+    """Parse a device's number."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a device's number, not {text!r}")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Return a whole number of 0 or more."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
+    return int(text)
+
+
+def price(text: str) -> float:
+    """Return a price above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return found
+
+
+def share(text: str) -> float:
+    """Return a share between 0 and 1, given as ``3%`` or ``0.03``."""
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"must be a share such as 3% or 0.03, not {text!r}")
+    return found
+
+
+# Help of the whole ``ftmon`` command, with its commands grouped by purpose.
+
+
+GROUPS = {
+    "train": ("predict", "demo", "train", "resume", "sweep", "data", "chat"),
+    "watch": ("run", "attach", "replay", "ls", "status", "logs"),
+    "investigate": ("memory", "events", "oom", "snapshot", "capture", "stacks", "console", "report", "compare"),
+    "end": ("stop", "kill", "release", "cleanup"),
+    "set up": ("doctor", "keys", "completion"),
+}
+INTERNAL = ("relay",)
+"""Commands that other commands run; help leaves them out."""
+
+
+class GroupedParser(argparse.ArgumentParser):
+    """A parser whose help lists its commands under ``GROUPS``."""
+
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        """Refuse an unknown command with a suggestion, instead of the list of all commands."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = [name for names in GROUPS.values() for name in names]
+            near = get_close_matches(value, known, n=1, cutoff=0.7)
+            meant = f"did you mean {near[0]}?" if near else "ftmon --help lists them"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {meant}")
+        super()._check_value(action, value)
+
+    def format_help(self) -> str:
+        """Return usage, description, options, the groups of commands and the epilog."""
+        listed: dict[str, argparse.Action] = {}
+        formatter = self._get_formatter()
+        formatter.add_usage("%(prog)s [OPTIONS] COMMAND ...", [], [])
+        formatter.add_text(self.description)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                listed = {choice.dest: choice for choice in action._choices_actions}
+        for title, names in GROUPS.items():
+            formatter.start_section(title)
+            formatter.add_arguments([listed[name] for name in names])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([action for action in self._actions if action.option_strings])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+# Adds commands, and declares the arguments that several commands share.
+
+
+class Argument(NamedTuple):
+    """One call of ``argparse``'s ``add_argument``."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def argument(names: str, metavar: str | None, text: str | None, **options: Any) -> Argument:
+    """Declare an argument; ``names``: its names, separated by blanks; ``options``: others of ``add_argument``."""
+    return Argument(tuple(names.split()), {"metavar": metavar, "help": text, **options})
+
+
+def flag(names: str, text: str, **options: Any) -> Argument:
+    """Declare an option without a value."""
+    return Argument(tuple(names.split()), {"action": "store_true", "help": text, **options})
+
+
+def add_command(
+    commands: "Commands", name: str, handler: str, summary: str, *arguments: Argument, **options: Any
+) -> argparse.ArgumentParser:
+    """Add a command; ``handler`` is ``module:function`` of ``tui.cli``, imported when it is run."""
+    description = summary[0].upper() + summary[1:] + "."
+    parser = commands.add_parser(name, help=summary, description=description, allow_abbrev=False, **options)
+    parser.set_defaults(handler=handler, parser=parser)
+    add_arguments(parser, *arguments)
+    return parser
+
+
+def add_arguments(container: "Container", *arguments: Argument) -> None:
+    """Add declared arguments to a parser or a group of one."""
+    for names, options in arguments:
+        container.add_argument(*names, **options)
+
+
+def run_argument(more: str = "", **options: Any) -> Argument:
+    """Declare the positional argument ``RUN``; ``more``: what else it may be."""
+    return argument("run", "RUN", f"a run's identifier or its beginning{more}", **options)
+
+
+def json_flag(text: str = "one JSON object for scripts") -> Argument:
+    """Declare ``--json``."""
+    return flag("--json", text)
+
+
+def ranks_option(text: str) -> Argument:
+    """Declare a repeatable ``--rank``."""
+    return argument("--rank", "R", f"{text}; repeatable", type=rank, action="append", default=[])
+
+
+RUN = run_argument()
+FILE_OR_RUN = argument("run", "FILE|RUN", "a recording.sqlite, a run directory, or a run")
+JSON = json_flag()
+RANK = argument("--rank", "R", "this rank only (default: all)", type=rank)
+YES = flag("--yes -y", "do not ask")
+PLAIN = flag("--plain --no-app", "lines of text, not the app", dest="plain")
+# SUPPRESS: a default here would overwrite `ftmon --ascii attach`.
+ASCII = flag("--ascii", "draw with ASCII characters only", default=argparse.SUPPRESS)
+WARM_UP = argument("--warm-up", "N", "ignore the first N steps of a run (default: 5)", type=whole, default=5)
+OVERRIDES = argument("overrides", "key.sub=value", "set a key of the configuration", nargs="*", default=[])
+START_OPTIONS = (
+    argument("--name", None, "name of the run"),
+    argument("--listen", "HOST:PORT", "also let other hosts attach, encrypted and by key"),
+    flag("--no-allocator-events", "do not sample the allocator's own trace"),
+    flag("--detach", "start the run and return at once"),
+    argument(
+        "--on-oom",
+        None,
+        "hold: a rank waits in the frame in which an allocation failed until it is released. The other ranks wait "
+        "in their next collective, and fail after their process group's timeout (NCCL 10 min, gloo 30 min, "
+        "DeepSpeed 10 min, or what the script sets)",
+        choices=("raise", "hold"),
+        default="raise",
+    ),
+    flag("--allow-console", "allow 'ftmon console' to run Python in a held rank"),
+    argument("--hold-timeout", "SECONDS", "release a held rank after this long (default: never)", type=seconds),
+    argument(
+        "--on-hang",
+        None,
+        "action on a hang that has lasted --hang-grace. warn: only the alert (default); stacks: also write all "
+        "stacks to a file; stop: also interrupt the ranks, and kill the rest a minute later; kill: also kill. stop and "
+        "kill end with status 193",
+        choices=("warn", "stacks", "stop", "kill"),
+        default="warn",
+    ),
+    argument("--hang-grace", "SECONDS", "how long a hang must stand after its alert (default: 30)", type=seconds),
+    argument(
+        "--exit-timeout",
+        "SECONDS",
+        "once a rank has finished, kill the others after this long without progress (default: never). Ends with "
+        "status 194",
+        type=seconds,
+    ),
+    argument(
+        "--notify",
+        "TARGET",
+        "send notifications of the run's events to a webhook's URL, a shell command (JSON on its standard "
+        "input), 'desktop', or 'terminal' for the terminal that shows the run; repeatable",
+        action="append",
+        default=[],
+    ),
+    argument("--notify-on", "EVENTS", "events to notify of: any of finish,failure,hang,oom,nan (default: all)"),
+    argument(
+        "--stop-grace",
+        "SECONDS",
+        "time for the run to end after SIGTERM, or after this command was killed, before it is killed (default: 30)",
+        type=seconds,
+    ),
+    PLAIN,
+    flag("--read-only", "the run's hub refuses stop, kill and every other action, from anyone, until the run ends"),
+    ASCII,
+)
+"""Options of every command that starts a run."""
+
+
+# The commands of the group "end" of ``ftmon --help``.
+
+
+SIGNALS = ("INT", "TERM", "KILL")
+
+
+def add_end(commands: "Commands") -> None:
+    """Add the group's commands."""
+    add_command(commands, "stop", "end:stop", "save a checkpoint and end the run after its current step", RUN)
+    add_command(
+        commands,
+        "kill",
+        "end:kill",
+        "end a run, or some of its ranks, by signals",
+        RUN,
+        ranks_option("this rank only"),
+        argument("--signal", None, "send only this signal (default: INT, then TERM, then KILL)", choices=SIGNALS),
+        YES,
+    )
+    add_command(
+        commands,
+        "release",
+        "oom:release",
+        "release ranks that are held at an out-of-memory error",
+        RUN,
+        ranks_option("this rank (default: all held)"),
+    )
+    add_command(
+        commands,
+        "cleanup",
+        "end:cleanup",
+        "find and end processes that finished runs left behind",
+        YES,
+        json_flag("list what was found as JSON, and end nothing"),
+        flag("--elsewhere", "include processes of other hosts' runs whose hub is not reachable from this host"),
+    )
+
+
+# The commands of the group "investigate" of ``ftmon --help``.
+
+
+def add_investigate(commands: "Commands") -> None:
+    """Add the group's commands."""
+    add_command(
+        commands,
+        "memory",
+        "memory:show_memory",
+        "show what the memory peak of a step consists of",
+        FILE_OR_RUN,
+        RANK,
+        JSON,
+    )
+    add_command(
+        commands,
+        "events",
+        "memory:show_events",
+        "print the allocator events of a run's ranks",
+        FILE_OR_RUN,
+        RANK,
+        flag("--follow -f", "print new events until the run ends"),
+        json_flag("one JSON object a line, for scripts"),
+    )
+    add_command(
+        commands,
+        "oom",
+        "oom:show_oom",
+        "explain an out-of-memory error, with remedies",
+        argument("target", "RUN|FILE", "a run, a recording, or a PyTorch memory snapshot"),
+        RANK,
+        json_flag("one JSON object for scripts (docs/protocol.md, oom_report)"),
+    )
+    _snapshot(commands)
+    add_command(
+        commands,
+        "capture",
+        "memory:capture",
+        "capture memory snapshots of ranks and print their paths",
+        RUN,
+        ranks_option("this rank (default: all)"),
+    )
+    add_command(
+        commands,
+        "stacks",
+        "oom:show_stacks",
+        "show the Python stacks of a run's ranks",
+        FILE_OR_RUN,
+        ranks_option("this rank"),
+        flag("--all-threads", "all threads, not only the training thread"),
+        flag("--native", "native frames too, where py-spy is installed and allowed"),
+        JSON,
+    )
+    add_command(
+        commands,
+        "console",
+        "oom:console",
+        "run Python in the failing frame of a held rank",
+        RUN,
+        argument("--rank", "R", "a rank held at an out-of-memory error", type=rank, required=True),
+        argument("-c --code", "CODE", "run this code and exit (default: read from standard input)"),
+    )
+    _report(commands)
+    _compare(commands)
+
+
+def _snapshot(commands: "Commands") -> None:
+    snapshot = add_command(
+        commands,
+        "snapshot",
+        "memory:explore",
+        "open a PyTorch memory snapshot, or compare two",
+        argument("file", "FILE", "what torch.cuda.memory._dump_snapshot wrote, gzip or not"),
+        argument("second", "FILE2", "a later snapshot: show the difference", nargs="?"),
+    )
+    add_arguments(
+        snapshot.add_mutually_exclusive_group(),
+        json_flag("one JSON object for scripts (docs/snapshot.md)"),
+        flag("--text", "lines of text, not the app"),
+    )
+    add_arguments(
+        snapshot,
+        argument("--device", "D", "this device only (default: all)", type=device),
+        argument("--top", "N", "stacks and blocks listed (default: 20)", type=positive, default=20),
+        ASCII,
+    )
+
+
+def _report(commands: "Commands") -> None:
+    add_command(
+        commands,
+        "report",
+        "report:show_report",
+        "show runs, sweeps and CSV files as charts and tables",
+        argument("targets", "RUN|SWEEP|FILE.csv", "runs, recordings, results of sweeps, CSV files", nargs="+"),
+        argument("--html", "FILE", "write one HTML file that opens offline"),
+        argument("--svg", "FILE", "write the charts as one picture"),
+        argument("--png", "FILE", "the same as PNG, with the extra ftmon[png]"),
+        argument("--csv", "FILE", "write the rows, one per rank and phase"),
+        argument("--parquet", "FILE", "the same as Parquet, where pyarrow is installed"),
+        json_flag("one JSON object for scripts: what is drawn"),
+        argument(
+            "--columns",
+            "NAME=COLUMN,...",
+            "columns of CSV files: length=COLUMN and figures such as allocated=gpu_{rank}_mib; also rank, "
+            "iteration, unit",
+        ),
+        argument("--price", "P", "price of all GPUs together per hour, for costs", type=price),
+        WARM_UP,
+        ASCII,
+        epilog="Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the "
+        "format of CSV files: docs/report.md.",
+    )
+
+
+def _compare(commands: "Commands") -> None:
+    add_command(
+        commands,
+        "compare",
+        "report:show_comparison",
+        "compare two runs or sweeps, relative to their noise",
+        argument("before", "A", "a run, a recording, or results of a sweep"),
+        argument("after", "B", "another of the same kind"),
+        argument("--gate", "SHARE", "exit with status 1 on a larger regression, such as 3%%", type=share),
+        JSON,
+        WARM_UP,
+        epilog="The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 if a "
+        "regression exceeds the gate, 2 for wrong usage. Method: docs/report.md.",
+    )
+
+
+# The commands of the group "set up" of ``ftmon --help``.
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_set_up(commands: "Commands") -> None:
+    """Add the group's commands."""
+    add_command(commands, "doctor", "set_up:doctor", "check what works on this machine, with fixes for the rest", JSON)
+    add_command(
+        commands,
+        "keys",
+        "remote:manage_keys",
+        "show and change which hosts may attach",
+        argument("--allow", "KEY", "allow this public key to attach"),
+        argument("--remark", "TEXT", "a note about the owner of the key", default=""),
+        argument("--remove", "KEY", "revoke this public key"),
+    )
+    add_command(
+        commands,
+        "completion",
+        "set_up:completion",
+        "write a completion script for a shell",
+        argument("shell", None, None, choices=SHELLS),
+    )
+
+
+# The commands of the group "train" of ``ftmon --help``.
+
+
+_NO_PREDICT = flag("--no-predict", "do not predict the run's memory in the background (GPU runs)")
+
+
+def add_train(commands: "Commands") -> None:
+    """Add the group's commands."""
+    _predict(commands)
+    add_command(
+        commands,
+        "demo",
+        "train:demo",
+        "fine-tune a small model and watch it",
+        argument("--fault", "KIND[:rank=R,step=S]", "cause a real fault: spike, hang, slow, oom, crash or stop"),
+        argument("--steps", "N", "optimizer steps to train", type=positive),
+        argument("--ranks", "N", "how many ranks (default: every GPU, or 2 on the CPU)", type=positive),
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+    )
+    add_command(
+        commands,
+        "train",
+        "train:train",
+        "train with a configuration of your own, and watch it",
+        argument("config", "CONFIG.yaml", "the configuration", nargs="?"),
+        flag("--print-config", "print a commented default configuration and exit"),
+        argument("--push", "REPOSITORY", "upload the final model to the Hugging Face Hub"),
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+    )
+    add_command(
+        commands,
+        "resume",
+        "train:resume",
+        "continue a run of 'ftmon train' from its newest complete checkpoint",
+        RUN,
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+        epilog="The new run has the configuration of RUN with the given keys changed. A change with which training "
+        "would not continue exactly is refused by name; checkpoint.allow=[NAME] accepts it (docs/training.md).",
+    )
+    _sweep(commands)
+    _data(commands)
+    _chat(commands)
+
+
+def _predict(commands: "Commands") -> None:
+    predict = add_command(
+        commands,
+        "predict",
+        "train:predict",
+        "predict the memory of a training step, without a GPU",
+        argument("config", "CONFIG.yaml", "the configuration that 'ftmon train' would run", nargs="?"),
+        OVERRIDES,
+        argument("--ranks", "N", "GPUs of the run (default: the configuration's, or 1)", type=positive),
+        argument("--sequence-length", "S[,S...]", "in tokens (default: the configuration's, or 1024)", type=lengths),
+        usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
+        epilog="COMMAND starts a script: deepspeed, torchrun or python. The script is run up to "
+        "deepspeed.initialize. "
+        "The allocator's settings are read from PYTORCH_ALLOC_CONF, or else PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 "
+        "predicted, 2 wrong usage or a configuration that cannot be used. Method and errors: docs/predict.md.",
+    )
+    predict.set_defaults(command=[])
+    add_arguments(
+        predict.add_argument_group("with --model, or to change what '-- COMMAND' predicts"),
+        argument("--model", "FOLDER|NAME|FILE", "a folder with config.json, a name on the Hugging Face Hub, or a file"),
+        argument("--deepspeed", "FILE", "DeepSpeed's configuration (default: bf16, ZeRO stage 0)"),
+        argument("--micro-batch", "B", "sequences per GPU (default: the file's, or 1)", type=positive),
+        argument("--accumulation", "A", "micro-steps per step (default: the file's, or 1)", type=positive),
+        flag("--checkpointing", "gradient checkpointing, without use_reentrant"),
+        argument("--lora-rank", "R", "LoRA on the linear layers, with peft", type=positive),
+        argument(
+            "--optimizer",
+            None,
+            "use DeepSpeed's or PyTorch's AdamW instead of the configuration's",
+            choices=("deepspeed", "torch"),
+        ),
+    )
+    add_arguments(
+        predict,
+        argument(
+            "--capacity",
+            "SIZE",
+            "memory that PyTorch may reserve on a GPU, such as 24GiB; reports whether the step fits",
+            type=byte_size,
+        ),
+        flag("--data", "also read CONFIG.yaml's data set and report which steps of an epoch do not fit"),
+        flag(
+            "--largest",
+            "search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
+        ),
+        flag("--what-if", "also predict changes of the configuration, the cheapest that fits first (takes minutes)"),
+        argument("--gpu", "NAME", "the kind of GPU, such as 'A100 80 GB' (default: H200)"),
+        argument("--price", "P", "price of a GPU hour in any currency, for the cost of tokens", type=price),
+        JSON,
+    )
+
+
+def _sweep(commands: "Commands") -> None:
+    add_command(
+        commands,
+        "sweep",
+        "train:sweep",
+        "measure many configurations, each in a run of its own",
+        argument("sweep", "SWEEP.yaml", "what is varied, over which values, within which budget"),
+        argument("--output", "FILE", "file of the rows (default: SWEEP.results.jsonl beside it)"),
+        flag("--plan", "print the planned runs with predictions, and exit"),
+        flag("--fail-fast", "run likely failures first, and end at the first failure"),
+        json_flag("one JSON object at the end; progress on standard error"),
+        PLAIN,
+        ASCII,
+        epilog="Rows are kept in SWEEP.results.jsonl; the same command resumes an interrupted sweep. Exit status: 0 "
+        "every run has a row, also failed ones; 1 the sweep ended early; 2 wrong usage or an invalid sweep file; 130 "
+        "interrupted. Format of the sweep file: docs/sweep.md.",
+    )
+
+
+def _data(commands: "Commands") -> None:
+    data = add_command(commands, "data", "train:check", "check what the model will see of the training data")
+    add_command(
+        data.add_subparsers(metavar="ACTION", required=True),
+        "check",
+        "train:check",
+        "show tokens, labels, lengths and problems of the data",
+        argument("config", "CONFIG.yaml", "the run's configuration"),
+        JSON,
+        argument("--samples", "N", "records to show (default: 3)", type=positive, default=3),
+        flag("--color", "use colours even if the output is not a terminal"),
+        OVERRIDES,
+        epilog="Exit status: 0 no problems, 1 problems found, 2 wrong usage or a configuration with which no training "
+        "would start (such as an unusable chat template).",
+    )
+
+
+def _chat(commands: "Commands") -> None:
+    add_command(
+        commands,
+        "chat",
+        "train:chat",
+        "chat with a trained model, or with a checkpoint of a live run",
+        argument(
+            "target",
+            "MODEL|RUN",
+            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
+        ),
+        argument("--system", "TEXT", "the system prompt"),
+        argument(
+            "--temperature", "T", "0: always the most likely token (default: the model's own, or 0.7)", type=float
+        ),
+        argument("--top-p", "P", "sample from the most likely tokens with total probability P", type=float),
+        argument("--max-tokens", "N", "maximum length of an answer (default: 512)", type=positive),
+        argument("--seed", "N", "seed of the sampling, for reproducible answers", type=int),
+        argument("--device", None, "auto: a GPU; for a checkpoint, the CPU", choices=("auto", "cpu", "cuda")),
+        flag("--whole", "treat the entire piped input as one message"),
+        flag("--debug", "show the tokens that are sent and received"),
+        epilog="With piped standard input, each line is a separate message and each answer one line (line ends in it "
+        "are written as \\n); --whole makes the entire input one message.",
+    )
+
+
+# The commands of the group "watch" of ``ftmon --help``.
+
+
+_RUN_EPILOG = (
+    "Exit status: the training's own (128 + N if signal N killed it), or\n"
+    + "\n".join(f"  {code}  {meaning}" for code, meaning in end.OWN.items())
+    + """
+Signals INT, TERM, HUP, USR1 and USR2 are forwarded to the training. Without the app the run ends with this command:
+after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or after
+leaving the app, it keeps running."""
+)
+
+
+def add_watch(commands: "Commands") -> None:
+    """Add the group's commands."""
+    add_command(
+        commands,
+        "run",
+        "train:run",
+        "run an unmodified training script and watch it",
+        argument("command", "COMMAND", "such as: deepspeed train.py", nargs=argparse.REMAINDER),
+        argument("--join", "FILE|RUN", "join a run that was started on another host: its join.json, or its name"),
+        flag("--no-logs", "do not redirect the ranks' output"),
+        *START_OPTIONS,
+        usage="ftmon run [options] -- COMMAND ...",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_command(
+        commands,
+        "attach",
+        "watch:attach",
+        "watch a live run, with its whole history",
+        run_argument(", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)", nargs="?"),
+        argument("--key", "KEY|FILE", "for tcp://: the hub's public key, or a file with it"),
+        PLAIN,
+        flag("--read-only", "watch only: this app cannot stop or kill"),
+        ASCII,
+    )
+    add_command(
+        commands,
+        "relay",
+        "remote:relay",
+        "report a run's sockets and wait for its end (started by 'attach ssh://')",
+        run_argument(nargs="?"),
+    )
+    add_command(commands, "replay", "watch:replay", "replay a recording", FILE_OR_RUN, PLAIN, ASCII)
+    add_command(
+        commands,
+        "ls",
+        "watch:list_runs",
+        "list live and recorded runs",
+        argument("runs", "FILE|RUN", "these runs only (default: all of this user)", nargs="*"),
+        json_flag("one JSON array for scripts"),
+    )
+    add_command(commands, "status", "watch:show_status", "print the state of a run in a few lines", FILE_OR_RUN, JSON)
+    add_command(
+        commands,
+        "logs",
+        "watch:show_logs",
+        "print the output of a run's ranks",
+        FILE_OR_RUN,
+        RANK,
+        argument("--text", None, "only lines that contain this text", default=""),
+        argument("--lines -n", "N", "the last N lines (default: 200)", type=positive, default=200),
+    )
+
+
+_EPILOG = """\
+RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); 'ftmon attach' without it takes the newest
+live run.
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; of 'run', 'train', 'resume' and
+'demo' the training's own, or one from 193 to 199 that says what ftmon did ('ftmon run --help' lists them)."""
+
+
+_WITH_COMMAND = ("run", "predict")
+
+
+def command_name(argv: Sequence[str]) -> str:
+    """Return the name of the command in a command line; empty: none. Global options have no values."""
+    return next((word for word in argv if not word.startswith("-")), "")
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Split ``run [options] -- COMMAND ...`` at its first ``--``, and ``predict`` likewise.
+
+    The command is None without such a split.
+    """
+    words, name = list(argv), command_name(argv)
+    if name not in _WITH_COMMAND or "--" not in words[words.index(name) :]:
+        return words, None
+    cut = words.index("--", words.index(name))
+    return words[:cut], words[cut + 1 :]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole ``ftmon`` command."""
+    parser = GroupedParser(
+        prog="ftmon",
+        description="Train language models with DeepSpeed, and watch the memory, step times and ranks of any training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ftmon {__version__}")
+    parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
+    parser.set_defaults(handler="watch:choose", parser=parser, plain=False, read_only=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    for add in (add_train, add_watch, add_investigate, add_end, add_set_up):
+        add(commands)
+    return parser

@@ -1,1 +1,0 @@
-"""Commands that end a run: kill, stop, cleanup."""

@@ -1,1 +1,0 @@
-"""Commands that follow their run in the foreground: plain lines, signals, exit status."""

@@ -1,1 +1,0 @@
-"""The arguments of every command, a file for each group of ``ftmon --help``. The only import is argparse."""

@@ -1,1 +1,0 @@
-"""Commands that investigate: memory, events, oom, snapshot, stacks, console, report, compare."""

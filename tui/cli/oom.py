@@ -1,0 +1,379 @@
+"""``ftmon oom``: prints the report of an out-of-memory error from a run, a recording or a memory snapshot."""
+
+import codeop
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...protocol.analysis.oom.detector import OomContext
+from ...protocol.analysis.oom.words import explain
+from ...protocol.analysis.remedies import remedies
+from ...protocol.analysis.stalls import evidence
+from ...protocol.errors import FtmonError, HubError, UsageError
+from ...protocol.messages import control
+from ...protocol.messages.control import Result
+from ...protocol.messages.memory import OomReport, RankMoment, Remedy
+from ...protocol.messages.telemetry import Hello, Oom, Stacks
+from ...protocol.recording.reader import Reader
+from ...protocol.run import rundir
+from ...protocol.run.rundir import HubFile, RunDir
+from ...protocol.text import duration, gib, ranks_counted, sanitize
+from ..source.load import find_recording, find_run, recording_file
+from .access import ask, check_rank, living_hub, opened
+from .output import print_json
+
+# Renders the report of an out-of-memory error as lines of text.
+
+
+_FRAMES = 8
+_HOLDERS = 5
+_RANKS = 16
+
+
+def report_lines(reports: Sequence[OomReport], *, of_snapshot: bool = False) -> Iterator[str]:
+    """Yield the lines of the newest report, the last one, after one line for each earlier report.
+
+    Reports of a snapshot have neither rank nor step.
+    """
+    *before, report = reports
+    for other in before:
+        yield f"{_clock(other.time)} rank {other.rank} step {other.step:,} {other.phase}: {other.verdict.title}"
+    if before:
+        yield ""
+    yield from map(sanitize, _report(report, of_snapshot))
+
+
+def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
+    oom, verdict = report.oom, report.verdict
+    where = f" in {oom.phase}" if oom.phase else ""
+    who = oom.message if of_snapshot else f"rank {oom.rank}, step {oom.step:,}"
+    yield f"out of memory{where}: {who}, {_clock(oom.time)}"
+    yield f"verdict: {verdict.title}{'' if verdict.sure or verdict.kind == 'unknown' else ' (likely)'}"
+    yield f"  {verdict.text}"
+    yield "evidence:"
+    yield from (f"  {line}" for line in verdict.evidence)
+    if report.remedies:
+        yield "to try, in this order:"
+        for number, remedy in enumerate(report.remedies, 1):
+            yield f"  {number}. {remedy.text}{remedy_bytes(remedy)}"
+            if remedy.setting:
+                yield f"     {remedy.setting}"
+    if oom.stack:
+        whose = (
+            "the training thread, which waited for the backward pass" if oom.stack_of == "training" else "the request"
+        )
+        yield f"stack of {whose}, innermost last:"
+        yield from (f"  {frame}" for frame in oom.stack[-_FRAMES:])
+    if oom.holders:
+        yield "held most, by allocating stack:"
+        for group in oom.holders[:_HOLDERS]:
+            blocks = f"{group.count:,} block{'s' * (group.count != 1)}"
+            yield f"  {gib(group.bytes):>11} in {blocks}  {group.frames[-1] if group.frames else ''}"
+    if len(report.ranks) > 1:
+        yield "all ranks at that moment:"
+        yield from (f"  {_moment(moment)}" for moment in report.ranks[:_RANKS])
+        if len(report.ranks) > _RANKS:
+            yield f"  and {len(report.ranks) - _RANKS} more (--json has them all)"
+    if oom.held:
+        limit = f" for {duration(oom.hold_seconds)} at most" if oom.hold_seconds else ""
+        yield f"the rank was held in the failing frame{limit}: {oom.others}"
+    if not of_snapshot:
+        yield f"snapshot: {oom.snapshot or oom.snapshot_note or 'none'}"
+        if report.path:
+            yield f"report: {report.path}"
+
+
+def remedy_bytes(remedy: Remedy) -> str:
+    """Return text for the memory that a remedy frees: `` (frees about 4.00 GiB)``; empty if unknown."""
+    bound = f" {remedy.bound}" if remedy.bound else ""
+    return f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
+
+
+def _moment(moment: RankMoment) -> str:
+    memory = f"allocated {gib(moment.allocated_bytes)}, reserved {gib(moment.reserved_bytes)}"
+    inside = f", in {moment.collective}" if moment.collective else ""
+    return f"rank {moment.rank}: {moment.state}, step {moment.step:,} {moment.phase}{inside}; {memory}"
+
+
+def _clock(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)) if t else "time not known"
+
+
+_MOST = 64
+_SQLITE = b"SQLite format 3\0"
+
+
+class NoOomError(FtmonError):
+    """The run, recording or snapshot has no out-of-memory error."""
+
+
+def show_oom(arguments: Namespace) -> int:
+    """Print the reports of a run's out-of-memory errors, newest last, the earlier ones in a line each.
+
+    Raises:
+        NoOomError: there was none.
+        RunNotFoundError: it is neither a file nor a run.
+        RecordingError: the recording cannot be read.
+        SnapshotError: the snapshot cannot be read.
+    """
+    name: str = arguments.target
+    run, reports = _of_snapshot(name) if _is_snapshot(Path(name)) else _of_recording(name)
+    reports = [report for report in reports if arguments.rank in (None, report.rank)]
+    if not reports:
+        whose = f"rank {arguments.rank} of " if arguments.rank is not None else ""
+        raise NoOomError(f"{whose}{run or name}: no out-of-memory error is recorded")
+    if arguments.json:
+        result = {"run": run, "file": None if run else name, "reports": reports}
+        print_json(result)
+        return 0
+    for line in report_lines(reports, of_snapshot=not run):
+        print(line)
+    return 0
+
+
+def _is_snapshot(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_SQLITE)) != _SQLITE
+    except (OSError, ValueError):
+        return False  # reading it as a recording reports the problem
+
+
+def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
+    from ...protocol.analysis.allocator.snapshot_replay import Replay
+    from ...protocol.analysis.oom_report import report_of
+    from ...protocol.snapshot.reader import open_snapshot
+
+    snapshot = open_snapshot(name)
+    report = report_of(snapshot, [Replay(snapshot, device) for device in snapshot.devices()])
+    return "", [report] if report is not None else []
+
+
+def _of_recording(name: str) -> tuple[str, list[OomReport]]:
+    path = find_recording(name)
+    with opened(path) as reader:
+        info = reader.info()
+        reports = [
+            frame.message
+            for rank in info.ranks
+            for frame in reader.sampled("oom_report", rank, _MOST)
+            if isinstance(frame.message, OomReport)
+        ]
+        if not reports:
+            reports = _without_hub(reader, info.ranks)
+    return info.run_id or path.parent.name, sorted(reports, key=lambda report: report.time)
+
+
+def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
+    """Return the ranks' reports with a verdict, for a recording without the hub's (of an earlier version)."""
+    state = [frame.message for frame in reader.state_at(float("inf"))]
+    hellos = {message.rank: message for message in state if isinstance(message, Hello)}
+    reports: list[OomReport] = []
+    for rank in ranks:
+        for frame in reader.sampled("oom", rank, _MOST):
+            oom = frame.message
+            if isinstance(oom, Oom):
+                around = OomContext(hellos.get(rank))
+                verdict = explain(oom, around)
+                made = OomReport(rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
+                reports.append(made)
+    return reports
+
+
+# ``ftmon console`` and ``ftmon release``: inspects and releases a rank that is held at an out-of-memory error.
+
+
+_WELCOME = (
+    "Python in the frame in which the allocation of rank {rank} failed; help() lists helpers, ctrl-d leaves.\n"
+    "Leaving does not release the rank: ftmon release does."
+)
+_SECONDS = 75.0
+"""Time limit of a result; the hub's own is a minute."""
+
+
+def console(arguments: Namespace) -> int:
+    """Run one piece of code in a held rank, or read and run code until the end of the input.
+
+    Raises:
+        HubError: the run has ended, has no console, or the rank is not held.
+    """
+    run = rundir.find(arguments.run)
+    if run.read_exit() is not None:
+        raise HubError(f"{run.id} has ended: 'ftmon oom {run.id}' prints what was found")
+    hub = living_hub(run)
+    if arguments.code is not None:
+        return _run(hub, arguments.rank, arguments.code)
+    if sys.stdin.isatty():
+        print(_WELCOME.format(rank=arguments.rank))
+    status = 0
+    while (code := _read()) is not None:
+        if not code.strip():
+            continue
+        try:
+            status = _run(hub, arguments.rank, code)
+        except FtmonError as error:
+            print(f"ftmon: {error}", file=sys.stderr)
+            status = error.exit_status
+            if run.read_exit() is not None:
+                break
+    return status
+
+
+def release(arguments: Namespace) -> int:
+    """Release held ranks; return 1 if none was held."""
+    run = rundir.find(arguments.run)
+    if run.read_exit() is not None:
+        print(f"{run.id} has ended; no rank is held")
+        return 1
+    result = ask(living_hub(run), control.Release(sorted(set(arguments.rank))))
+    print(sanitize(result.text))
+    return 0 if result.ok else 1
+
+
+def _run(hub: HubFile, rank: int, code: str) -> int:
+    result = ask(hub, control.Console(code, rank), result_seconds=_SECONDS)
+    data: dict[str, Any] = result.data
+    for line in str(data.get("output", "")).splitlines():
+        print(sanitize(line, 100_000))
+    if result.text:
+        print(sanitize(result.text), file=sys.stderr)
+    return 0 if result.ok and not data.get("error") else 1
+
+
+def _read() -> str | None:
+    """Read one statement of one or more lines; None at the end of the input."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = input(("... " if lines else ">>> ") if sys.stdin.isatty() else "")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:
+            print()
+            return ""
+        lines.append(line)
+        text = "\n".join(lines)
+        try:
+            # None: the statement is incomplete. An empty line ends a block, as in Python's own prompt.
+            if codeop.compile_command(text, symbol="single") is not None or not line:
+                return text
+        except (SyntaxError, ValueError, OverflowError):
+            return text
+
+
+# ``ftmon stacks RUN``: prints the ranks' stacks, grouped by equal stacks.
+
+
+_STACKS_SECONDS = 60.0
+_STACKS_MOST = 240
+"""Recorded stacks of a rank that are searched."""
+
+
+def show_stacks(arguments: Namespace) -> int:
+    """Request the ranks' stacks and print them; of a recording or an ended run, the last recorded ones.
+
+    Returns:
+        0 if all ranks' stacks were received.
+
+    Raises:
+        UsageError: the recording has none.
+        RecordingError: it cannot be read.
+    """
+    run = find_run(arguments.run)
+    if run is None or run.read_exit() is not None or _is_copy(run, arguments.run):
+        return _show(recorded(find_recording(arguments.run), arguments.rank), arguments)
+    verb = control.Stacks(sorted(set(arguments.rank)), "ftmon stacks", arguments.native)
+    return _show(ask(living_hub(run), verb, result_seconds=_STACKS_SECONDS), arguments)
+
+
+def _is_copy(run: RunDir, name: str) -> bool:
+    """Return whether ``name`` is a run directory without a living hub: possibly a copy, for which none is started."""
+    return recording_file(name) is not None and run.living_hub() is None
+
+
+def _show(result: Result, arguments: Namespace) -> int:
+    if arguments.json:
+        print_json(as_json(result))
+    else:
+        for line in as_lines(result, all_threads=arguments.all_threads):
+            print(line)
+    return 0 if result.ok else 1
+
+
+def recorded(path: Path, ranks: list[int]) -> Result:
+    """Return the last stacks of some ranks (empty: all) from a recording, in the form of an answer.
+
+    Raises:
+        UsageError: the run has no such rank, or no stacks of it were recorded.
+        RecordingError: the recording cannot be read.
+    """
+    with opened(path) as reader:
+        known = reader.info().ranks
+        for rank in ranks:
+            check_rank(known, rank)
+        frames = [frame for rank in ranks or known for frame in reader.sampled("stacks", rank, _STACKS_MOST)]
+        answers: dict[str, dict[str, Any]] = {}
+        for frame in sorted(frames, key=lambda frame: frame.seq):
+            found = frame.message
+            if not isinstance(found, Stacks):
+                continue
+            answer = answers.setdefault(str(found.rank), {})
+            if found.taken_by == "py-spy":
+                answer["native"] = found.text
+            else:
+                answer |= {"text": found.text, "thread": found.thread, "time": found.time, "reason": found.reason}
+        if not answers:
+            raise UsageError(f"{path}: no stacks were recorded in this run")
+    return Result("", True, data={"answers": answers, "silent": []})
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Return the answer to ``stacks`` as JSON values: groups of ranks, and each rank's own text."""
+    stacks = _stacks_of(result)
+    groups = [
+        {
+            "ranks": group.ranks,
+            "doing": group.place.doing,
+            "what": group.place.text,
+            "frames": [{"file": frame.file, "line": frame.line, "function": frame.function} for frame in group.frames],
+        }
+        for group in evidence.group(stacks)
+    ]
+    return {"groups": groups, "ranks": result.data.get("answers", {}), "silent": result.data.get("silent", [])}
+
+
+def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
+    """Return the answer to ``stacks`` as lines: a head for each group of ranks, then the frames, innermost first."""
+    stacks = _stacks_of(result)
+    answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
+    lines: list[str] = []
+    for group in evidence.group(stacks):
+        lines += [f"{ranks_counted(group.ranks)}: {group.place.text or 'no Python frames'}"]
+        if not all_threads:
+            lines += [f"    {frame.place} in {frame.function}" for frame in group.frames]
+            continue
+        for rank in group.ranks:
+            lines += [f"  rank {rank}", *(f"    {sanitize(line)}" for line in stacks[rank][0].splitlines())]
+    for rank in sorted(answers, key=int):
+        if "native" in answers[rank]:
+            lines += [f"rank {rank}, native frames:"]
+            lines += [f"    {sanitize(line)}" for line in str(answers[rank]["native"]).splitlines()]
+        elif "no_native" in answers[rank]:
+            lines += [f"rank {rank}, no native frames: {sanitize(str(answers[rank]['no_native']))}"]
+    if not result.ok:
+        lines += [sanitize(result.text)]
+    return lines
+
+
+def _stacks_of(result: Result) -> dict[int, tuple[str, str]]:
+    answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
+    return {
+        int(rank): (str(answer["text"]), str(answer.get("thread", "")))
+        for rank, answer in answers.items()
+        if answer.get("text")
+    }

@@ -1,1 +1,0 @@
-"""Standard output and error: sanitised text, and the terminal's capabilities."""

@@ -1,0 +1,350 @@
+"""``ftmon sweep``: runs many configurations, one after the other, in a separate process."""
+
+import os
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from ...protocol.analysis.sweep.summary import pool
+from ...protocol.analysis.sweep.text import aligned, result_lines, table
+from ...protocol.errors import FtmonError, UsageError
+from ...protocol.link.join import JOIN_NAME, join_path
+from ...protocol.run import end, rundir
+from ...protocol.run.notices import make_notify
+from ...protocol.run.rundir import RunOptions
+from ...protocol.run.start import CommandEnd, StartRequest
+from ...protocol.sweep.store import ResultsError, default_output
+from ...protocol.text import sanitize
+from ..model.runs import TRAINER_KINDS, RunList
+from . import output as terminal
+from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run, words_of
+from .narrate import attach_line
+from .output import OutputError, draws_ascii
+from .watch import opens_app
+
+# ``ftmon chat``: replaces this process by the trainer's chat.
+
+
+MODULE = "ftmon.trainer.recipe.chat"
+
+
+def chat(arguments: Namespace) -> NoReturn:
+    """Run the chat."""
+    require_training()
+    names = ("system", "temperature", "top_p", "max_tokens", "seed", "device", "whole", "debug")
+    become(MODULE, [*words_of(arguments, names), "--", arguments.target])
+
+
+# ``ftmon data check``: prints a report on the training data.
+
+
+CHECK = "ftmon.trainer.recipe.data_check"
+
+
+def check(arguments: Namespace) -> int:
+    """Check the data of a configuration; return 0 for clean data, 1 for findings, 2 if no training would start."""
+    require_training()
+    words = words_of(arguments, ("samples", "json", "color"))
+    words += ["--ascii"] if draws_ascii(arguments) else []
+    become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
+
+
+# ``ftmon predict``: predicts the memory of a training step, without a GPU.
+
+
+PREDICT = "ftmon.trainer.predict"
+_OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
+_OF_A_SCRIPT = {
+    "deepspeed": "deepspeed",
+    "micro_batch": "training.micro_batch",
+    "accumulation": "training.grad_accumulation",
+    "checkpointing": "model.gradient_checkpointing",
+    "lora_rank": "lora.rank",
+    "optimizer": "optimizer.kind",
+}
+"""Options of --model, and the settings of a configuration that correspond to them."""
+
+
+def predict(arguments: Namespace) -> int:
+    """Predict the memory of a training step; return 0, or 2 for an unusable configuration.
+
+    Raises:
+        UsageError: neither a configuration nor --model, or options of the one with the other.
+    """
+    require_training()
+    become(PREDICT, words(arguments), ends_at_once=True)
+
+
+def words(arguments: Namespace) -> list[str]:
+    """Return the arguments of the process that predicts.
+
+    Raises:
+        UsageError: neither a configuration nor --model, or options of the one with the other.
+    """
+    _check(arguments)
+    result: list[str] = []
+    if arguments.sequence_length:
+        result.append(f"--sequence-length={','.join(map(str, arguments.sequence_length))}")
+    result += words_of(arguments, (*_OF_BOTH, "model", *_OF_A_SCRIPT, "json"))
+    if arguments.command:
+        return [*result, "--script", "--", *arguments.command]
+    return [*result, "--", arguments.config, *arguments.overrides] if arguments.config else result
+
+
+def _check(arguments: Namespace) -> None:
+    if arguments.command:  # whose script sets the other options
+        if arguments.config or arguments.model:
+            raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
+        for name in ("deepspeed", "lora_rank", "optimizer"):
+            if getattr(arguments, name):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
+    if arguments.data and not arguments.config:
+        raise UsageError("--data needs CONFIG.yaml, which names the data set")
+    if arguments.command:
+        return
+    if not arguments.config and not arguments.model:
+        raise UsageError(
+            "predict needs CONFIG.yaml ('ftmon train --print-config' writes one), --model MODEL, or '-- COMMAND' for a "
+            "script of your own"
+        )
+    if arguments.config and arguments.model:
+        raise UsageError(f"predict takes {arguments.config} or --model, not both; set model.name=NAME instead")
+    for name, key in _OF_A_SCRIPT.items() if arguments.config else ():
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} goes with --model; in {arguments.config} it is {key}")
+
+
+# ``ftmon demo``, ``train``, ``resume`` and ``run``: start a run, then watch it.
+
+
+@contextmanager
+def _own_statuses(usage: int) -> Generator[None]:
+    """Make errors of a command that starts a run end with their status of ``protocol.run.exits``."""
+    try:
+        yield
+    except (StartFailedError, OutputError):
+        raise
+    except FtmonError as error:
+        raise StartFailedError(str(error), end.of_error(error, usage)) from None
+
+
+@_own_statuses(end.WRONG_USAGE)
+def demo(arguments: Namespace) -> int:
+    """Fine-tune a small model on this machine and watch it."""
+    require_training()
+    own = {name: getattr(arguments, name) for name in ("overrides", "fault", "steps", "ranks")}
+    return _start_and_watch(arguments, _request("demo", arguments, **own))
+
+
+@_own_statuses(end.WRONG_USAGE)
+def train(arguments: Namespace) -> int:
+    """Train with the given configuration and show the run, or print a default configuration."""
+    require_training()
+    if arguments.print_config:
+        return print_config()
+    if arguments.config is None:
+        raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' prints a template")
+    push = [f"output.push={arguments.push}"] if arguments.push else []
+    request = _request("train", arguments, config=arguments.config, overrides=[*arguments.overrides, *push])
+    return _start_and_watch(arguments, request)
+
+
+@_own_statuses(end.WRONG_USAGE)
+def resume(arguments: Namespace) -> int:
+    """Continue a run of ftmon's trainer from its newest complete checkpoint, as a new run.
+
+    Raises:
+        UsageError: it is another script's run, or it is still running, or has finished and nothing is changed.
+    """
+    require_training()
+    found = rundir.find(arguments.run)
+    entry = RunList().entry(found)
+    if entry.kind not in TRAINER_KINDS or not found.config.exists():
+        again = sanitize(shlex.join(entry.command), 200)
+        raise UsageError(
+            f"{found.id}: is not a run of ftmon's trainer; start its script again with the script's own option for "
+            f"resuming: ftmon run -- {again}"
+        )
+    if entry.live:
+        raise UsageError(f"{found.id}: is still running; 'ftmon stop {found.id}' saves a checkpoint and ends it")
+    if entry.state == "finished" and not arguments.overrides:
+        raise UsageError(f"{found.id}: has finished; to train longer, give training.max_steps=N or training.epochs=N")
+    request = _request("train", arguments, resume=str(found.path), overrides=arguments.overrides)
+    return _start_and_watch(arguments, msgspec.structs.replace(request, name=request.name or entry.name))
+
+
+@_own_statuses(end.RUN_USAGE)
+def run(arguments: Namespace) -> int:
+    """Watch an unchanged script; return its exit status, or one of ``protocol.run.exits.OWN``.
+
+    Raises:
+        StartFailedError: it could not be started, or its end is unknown.
+    """
+    if not arguments.command:
+        raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
+    if arguments.join:
+        join(arguments.join, arguments.command)
+    return _start_and_watch(arguments, _request("run", arguments, command=arguments.command), stdin=True)
+
+
+def join(target: str, command: list[str]) -> NoReturn:
+    """Replace this process by a command that is a part of another host's run."""
+    path = Path(target)
+    if not os.path.isfile(path):
+        path = path / JOIN_NAME if os.path.isdir(path) else rundir.find(target).path / JOIN_NAME
+    become(SCRIPT, ["join", str(path), "--", *command])
+
+
+def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more: Any) -> StartRequest:
+    """Return the request of a command's arguments; an omitted option keeps its default.
+
+    Raises:
+        UsageError: ``--notify-on`` names no event.
+    """
+    names = ("listen", "hold_timeout", "hang_grace", "stop_grace", "exit_timeout")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    options = RunOptions(
+        read_only=arguments.read_only,
+        logs=not getattr(arguments, "no_logs", False),
+        allocator_events=not arguments.no_allocator_events,
+        predict=not getattr(arguments, "no_predict", False),
+        on_oom=arguments.on_oom,
+        allow_console=arguments.allow_console,
+        on_hang=arguments.on_hang,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    notify = make_notify(arguments.notify, arguments.notify_on or "")
+    return StartRequest(kind, arguments.name or "", options, notify, **more)
+
+
+def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
+    """Start a run and watch it, or with ``--detach`` leave it.
+
+    ``stdin``: whether the job may read this command's standard input if the app does not.
+    """
+    from .watch import opens_app, watch
+
+    line = None if arguments.detach else CommandEnd()
+    stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)
+    started = start_run(request, line, stdin=stdin)
+    if stdin:
+        _let_go_of_stdin()
+    hosts = started.read_run().options.multihost
+    if hosts is not None and hosts.by_hand:
+        print(f"on each other host: ftmon run --join {shlex.quote(str(join_path(started)))} -- COMMAND", flush=True)
+    if arguments.listen:
+        from .remote import listen_line
+
+        print(listen_line(started, arguments.listen), flush=True)
+    if line is None:
+        print(attach_line(started.id))
+        return 0
+    return watch(started, arguments, line)
+
+
+def _may_read_stdin() -> bool:
+    """Return whether the job may read standard input: not a shell's terminal while in the background."""
+    try:
+        os.fstat(0)
+        return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _let_go_of_stdin() -> None:
+    """Close this command's end of a pipe, so that its writer sees it closed when the job closes it."""
+    if not os.isatty(0):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+SWEEP = "ftmon.trainer.sweep"
+
+
+def sweep(arguments: Namespace) -> int:
+    """Run a sweep; return 0 if every run has its row, 1 if the sweep ended earlier, 2 for an invalid file.
+
+    In a terminal it opens the app, and the sweep continues after leaving it; otherwise it prints lines.
+
+    Raises:
+        StartFailedError: the sweep refused its file.
+    """
+    if arguments.json or arguments.plan or not opens_app(arguments):
+        become(SWEEP, sweep_words(arguments))
+    return _in_app(arguments)
+
+
+def sweep_words(arguments: Namespace) -> list[str]:
+    """Return the arguments of the process that runs the sweep."""
+    return [arguments.sweep, *words_of(arguments, ("output", "plan", "fail_fast", "json"))]
+
+
+def _in_app(arguments: Namespace) -> int:
+    from ..screens.sweep import run_sweep_app
+
+    path = Path(arguments.output or default_output(arguments.sweep))
+    if not _goes_on(path):
+        _start(path, arguments)
+    model = run_sweep_app(path, ascii_only=terminal.draws_ascii(arguments))
+    model.refresh()
+    if model.results is None or model.results.end is None:
+        again = shlex.join(["ftmon", "sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])
+        print(f"the sweep continues; its rows are in {path}; to see it again: {again}")
+        return 0
+    plan = model.results.plan
+    for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:
+        print(sanitize(line, 600))
+    if model.results.end.reason == "interrupted":
+        return end.INTERRUPTED
+    return 0 if model.results.end.reason == "finished" else 1
+
+
+def _goes_on(path: Path) -> bool:
+    """Return whether a session of the sweep is running."""
+    from ..model.sweep import SweepModel
+
+    model = SweepModel(path)
+    try:
+        model.refresh()
+    except ResultsError:
+        return False
+    return model.alive
+
+
+def _start(path: Path, arguments: Namespace) -> None:
+    """Start the sweep's process, which outlives this one, and wait until it accepts its file.
+
+    Raises:
+        StartFailedError: it refused; the text is its output.
+    """
+    log = path.with_name(f"{path.name}.log")  # never the results file itself, with any suffix
+    try:
+        output = log.open("wb")
+    except OSError as error:
+        raise ResultsError(f"{log}: cannot be written: {error.strerror}") from None
+    read_end, write_end = os.pipe()
+    with output, open(read_end, "rb") as accepted:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", SWEEP, *sweep_words(arguments), f"--accepted={write_end}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(write_end,),
+            )
+        finally:
+            os.close(write_end)
+        if accepted.read(1):
+            return
+    if process.wait():
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise StartFailedError("\n".join(lines) or "the sweep did not start", process.returncode)

@@ -1,1 +1,0 @@
-"""Commands that start a process: demo, train, run, predict, sweep, data, chat."""

@@ -1,1 +1,0 @@
-"""Commands that watch a run: attach, ls, status, logs, relay."""

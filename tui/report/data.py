@@ -1,0 +1,355 @@
+"""Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from ...protocol.analysis.estimates.memory import UNITS, CsvMapping, HeaderError, Measurement, guess_mapping, read_csv
+from ...protocol.analysis.report import Measure, Side, StepRange, settings_of, side_of_ranks, side_of_rows
+from ...protocol.analysis.sweep.summary import figures, pool
+from ...protocol.analysis.sweep.text import settings_text
+from ...protocol.errors import FtmonError, UsageError
+from ...protocol.recording.collect import RecordedRun
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import StepPoint, run_state
+from ...protocol.run.end import ending_in_words
+from ...protocol.sweep.rows import RankRow, key_of
+from ...protocol.sweep.store import Results, is_results, read
+from ...protocol.text import sanitize
+from ..model.runs import recorded_entry
+from ..source.load import find_recording
+
+# The contents of a report: plain data, drawn by ``terminal`` and ``html``.
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A figure over the horizontal axis: the median, lowest and highest rank."""
+
+    name: str
+    xs: list[float]
+    low: list[float]
+    median: list[float]
+    high: list[float]
+    predicted: bool = False
+
+    @property
+    def has_band(self) -> bool:
+        """Whether ranks differ."""
+        return self.low != self.high
+
+
+OUT_OF_MEMORY = "out of memory"
+"""Mark of a run that ran out of memory."""
+
+
+class Chart(msgspec.Struct, frozen=True):
+    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms`` or ``tokens/s``."""
+
+    title: str
+    x_name: str
+    unit: str
+    curves: list[Curve]
+    marks: list[tuple[float, str]] = []
+    """Positions on the horizontal axis with text: crossovers, ``OUT_OF_MEMORY``."""
+    notes: list[str] = []
+    """Sentences below the chart, such as the fitted pieces."""
+
+
+class Section(msgspec.Struct, frozen=True):
+    """One run, sweep or file; or several in one picture."""
+
+    title: str
+    facts: list[tuple[str, str]] = []
+    charts: list[Chart] = []
+    table: list[list[str]] = []
+    """The first line is its head."""
+    notes: list[str] = []
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All sections, in order."""
+
+    title: str
+    sections: list[Section]
+
+
+# Loads the sides of ``ftmon compare``: a run's recording, or the rows of a sweep.
+
+
+MOST_STEPS = 4096
+"""Maximum number of compared steps of a rank: the last ones."""
+CSV_SUFFIXES = (".csv", ".tsv")
+
+
+class Loaded(msgspec.Struct):
+    """An argument of the comparison: a run has one side, a sweep one for each configuration."""
+
+    name: str
+    of_sweep: bool
+    sides: dict[str, Side]
+    steps: StepRange | None = None
+    """The steps of a run that its figures are of."""
+
+
+def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
+    """Read two runs, recordings or sweeps' results; the figures of two runs are those of their common steps.
+
+    Raises:
+        UsageError: one does not exist, or cannot be read.
+    """
+    for target in (before, after):
+        if Path(target).suffix.lower() in CSV_SUFFIXES and os.path.isfile(target):
+            raise UsageError(
+                f"{target}: CSV files are not compared; 'ftmon report FILE.csv FILE.csv' shows them together"
+            )
+    if is_sweep(Path(before)) or is_sweep(Path(after)):
+        return _load(before, warm_up), _load(after, warm_up)
+    lasts = [_last_step(target) for target in (before, after)]
+    one, other = (read_run(target, warm_up, until=min(lasts)) for target in (before, after))
+    kept = [[step.step for rank in run.ranks for step in run.steps(rank)] for _, run in (one, other)]
+    if not all(kept):
+        return _of_run(*one), _of_run(*other)
+    first = max(map(min, kept))
+    for _, run in (one, other):
+        run.drop_before(first)
+    evaluated = _common_evaluation(one[1], other[1])
+    steps = StepRange(first, min(lasts), lasts[0], lasts[1], evaluated[1] if evaluated is not None else None)
+    return _of_run(*one, steps, evaluated), _of_run(*other, steps, evaluated)
+
+
+def _last_step(target: str) -> int:
+    try:
+        with Reader(find_recording(target)) as reader:
+            return reader.info().last_step
+    except FtmonError as error:
+        raise UsageError(str(error)) from None
+
+
+def _common_evaluation(before: RecordedRun, after: RecordedRun) -> tuple[str, int] | None:
+    """Return the name and step of the last evaluation of both runs, of the data set evaluated first; None: none."""
+    known = {(each.name, each.step) for each in after.evaluations if each.loss is not None}
+    both = [(each.name, each.step) for each in before.evaluations if each.loss is not None]
+    common = [each for each in both if each in known]
+    return max((each for each in common if each[0] == common[0][0]), key=lambda each: each[1], default=None)
+
+
+def _load(target: str, warm_up: int) -> Loaded:
+    path = Path(target)
+    if not is_sweep(path):
+        return _of_run(*read_run(target, warm_up))
+    rows = list(read(path).answered().values())
+    name = path.name.removesuffix(".results.jsonl")
+    sides = {key_of(one.settings): side_of_rows(settings_text(one.settings), one.rows) for one in pool(rows)}
+    return Loaded(name, True, sides)
+
+
+def _of_run(
+    recording: Path, found: RecordedRun, steps: StepRange | None = None, evaluated: tuple[str, int] | None = None
+) -> Loaded:
+    name = found.info.run_id or recording.parent.name
+    side = side_of_ranks(
+        name,
+        rank_rows(found),
+        losses(found),
+        {**settings_of(list(found.hellos.values())), **_config(recording.parent / "config.yaml")},
+        Counter(alert.kind for alert in found.alerts),
+        "done" if found.info.state in ("finished", "", "stopped") else found.info.state,
+    )
+    loss = next((each.loss for each in reversed(found.evaluations) if (each.name, each.step) == evaluated), None)
+    if loss is not None:
+        side.measures["evaluation loss"] = Measure(loss, unit="loss")
+    return Loaded(name, False, {"": side}, steps)
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether a path is a sweep's results, by the file's beginning or else by its name."""
+    return is_results(path) or (path.suffix == ".jsonl" and os.path.lexists(path))
+
+
+def read_run(target: str, warm_up: int, until: int | None = None) -> tuple[Path, RecordedRun]:
+    """Return a run's recording, and its contents after the first ``warm_up`` steps of each rank, up to a step.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    try:
+        recording = find_recording(target)
+        return recording, RecordedRun(recording, warm_up, MOST_STEPS, until)
+    except FtmonError as error:
+        raise UsageError(str(error)) from None
+
+
+def rank_rows(found: RecordedRun) -> list[RankRow]:
+    """Return the figures of each rank over the kept steps."""
+    return [
+        msgspec.structs.replace(
+            figures(rank, found.steps(rank), 0, None, found.hellos.get(rank), found.nvml.get(rank, 0)),
+            reserved_peak_bytes=found.peak_reserved.get(rank, 0),
+        )
+        for rank in found.ranks
+    ]
+
+
+def losses(found: RecordedRun) -> list[float]:
+    """Return the losses of the lowest rank with losses."""
+    for rank in found.ranks:
+        values = [step.loss for step in found.steps(rank) if step.loss is not None]
+        if values:
+            return values
+    return []
+
+
+def _config(path: Path) -> dict[str, str]:
+    """Return the trainer's configuration, flat; empty for other scripts."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    flat: dict[str, str] = {}
+    _flatten("", tree, flat)
+    return {key: value for key, value in flat.items() if key not in ("run.name", "output.dir", "run.master_port")}
+
+
+def _flatten(path: str, value: object, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            _flatten(f"{path}.{key}" if path else str(key), below, into)
+    elif path:
+        into[path] = str(value)
+
+
+_POINTS = 200
+_LARGEST_CSV = 256 << 20
+
+
+class RunData(msgspec.Struct):
+    """A run."""
+
+    name: str
+    facts: list[tuple[str, str]]
+    series: dict[int, list[StepPoint]]
+    """Steps by rank, pooled if there are many."""
+    ranks: list[RankRow]
+    seconds: float
+
+
+class SweepData(msgspec.Struct):
+    """A sweep."""
+
+    name: str
+    results: Results
+
+
+class CsvData(msgspec.Struct):
+    """A CSV file of another tool's measurements."""
+
+    name: str
+    mapping: CsvMapping
+    measurements: list[Measurement]
+
+
+Data = RunData | SweepData | CsvData
+
+
+def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
+    """Return the data of one source of a report; its name is safe for a file and a terminal.
+
+    ``target`` is a run's name, a recording, a run directory, a sweep's results or a CSV file. Figures of a run exclude
+    its first ``warm_up`` steps. Without a ``mapping``, the columns of CSV files are guessed from their heads.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    path = Path(target)
+    if is_sweep(path):
+        found = SweepData(path.name.removesuffix(".results.jsonl"), read(path))
+    elif path.suffix.lower() in CSV_SUFFIXES and os.path.isfile(path):
+        found = _csv(path, mapping)
+    else:
+        found = _run(target, warm_up)
+    found.name = sanitize(found.name)
+    return found
+
+
+def parse_mapping(text: str) -> CsvMapping:
+    """Parse ``length=seq,allocated=gpu_{rank}_alloc,iteration=iter,unit=MiB``.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, column = part.partition("=")
+        if not equals or not name.strip() or not column.strip():
+            raise UsageError(f"--columns: {part!r} is not of the form name=column, such as length=seq_len")
+        if name.strip() in found:
+            raise UsageError(f"--columns: {name.strip()} is given twice")
+        found[name.strip()] = column.strip()
+    length = found.pop("length", "")
+    if not length:
+        raise UsageError("--columns needs length=COLUMN, and a column for each figure, such as allocated=peak_mib")
+    rank, iteration, unit = found.pop("rank", ""), found.pop("iteration", ""), found.pop("unit", "MiB")
+    if unit not in UNITS:
+        raise UsageError(f"--columns: unit must be one of {', '.join(UNITS)}, not {unit}")
+    if not found:
+        raise UsageError("--columns names no figure: add one, such as allocated=gpu_{rank}_peak_mib")
+    return CsvMapping(length, found, rank, iteration, unit)
+
+
+def _csv(path: Path, mapping: CsvMapping | None) -> CsvData:
+    try:
+        if path.stat().st_size > _LARGEST_CSV:
+            raise UsageError(f"{path}: is larger than 256 MiB")
+        text = path.read_text(encoding="utf-8-sig")
+        chosen = mapping or guess_mapping(text)
+        return CsvData(path.stem, chosen, read_csv(text, chosen))
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not a text file in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        guessed = mapping is None and not isinstance(error, HeaderError)
+        hint = "; name its columns with --columns length=...,allocated=..." if guessed else ""
+        raise UsageError(f"{path}: {error}{hint}") from None
+
+
+def _run(target: str, warm_up: int) -> RunData:
+    recording, found = read_run(target, warm_up)
+    info = found.info
+    with Reader(recording) as reader:
+        series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}
+    entry = recorded_entry(recording, info)
+    hello = found.hellos[min(found.hellos)] if found.hellos else None
+    ending = f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else ""
+    facts = [
+        ("script", shlex.join(entry.script)),
+        ("model", entry.model),
+        ("data", ", ".join(entry.data)),
+        ("configuration", entry.config),
+        ("overrides", " ".join(entry.overrides)),
+        ("host", info.host),
+        ("state", run_state(info.state, info.live) + ending),
+        ("reason", entry.reason),
+        ("steps", f"{info.last_step:,}"),
+        ("loss", "" if entry.loss is None else f"{entry.loss:.4f}"),
+        ("evaluation loss", "" if entry.evaluation_loss is None else f"{entry.evaluation_loss:.4f}"),
+        ("ranks", str(len(info.ranks))),
+    ]
+    if hello is not None:
+        facts += [
+            ("device", hello.device.name),
+            ("class", hello.model if hello.model != entry.model else ""),
+            ("parameters", f"{hello.parameters:,}" if hello.parameters else ""),
+            ("ZeRO stage", "" if hello.zero_stage is None else str(hello.zero_stage)),
+            ("versions", ", ".join(f"{name} {version}" for name, version in hello.versions.items())),
+        ]
+    if info.missing:
+        facts.append(("missing", info.missing))
+    shown = [(key, value) for key, value in facts if value]
+    seconds = max(0.0, info.last_t - info.started)  # an empty recording has no last time
+    return RunData(info.run_id or recording.parent.name, shown, series, rank_rows(found), seconds)

@@ -1,1 +1,0 @@
-"""The app that shows a sweep while it runs, and afterwards."""

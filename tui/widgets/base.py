@@ -1,0 +1,399 @@
+"""An input line, for the filter after ``/`` and for the position to go to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from textual.binding import Binding
+from textual.events import Key
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from ...protocol.messages.control import Alert
+from ...protocol.text import counted
+from .alerts import alert_line
+from .drawing import Line, spread, tail
+from .header import Summary, first_line, scrubber, summary_lines
+from .state import AppState, summary_of
+from .theme import Theme, ruled
+
+# Base class of the widgets: paints lines, and refreshes only lines that changed since the last paint.
+
+
+class Canvas(Widget, can_focus=False):
+    """A widget that draws ``Line``s.
+
+    A subclass defines ``draw`` (the lines, at most as many as the widget is high) and optionally ``key`` (a small value
+    that changes whenever the drawing would). While the key is equal, ``tick`` costs one comparison. Textual sends all
+    of a dirty region without comparing cells, so this class compares lines to limit the output to the terminal.
+    """
+
+    ALLOW_SELECT = False
+    _lines: list[Line]
+    _strips: list[Strip]
+    _last_key: Any = None
+
+    def __init__(self, app_state: AppState, name: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=name, classes=classes)
+        self.app_state = app_state
+        self._lines = []
+        self._strips = []
+
+    @property
+    def theme(self) -> Theme:
+        """The current palette and glyphs."""
+        return self.app_state.theme
+
+    def key(self) -> Any:
+        """Return a value that changes whenever the drawing would; None: always draw."""
+        return None
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the lines, top to bottom, each at most ``width`` cells wide."""
+        raise NotImplementedError
+
+    def tick(self, force: bool = False) -> None:
+        """Draw again if the key changed, and refresh the lines that differ."""
+        width, height = self.size
+        if not width or not height or not self.is_mounted:
+            return
+        key = (self.key(), width, height, id(self.theme))
+        if not force and key[0] is not None and key == self._last_key:
+            return
+        self._last_key = key
+        before = self._lines if len(self._lines) == height else []
+        base = self.theme.base
+        try:
+            lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
+        except (ArithmeticError, ValueError, OSError) as error:
+            # A recording may contain figures outside any calendar or graph; the other widgets are still drawn.
+            lines = [Line(f" cannot be drawn: {type(error).__name__}: {error}", base).fit(width, base)]
+        lines.extend(Line(" " * width, base) for _ in range(height - len(lines)))
+        if not before or self._strips[0].cell_length != width:
+            self._strips = [line.strip() for line in lines]
+            self._lines = lines
+            self.refresh()
+            return
+        changed: list[Region] = []
+        for y, (old, new) in enumerate(zip(before, lines, strict=True)):
+            if old.parts != new.parts:
+                self._strips[y] = new.strip()
+                changed.append(Region(*_changed_span(old, new, y, width)))
+        self._lines = lines
+        if changed:
+            self.refresh(*changed)
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line for Textual."""
+        if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
+            return self._strips[y]
+        return Strip.blank(self.size.width, self.theme.base)
+
+    def on_resize(self) -> None:
+        """Draw for the new size."""
+        self.tick(force=True)
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Show or hide the cursor."""
+        super().watch_has_focus(has_focus)
+        self.tick(force=True)
+
+    @property
+    def plain(self) -> str:
+        """The present drawing as text."""
+        return "\n".join(line.plain.rstrip() for line in self._lines)
+
+
+def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, int, int]:
+    """Return the region of a changed line to send: x, y, width, height.
+
+    Textual sends a partial line from its left end, so only an unchanged right end can be omitted. A line with wide
+    characters, where cells and characters differ, is sent whole.
+    """
+    if sum(len(text) for text, _ in new.parts) != width:
+        return 0, y, width, 1
+    last = width
+    for old_part, new_part in zip(reversed(old.parts), reversed(new.parts), strict=False):
+        if old_part != new_part:
+            break
+        last -= len(new_part[0])
+    return 0, y, max(1, last), 1
+
+
+# A scrolling list with a selection that is kept in view, optionally following the newest item.
+
+
+class Listing(Canvas):
+    """A list with one line per item. A subclass counts the items and draws one."""
+
+    selected = 0
+    top = 0
+    follow = False
+    """Keep the last item selected as items are added."""
+    empty = "nothing here"
+
+    def count(self) -> int:
+        """Return the number of items."""
+        raise NotImplementedError
+
+    def item(self, index: int, width: int, selected: bool) -> Line:
+        """Draw one item."""
+        raise NotImplementedError
+
+    def head(self, width: int) -> list[Line]:
+        """Draw the lines above the items."""
+        return []
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the visible items, with a scroll mark at the right if there are more."""
+        head, total = self.head(width), self.count()
+        room = max(1, height - len(head))
+        if self.follow:
+            self.selected = max(0, total - 1)
+        self.selected = max(0, min(self.selected, total - 1))
+        self.top = max(0, min(max(self.selected - room + 1, min(self.top, self.selected)), total - room))
+        if not total:
+            return [*head, Line(f" {self.empty}", self.theme.style("dim"))]
+        lines = [
+            self.item(index, width - 1, index == self.selected).fit(width - 1, self.theme.base)
+            for index in range(self.top, min(total, self.top + room))
+        ]
+        self._scroll_mark(lines, total, room)
+        return [*head, *lines]
+
+    def _scroll_mark(self, lines: list[Line], total: int, room: int) -> None:
+        size = max(1, room * room // total) if total > room else 0
+        begin = round(self.top / max(1, total - room) * (room - size)) if total > room else 0
+        style = self.theme.style("faint")
+        for index, line in enumerate(lines):
+            inside = size and begin <= index < begin + size
+            line.add(self.theme.glyphs.scroll if inside else " ", style)
+
+    def move(self, delta: int) -> None:
+        """Move the selection, which ends following."""
+        total = self.count()
+        self.selected = max(0, min(self.selected + delta, total - 1))
+        self.follow = False
+        self.tick(force=True)
+
+    def page(self, direction: int) -> None:
+        """Move by one screen."""
+        self.move(direction * max(1, self.size.height - 2))
+
+    def go_to(self, index: int) -> None:
+        """Select an item; -1 is the last."""
+        self.selected = index if index >= 0 else max(0, self.count() - 1)
+        self.tick(force=True)
+
+
+# The fixed parts of a screen: summary at the top; alert strip, replay bar and keys at the bottom.
+
+
+class SummaryBar(Canvas):
+    """The top of a screen: two lines, or one if its height is one."""
+
+    def key(self) -> Summary:
+        source = self.app_state.source
+        if source is None:
+            return Summary("no run")
+        return summary_of(source.model, source.connection, self.app_state.read_only)
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        summary = self.key()
+        return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
+
+
+class AlertStrip(Canvas):
+    """A rule with the scale of graphs, and the latest alerts."""
+
+    def key(self) -> tuple[object, ...]:
+        alerts = self.app_state.model.alerts
+        return id(alerts), alerts.version, self.app_state.scale_words
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the rule and the alerts: unresolved ones first, then the newest."""
+        theme, alerts = self.theme, self.app_state.model.alerts
+        lines = [self._rule(width)]
+        shown = pressing(list(alerts))[: height - 1]
+        if not shown:
+            lines.append(Line(f" {theme.glyphs.resolved} nothing to report", theme.style("dim")))
+        for index, alert in enumerate(shown):
+            lines.append(alert_line(alert, width, theme, hint="a: why" if index == 0 else ""))
+        return lines
+
+    def _rule(self, width: int) -> Line:
+        theme, counts = self.theme, self.app_state.model.alerts.counts()
+        right = Line()
+        for severity in ("error", "warning"):
+            if counts[severity]:
+                glyph, tone = theme.severity(severity)
+                right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
+        total = len(self.app_state.model.alerts)
+        right.add(f" {'of ' if right.width else ''}{counted(total, 'alert')} ", theme.style("dim"))
+        return ruled(Line(f" {self.app_state.scale_words} ", theme.style("dim")), right, width, theme)
+
+
+def pressing(alerts: list[Alert]) -> list[Alert]:
+    """Return alerts by urgency: unresolved ones, newest first, then resolved ones."""
+    return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
+
+
+class ReplayBar(Canvas):
+    """The scrubber of a replay or of a rewound live run."""
+
+    def key(self) -> object:
+        source = self.app_state.source
+        if source is None:
+            return ()
+        at, step = source.transport, source.model.leading_step
+        return int(at.position), int(at.last), at.playing, at.speed, step, tuple(at.marks)
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        source = self.app_state.source
+        return [scrubber(source.transport, source.model.leading_step, width, self.theme)] if source else []
+
+
+class KeyBar(Canvas):
+    """The keys of the visible screen on one line, the most needed first; messages replace it for a few seconds."""
+
+    def key(self) -> object:
+        transport = self.app_state.source.transport if self.app_state.source else None
+        keys = tuple(binding.key for binding in self.shown_bindings())
+        return self.app_state.message, keys, transport is not None and transport.playing
+
+    def shown_bindings(self) -> list[Binding]:
+        """Return the bindings on the bar: the screen's own first, in a replay those of the replay first."""
+        own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
+        found: dict[str, Binding] = {}
+        for _, binding, enabled, _ in self.screen.active_bindings.values():
+            applies = (
+                self.app_state.can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
+            )
+            if binding.show and enabled and applies:
+                found.setdefault(binding.action, binding)
+        back = [binding for binding in found.values() if binding.action == "app.back"]
+        rest = [binding for binding in found.values() if binding.action != "app.back"]
+        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
+
+    @property
+    def _any_oom(self) -> bool:
+        source = self.app_state.source
+        later = source is not None and source.transport.mode == "replay" and source.transport.first_alert("oom")
+        return bool(self.app_state.model.ooms or later)
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw as many keys as fit, always with those that end the run, help and detach."""
+        text, tone = self.app_state.message
+        if text:
+            return [Line(f" {text}", self.theme.style(tone, bold=True))]
+        bindings = self.shown_bindings()
+        last = [binding for binding in bindings if binding.action in _ALWAYS]
+        first = [binding for binding in bindings if binding not in last]
+        right = Line()
+        for binding in last:
+            right.join(self._entry(binding))
+        left = Line(" ", self.theme.base)
+        for binding in first:
+            entry = self._entry(binding)
+            if left.width + entry.width + right.width > width:
+                break
+            left.join(entry)
+        return [spread(left, right, width, self.theme.base)]
+
+    def _entry(self, binding: Binding) -> Line:
+        key = binding.key_display or key_words(binding, self.theme)
+        label = binding.description
+        source = self.app_state.source
+        if binding.action == "app.transport('toggle')" and source is not None and not source.transport.playing:
+            label = "play"
+        return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
+
+
+_ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
+"""Actions whose keys are on the bar at every width."""
+
+_ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
+"""Actions that need a hub."""
+
+
+_NAMES = {
+    "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
+    "plus": "+",
+    "minus": "-",
+    "equals_sign": "=",
+    "slash": "/",
+    "ctrl+p": "^p",
+    "ctrl+l": "^l",
+    "ctrl+z": "^z",
+    "comma": ",",
+    "full_stop": ".",
+}
+
+
+def key_words(binding: Binding, theme: Theme) -> str:
+    """Return a binding's key as labelled on a keyboard."""
+    return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))
+
+
+class Prompt(Canvas, can_focus=True):
+    """One editable line. Enter and escape post ``Done``; every change posts ``Changed``."""
+
+    @dataclass
+    class Changed(Message):
+        """The text changed."""
+
+        text: str
+
+    @dataclass
+    class Done(Message):
+        """Enter (``accepted``) or escape was pressed."""
+
+        text: str
+        accepted: bool
+
+    def __init__(self, app_state: AppState, label: str, hint: str = "", name: str | None = None) -> None:
+        super().__init__(app_state, name=name)
+        self.label, self.hint = label, hint
+        self.text = ""
+
+    def key(self) -> object:
+        return self.text, self.has_focus
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        theme = self.theme
+        line = Line(f" {self.label} ", theme.style("accent", bold=True))
+        room = max(1, width - line.width - 2)
+        line.add(tail(self.text, room), theme.base)
+        if self.has_focus:
+            line.add(" ", theme.style("background", "accent", reverse=not theme.color))
+        if not self.text and self.hint:
+            line.add(f" {self.hint}", theme.style("faint"))
+        return [line]
+
+    def on_key(self, event: Key) -> None:
+        if event.key in ("enter", "escape"):
+            self._consume(event)
+            self.post_message(self.Done(self.text, event.key == "enter"))
+            return
+        if event.key in ("backspace", "ctrl+h"):
+            changed = self.text[:-1]
+        elif event.key in ("ctrl+u", "ctrl+w"):
+            changed = ""
+        elif event.is_printable and event.character:
+            changed = self.text + event.character
+        else:
+            return
+        self._consume(event)
+        self.text = changed
+        self.tick()
+        self.post_message(self.Changed(self.text))
+
+    @staticmethod
+    def _consume(event: Key) -> None:
+        event.stop()
+        event.prevent_default()

@@ -1,1 +1,0 @@
-"""Base classes of the widgets: canvas, list, prompt and the panes of every screen."""

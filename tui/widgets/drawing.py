@@ -1,0 +1,386 @@
+"""Breaking text into lines."""
+
+import locale
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from ...protocol.text import sanitize
+
+# Formats numbers for the screen: short, with fixed places, with units at their first appearance.
+
+
+GIB = 2**30
+MIB = 2**20
+
+
+def gib(count: float, short: bool = False) -> str:
+    """Format bytes as a number of GiB without the unit: ``139.8``, ``37.40`` (short: ``37.4``), ``0.512``."""
+    size = count / GIB
+    if short and abs(size) >= 10:
+        return f"{size:.1f}"
+    if abs(size) >= 100:
+        return f"{size:.1f}"
+    return f"{size:.2f}" if abs(size) >= 1 else f"{size:.3f}"
+
+
+def gib_signed(count: float) -> str:
+    """Format a change in GiB with its sign; ``0`` if it rounds to zero."""
+    size = count / GIB
+    if abs(size) < 0.0005:
+        return "0"
+    return f"{size:+.2f}" if abs(size) >= 1 else f"{size:+.3f}"
+
+
+def mib(count: float) -> str:
+    """Format bytes as a number of MiB without the unit: ``788.5``."""
+    return f"{count / MIB:,.1f}"
+
+
+def mib_signed(count: float) -> str:
+    """Format a change in MiB with its sign; ``0`` if it rounds to zero."""
+    return f"{count / MIB:+,.1f}" if abs(count) >= MIB / 20 else "0"
+
+
+class Unit(NamedTuple):
+    """The unit of a whole table: its name, and the formats of sizes and changes."""
+
+    name: str
+    size: Callable[[float], str]
+    change: Callable[[float], str]
+
+
+def gib_fixed(count: float) -> str:
+    """Format bytes as GiB with always two decimals, for columns: ``37.40``, ``0.04``."""
+    return f"{count / GIB:.2f}"
+
+
+def mib_fixed(count: float) -> str:
+    """Format bytes as MiB with one decimal, for columns: ``788.5``."""
+    return f"{count / MIB:.1f}"
+
+
+GIB_UNIT = Unit("GiB", gib, gib_signed)
+MIB_UNIT = Unit("MiB", mib, mib_signed)
+
+
+def count(value: float) -> str:
+    """Format a rate or count in at most five characters: ``987``, ``12.4k``, ``1.30M``, ``2.1B``."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
+        if abs(value) < limit * 0.9995:
+            scaled = value / divisor
+            if not unit:
+                return f"{scaled:.0f}" if scaled >= 10 or scaled == int(scaled) else f"{scaled:.1f}"
+            return f"{scaled:.0f}{unit}" if scaled >= 99.95 else f"{scaled:.1f}{unit}"
+    return f"{value:.2g}"
+
+
+def step_time(seconds: float) -> str:
+    """Format a step's time: ``740 ms`` below a second, else ``1.24 s``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def milliseconds(us: float | None) -> str:
+    """Format microseconds as milliseconds with three significant figures; empty for None."""
+    if us is None:
+        return ""
+    ms = us / 1e3
+    if ms >= 100:
+        return f"{ms:,.0f}"
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def loss(value: float) -> str:
+    """Format a loss in five or six characters."""
+    if value != value:
+        return "nan"
+    if abs(value) >= 1e4:
+        return f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def small(value: float) -> str:
+    """Format a learning rate or gradient norm with three significant figures."""
+    if value != value:
+        return "nan"
+    if value == 0:
+        return "0"
+    if 1e-2 <= abs(value) < 1e4:
+        return f"{value:.3g}"
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+# The characters of the app, each with an ASCII replacement. All are one cell wide.
+
+
+_STATES = {
+    "starting": "◌",
+    "training": "●",
+    "waiting": "◷",
+    "hung": "✖",
+    "held": "■",
+    "stopped": "‖",
+    "stopping": "◌",
+    "gone": "†",
+    "unreachable": "?",
+    "finished": "✓",
+    "failed": "✖",
+}
+_KEYS = {"enter": "↵", "space": "space", "escape": "esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """Characters (or short texts) by their use."""
+
+    eighths: str = " ▁▂▃▄▅▆▇█"
+    """Nine characters from an empty cell to a full one, filled from the bottom."""
+    across: str = " ▏▎▍▌▋▊▉█"
+    """Characters from an empty cell to a full one, filled from the left."""
+    reserved: str = "░"
+    """Reserved memory without colour, to distinguish it from allocated memory."""
+    peak: str = "╌"
+    spike: str = "▲"
+    rule: str = "─"
+    cross: str = "┼"
+    bar: str = "│"
+    """Separator of columns."""
+    dot: str = "·"
+    """Separator of words."""
+    selected: str = "▸"
+    marked: str = "◉"
+    unmarked: str = "○"
+    info: str = "•"
+    warning: str = "▲"
+    error: str = "✖"
+    resolved: str = "✓"
+    play: str = "▶"
+    pause: str = "‖"
+    live: str = "●"
+    knob: str = "●"
+    track: str = "─"
+    track_past: str = "━"
+    back: str = "◂"
+    """Pointer to the left."""
+    ellipsis: str = "…"
+    scroll: str = "┃"
+    degree: str = "°C"
+    minus: str = "−"
+    times: str = "×"
+    states: dict[str, str] = field(default_factory=_STATES.copy)
+    keys: dict[str, str] = field(default_factory=_KEYS.copy)
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether all glyphs are ASCII."""
+        return self.eighths.isascii()
+
+
+UNICODE = Glyphs()
+
+ASCII = Glyphs(
+    eighths=" ..::==##",
+    across=" #",
+    reserved="-",
+    peak="~",
+    spike="^",
+    rule="-",
+    cross="+",
+    bar="|",
+    dot="-",
+    selected=">",
+    marked="x",
+    unmarked=".",
+    info="*",
+    warning="!",
+    error="X",
+    resolved="v",
+    play=">",
+    pause="=",
+    live="*",
+    knob="O",
+    track="-",
+    track_past="=",
+    back="<",
+    ellipsis="~",
+    scroll="|",
+    degree="C",
+    minus="-",
+    times="x",
+    states={
+        "starting": "o",
+        "training": "*",
+        "waiting": "w",
+        "hung": "X",
+        "held": "#",
+        "stopped": "=",
+        "stopping": "o",
+        "gone": "+",
+        "unreachable": "?",
+        "finished": "v",
+        "failed": "X",
+    },
+    keys={"enter": "enter", "space": "space", "escape": "esc", "left": "<-", "right": "->", "up": "up", "down": "down"},
+)
+
+
+def names_c_locale(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment asks for the C locale, in which Python itself would write UTF-8 (PEP 538, 540)."""
+    coerced = bool(sys.flags.utf8_mode) and environ.get("LC_CTYPE") == "C.UTF-8"
+    names = (environ.get("LC_ALL"), "" if coerced else environ.get("LC_CTYPE"), environ.get("LANG"))
+    return next((name for name in names if name), "") in ("C", "POSIX")
+
+
+def choose(ascii_only: bool) -> Glyphs:
+    """Return the glyphs for this terminal: ASCII on request, or if the locale cannot print block characters."""
+    if ascii_only:
+        return ASCII
+    if names_c_locale():
+        return ASCII
+    encoding = locale.getpreferredencoding(False)
+    try:
+        "".join((UNICODE.eighths, UNICODE.error, UNICODE.selected)).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE
+
+
+# Builds screen lines from styled pieces, measured in cells, cut or padded to a width.
+
+
+def width_of(text: str) -> int:
+    """Return the width of text in terminal cells."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def cut(text: str, width: int, ellipsis: str = "…") -> str:
+    """Return text cut to at most ``width`` cells, with an ellipsis at the end if it is cut."""
+    if width <= 0:
+        return ""
+    if width_of(text) <= width:
+        return text
+    return set_cell_size(text, width - width_of(ellipsis)).rstrip() + ellipsis
+
+
+def tail(text: str, width: int) -> str:
+    """Return the end of a text, at most ``width`` cells."""
+    text = text[-width:] if width > 0 else ""
+    while width_of(text) > width:
+        text = text[1:]
+    return text
+
+
+def fitting(parts: Iterable[str], gap: str, width: int) -> str:
+    """Return as many of the first parts as fit in ``width`` cells, joined."""
+    joined = ""
+    for part in parts:
+        longer = joined + gap + part if joined else part
+        if width_of(longer) > width:
+            break
+        joined = longer
+    return joined
+
+
+class Line:
+    """A line under construction. Adjacent pieces of one style become one segment."""
+
+    __slots__ = ("parts", "width")
+
+    def __init__(self, text: str = "", style: Style | None = None) -> None:
+        self.parts: list[tuple[str, Style]] = []
+        self.width = 0
+        if text and style is not None:
+            self.add(text, style)
+
+    def add(self, text: str, style: Style) -> "Line":
+        """Append text without its control characters."""
+        if text:
+            if not text.isprintable():
+                text = sanitize(text)
+            if self.parts and self.parts[-1][1] is style:
+                self.parts[-1] = (self.parts[-1][0] + text, style)
+            else:
+                self.parts.append((text, style))
+            self.width += width_of(text)
+        return self
+
+    def join(self, other: "Line") -> "Line":
+        """Append another line's pieces."""
+        for text, style in other.parts:
+            self.add(text, style)
+        return self
+
+    def pad(self, width: int, style: Style) -> "Line":
+        """Append blanks up to ``width`` cells."""
+        if self.width < width:
+            self.add(" " * (width - self.width), style)
+        return self
+
+    def fit(self, width: int, style: Style) -> "Line":
+        """Make the line exactly ``width`` cells: padded with ``style``, or cut."""
+        if self.width > width:
+            parts, self.parts, self.width = self.parts, [], 0
+            for text, piece_style in parts:
+                room = width - self.width
+                if room <= 0:
+                    break
+                self.add(text if width_of(text) <= room else set_cell_size(text, room), piece_style)
+        return self.pad(width, style)
+
+    @property
+    def plain(self) -> str:
+        """The text without styles."""
+        return "".join(text for text, _ in self.parts)
+
+    def strip(self) -> Strip:
+        """Return the line as Textual's strip."""
+        return Strip([Segment(text, style) for text, style in self.parts], self.width)
+
+
+def spread(left: Line, right: Line, width: int, style: Style) -> Line:
+    """Return a line of ``width`` cells with lines at its ends; the left one is cut if both do not fit."""
+    room = width - right.width
+    if room < 1:
+        return left.fit(width, style)
+    return left.fit(room, style).join(right)
+
+
+def beside(lines: Iterable[Line], gap: str, style: Style) -> Line:
+    """Return the non-empty lines joined with a gap."""
+    joined = Line()
+    for line in lines:
+        if line.width:
+            if joined.width:
+                joined.add(gap, style)
+            joined.join(line)
+    return joined
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return text broken at blanks into lines of at most ``width`` cells; longer words are broken too."""
+    width = max(8, width)
+    lines: list[str] = []
+    line = ""
+    for chunk in re.findall(r"\s+|\S+", sanitize(text).rstrip()):
+        if width_of(line) + width_of(chunk) <= width:
+            line += chunk
+        elif chunk.isspace():
+            lines.append(line)
+            line = ""
+        elif width_of(chunk) > width:
+            *full, line = chop_cells(line + chunk, width)
+            lines += full
+        else:
+            lines += [line.rstrip()] if line.strip() else []
+            line = chunk
+    return [*lines, line]

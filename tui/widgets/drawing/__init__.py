@@ -1,1 +1,0 @@
-"""Lines, colours, glyphs and number formats of all widgets."""

@@ -1,1 +1,0 @@
-"""Alerts, causes, log lines, the summary and the replay bar as lines."""

@@ -1,1 +1,0 @@
-"""The memory and allocator screens as lines."""

@@ -1,1 +1,0 @@
-"""The report of an out-of-memory error, its what-if table and its console."""

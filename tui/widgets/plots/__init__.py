@@ -1,1 +1,0 @@
-"""Graphs, bars and sparklines."""

@@ -1,0 +1,780 @@
+"""Shows all ranks: as cards if they fit, else one line each, else a heat map; with a selection moved by arrows."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+from textual.containers import Container
+from textual.widget import Widget
+
+from ...protocol.text import duration, sanitize
+from ..model.rank import RankModel, allocations
+from ..model.run import RunModel
+from .alerts import log_line
+from .base import Canvas
+from .drawing import Line, count, fitting, gib, loss, milliseconds, small, spread, step_time, width_of, wrap
+from .plots import SHORT, Column, Scale, memory_graph, phase_bar
+from .state import AppState, History, RankView, rank_views, scale_of
+from .theme import Theme
+
+# Draws the card of one rank: title in the rule, memory graph, figures, phase shares, the device's health.
+
+
+FIXED_LINES = 4
+"""Lines of a card besides its graph: title, figures, phases, health."""
+
+
+def card(
+    view: RankView,
+    columns: Sequence[Column | None],
+    width: int,
+    height: int,
+    scale: Scale,
+    theme: Theme,
+    selected: bool,
+) -> list[Line]:
+    """Draw a card of ``width`` x ``height`` cells (at least 30 x 6)."""
+    inner = width - 2
+    lines = [title(view, width, theme, selected)]
+    body = memory_graph(columns, inner, max(1, height - FIXED_LINES), scale, theme)
+    body += [figures(view, inner, theme), *foot(view, inner, theme)]
+    margin = theme.base
+    lines.extend(Line(" ", margin).join(line).fit(width, margin) for line in body)
+    return lines
+
+
+def title(view: RankView, width: int, theme: Theme, selected: bool) -> Line:
+    """Draw the rule above a card, with the rank's name at its left and its state at its right."""
+    rule = theme.style("accent" if selected else "rule")
+    glyph, tone = theme.state(view.state)
+    dash = theme.glyphs.rule
+    left = Line(theme.glyphs.selected if selected else dash, rule).add(" ", theme.base)
+    left.add(glyph, theme.style(tone)).add(" ", theme.base)
+    left.add(name(view, theme), theme.style("accent" if selected else "text", bold=True)).add(" ", theme.base)
+    right = Line()
+    if view.spikes:
+        right.add(f" {theme.glyphs.spike} {view.spikes}", theme.style("warning")).add(" ", theme.base)
+    if view.state != "training":
+        right.add(" " + state_words(view), theme.style(tone, bold=view.in_trouble)).add(" ", theme.base)
+    right.add(dash, rule)
+    gap = max(0, width - left.width - right.width)
+    return spread(left.add(dash * gap, rule), right, width, theme.base)
+
+
+def name(view: RankView, theme: Theme) -> str:
+    """Return a rank's name: ``GPU 0 · rank 0``, with its host if there are several."""
+    parts = [view.device, f"rank {view.rank}", view.host]
+    return f" {theme.glyphs.dot} ".join(part for part in parts if part)
+
+
+def state_words(view: RankView) -> str:
+    """Return a state and how long it has lasted: ``hung 34 s``."""
+    if view.in_trouble and view.state_seconds is not None and view.state_seconds >= 1:
+        return f"{view.state} {duration(int(view.state_seconds))}"
+    return view.state
+
+
+def figures(view: RankView, width: int, theme: Theme) -> Line:
+    """Draw allocated, peak, and reserved (on the CPU resident) memory, in GiB."""
+    solid, behind = view.words
+    parts = ((solid, view.allocated, "text"), ("peak", view.peak, "peak"), (behind, view.behind, "dim"))
+    line = Line()
+    for short, gap in ((False, "  "), (True, "  "), (True, " ")):
+        line = Line()
+        for word, value, tone in parts:
+            line.add(f"{gap if line.width else ''}{word} ", theme.style("dim"))
+            line.add(gib(value, short) if value else "-", theme.style(tone))
+        line.add(" GiB", theme.style("dim"))
+        if line.width <= width:
+            break
+    share = f"{view.share * 100:.0f} %" if view.capacity else ""
+    right = Line(share, theme.style("dim"))
+    phase = sanitize(view.peak_phase, 12)
+    for name in (phase, SHORT.get(phase, phase)) if phase and share else ():
+        words = f"peak in {name} {theme.glyphs.dot} {share}"
+        if line.width + len(words) < width - 3:
+            right = Line(words, theme.style("dim"))
+            break
+    return (
+        spread(line, right, width, theme.base) if line.width + right.width < width - 1 else line.fit(width, theme.base)
+    )
+
+
+def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
+    """Draw phase shares and health in two lines; a problem with a longer text uses both."""
+    if view.in_trouble and width_of(view.text) + 2 > width:
+        glyph, tone = theme.state(view.state)
+        style = theme.style(tone)
+        first, *rest = wrap(view.text, width - 2)
+        second = theme.cut(" ".join(rest), width - 2)
+        return [Line(f"{glyph} {first}", style), Line(f"  {second}", style)]
+    return [phase_bar(view.shares, width, theme), health(view, width, theme)]
+
+
+def health(view: RankView, width: int, theme: Theme) -> Line:
+    """Draw utilisation, power and temperature; for a rank with a problem its text instead."""
+    if view.in_trouble or (view.text and view.state in ("starting", "failed")):
+        glyph, tone = theme.state(view.state)
+        return Line(theme.cut(f"{glyph} {view.text or view.state}", width), theme.style(tone)).fit(width, theme.base)
+    right = Line()
+    if view.throttled:
+        right.add(f"{theme.glyphs.warning} {view.throttled}", theme.style("warning"))
+    elif view.step_seconds is not None:
+        right.add(f"{step_time(view.step_seconds)}/step", theme.style("dim"))
+    line = Line(health_words(view, width - right.width, theme), theme.style("dim"))
+    return spread(line, right, width, theme.base)
+
+
+def health_words(view: RankView, width: int, theme: Theme) -> str:
+    """Return utilisation, power and temperature, or the host's of a rank on the CPU, as far as they fit."""
+    words: list[str] = []
+    label = "util" if view.measure == "cuda" else "host CPU"
+    if view.utilization is not None:
+        words.append(f"{label} {view.utilization:.0f} %")
+    if view.power is not None:
+        words.append(f"{view.power:.0f} W")
+    if view.temperature is not None:
+        words.append(f"{view.temperature:.0f} {theme.glyphs.degree}")
+    if view.host_memory is not None:
+        used, total = view.host_memory
+        words.append(f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB")
+    return fitting(words, "  ", width)
+
+
+# Draws the heat map: a cell per rank, with colour and figure for peak memory, and a glyph for its state.
+
+
+GROUP = 8
+"""Ranks between gaps: the devices of a usual node."""
+
+LABEL = 5
+"""Cells of the rank number at the left of a row."""
+
+_SIZES = sorted(
+    ((width, height) for width in range(2, 10) for height in range(1, 5) if height * 1.5 < width or height == 1),
+    key=lambda size: (size[0] * size[1], size[0]),
+    reverse=True,
+)
+"""Cell sizes, the largest first."""
+
+
+class Grid(NamedTuple):
+    """Layout of the cells: ``width`` x ``height`` characters each, ``columns`` per row."""
+
+    width: int
+    height: int
+    columns: int
+
+    def rows(self, ranks: int) -> int:
+        return -(-ranks // self.columns)
+
+
+def plan(ranks: int, width: int, height: int) -> Grid:
+    """Return the layout with the largest cells with which all ranks fit, else the smallest (the map then scrolls)."""
+    grid = Grid(2, 1, GROUP)
+    for cell_width, cell_height in _SIZES:
+        groups = max(1, (width - LABEL + 1) // (GROUP * cell_width + 1))
+        columns = min(groups * GROUP, -(-ranks // GROUP) * GROUP)
+        if GROUP * cell_width + LABEL > width:
+            continue
+        grid = Grid(cell_width, cell_height, columns)
+        if grid.rows(ranks) * cell_height <= height:
+            break
+    return grid
+
+
+def heat_map(
+    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, theme: Theme
+) -> list[Line]:
+    """Draw rows of cells from ``first_row`` on, at most ``height`` lines. ``selected`` is an index into ``views``."""
+    lines: list[Line] = []
+    for row in range(first_row, grid.rows(len(views))):
+        begin = row * grid.columns
+        for part in range(grid.height):
+            label = f"{views[begin].rank:>{LABEL - 1}} " if part == (grid.height - 1) // 2 else " " * LABEL
+            line = Line(label, theme.style("dim"))
+            for index in range(begin, min(begin + grid.columns, len(views))):
+                if index > begin and (index - begin) % GROUP == 0:
+                    line.add(" ", theme.base)
+                _cell(line, views[index], grid, part, index == selected, theme)
+            lines.append(line)
+            if len(lines) == height:
+                return lines
+    return lines
+
+
+def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, theme: Theme) -> None:
+    inner = grid.width - 1
+    middle = part == (grid.height - 1) // 2
+    text = (_text(view, inner, theme) if middle else "").center(inner)
+    sound = view.state == "training"
+    if not theme.color:
+        line.add(f"{text}<" if selected and middle else text + " ", theme.style(bold=not sound, reverse=selected))
+        return
+    ink, ground = _colors(view, theme)
+    if selected:
+        ink, ground = theme.palette.on_color, theme.palette.accent
+    line.add(text, theme.style(ink, ground, bold=selected or not sound)).add(" ", theme.base)
+
+
+def _text(view: RankView, width: int, theme: Theme) -> str:
+    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell only its tens."""
+    share = min(1.0, view.share)
+    percent = f"{share * 100:.0f}" if view.peak else ""
+    if view.state != "training":
+        glyph = theme.state(view.state)[0]
+        return f"{glyph} {percent}" if percent and width >= len(percent) + 2 else glyph
+    if 1 < width >= len(percent):
+        return percent
+    return str(min(9, int(share * 10))) if view.peak else " "
+
+
+def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
+    """Return foreground and background of a cell."""
+    palette = theme.palette
+    if view.state in ("finished", "starting"):
+        return palette.dim, palette.raised
+    if view.state != "training":
+        return palette.on_color, theme.tone(theme.state(view.state)[1])
+    if not view.peak:
+        return palette.dim, palette.raised
+    # The ramp departs from the background: the foreground changes where its contrast would end.
+    deep = min(1.0, view.share) >= 0.45
+    return (palette.on_color if deep else palette.text), theme.heat(view.share)
+
+
+def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
+    """Draw the figures of the selected rank, and at the right the legend of colours."""
+    glyph, tone = theme.state(view.state)
+    line = Line(f" {theme.glyphs.selected} ", theme.style("accent")).add(f"{glyph} ", theme.style(tone))
+    line.add(name(view, theme), theme.style("accent", bold=True))
+    solid, behind = view.words
+    words = f"  {solid} {gib(view.allocated)}  peak {gib(view.peak)}  {behind} {gib(view.behind)} GiB"
+    line.add(words, theme.style("dim"))
+    if view.state != "training":
+        line.add(f"  {state_words(view)}", theme.style(tone, bold=True))
+        line.add(f": {view.text}" if view.text else "", theme.style(tone))
+    ramp = Line("peak 0 ", theme.style("dim"))
+    if theme.color:
+        for color in theme.palette.heat:
+            ramp.add(" ", theme.style("text", color))
+    else:
+        ramp.add("0..9", theme.base)
+    ramp.add(" 100 % ", theme.style("dim"))
+    return spread(line, ramp, width, theme.base) if line.width + ramp.width < width else line
+
+
+# Draws the figures of one rank: process, batch, loss, memory, device, allocator, and ftmon's own cost.
+
+
+Pairs = list[tuple[str, str]]
+
+
+def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, theme: Theme) -> list[Line]:
+    """Draw the figures as name and value pairs, as many per line as fit."""
+    lines = [_pairs(_process(rank), width, theme)]
+    lines.append(_pairs(_training(rank), width, theme))
+    lines.append(_pairs(_memory(rank, view), width, theme))
+    if view.in_trouble or view.text:
+        glyph, tone = theme.state(view.state)
+        text = f" {glyph} {state_words(view)}: {view.text or 'no more is known'}"
+        lines.append(Line(theme.cut(text, width), theme.style(tone, bold=True)))
+    else:
+        lines.append(Line(" ", theme.base).join(health(view, width - 2, theme)))
+    if width >= 100 or model.hub is None:
+        lines.append(_pairs(_monitor(rank), width, theme))
+    return lines
+
+
+def _pairs(pairs: Pairs, width: int, theme: Theme) -> Line:
+    line = Line(" ", theme.base)
+    for name, value in pairs:
+        if line.width + len(name) + len(value) + 2 > width:
+            break
+        line.add(f"{name} " if name else "", theme.style("dim")).add(f"{value}   ", theme.base)
+    return line
+
+
+def _process(rank: RankModel) -> Pairs:
+    hello = rank.hello
+    if hello is None:
+        return [("process", "no report yet")]
+    found = [("pid", f"{hello.pid} on {hello.host}"), ("device", hello.device.name)]
+    stage = f"ZeRO-{hello.zero_stage}" if hello.zero_stage is not None else hello.framework
+    found += [("", stage)] if stage else []
+    found += [("", hello.precision)] if hello.precision else []
+    found += [("torch", hello.versions["torch"])] if "torch" in hello.versions else []
+    found += [("deepspeed", hello.versions["deepspeed"])] if "deepspeed" in hello.versions else []
+    return found
+
+
+def _training(rank: RankModel) -> Pairs:
+    last = rank.last
+    if last is None:
+        return [("step", "none finished yet")]
+    found = [("step", f"{last.step:,}")]
+    if last.batch_shape:
+        batch = f" {'x'} ".join(map(str, last.batch_shape))
+        found.append(("batch", f"{batch} x {last.micro_steps}" if last.micro_steps > 1 else batch))
+    if last.tokens:
+        pads = 1 - last.tokens / last.padded_tokens if last.padded_tokens else 0
+        found.append(
+            ("tokens", f"{count(last.tokens)}, {pads * 100:.0f} % pads" if pads > 0.005 else count(last.tokens))
+        )
+    elif last.batch_shape:
+        found.append(("elements", count(prod(last.batch_shape))))
+    several = [each for each in last.updates if each.loss is not None] if len(last.updates) > 1 else []
+    found += [(f"loss {sanitize(each.name, 20)}", loss(each.loss)) for each in several if each.loss is not None]
+    found += [("loss", loss(last.loss))] if last.loss is not None and not several else []
+    found += [("lr", small(last.lr))] if last.lr is not None else []
+    found += [("grad norm", small(last.grad_norm))] if last.grad_norm is not None else []
+    found += [("loss scale", count(last.loss_scale))] if last.loss_scale is not None else []
+    found += [("", "overflow: update skipped")] if last.overflow else []
+    return found
+
+
+def _memory(rank: RankModel, view: RankView) -> Pairs:
+    solid, behind = view.words
+    found = [(solid, gib(view.allocated)), (behind, f"{gib(view.behind)} GiB")]
+    if rank.peak is not None:
+        peak = rank.peak
+        step = f"{'after ' if peak.after else ''}step {peak.step:,}"
+        found.append(("peak", f"{gib(peak.bytes)} GiB in {peak.phase}, {step}"))
+    if rank.last is not None and not rank.on_cpu:
+        found += [("retries", f"{rank.last.retries}"), ("OOMs", f"{rank.last.ooms}")]
+    if rank.on_cpu:
+        found.append(("measured by", "glibc, peaks by resident set"))
+    return found
+
+
+def _monitor(rank: RankModel) -> Pairs:
+    last = rank.last
+    found = [("ftmon cost", f"{milliseconds(last.probe_us)} ms of the last step")] if last is not None else []
+    found.append(("dropped messages", f"{rank.dropped:,}"))
+    events = rank.allocator.last
+    if events is not None:
+        found.append(("allocator", f"{allocations(events):,} allocations in step {events.step:,}"))
+    return found
+
+
+# Draws one line per rank if cards do not fit: state, a small graph, figures, phase shares, health.
+
+
+NARROWEST = 76
+"""Minimum width of a row in cells; from twice that on there are two rows side by side."""
+
+
+class Parts(NamedTuple):
+    """Widths of a row's parts, in cells."""
+
+    label: int
+    graph: int
+    figures: int
+    phases: int
+
+
+def row_parts(width: int) -> Parts:
+    """Return the parts of a row of this width."""
+    label, figures = 16, 21
+    rest = max(20, width - label - figures)
+    phases = min(44, max(20, rest * 2 // 5))
+    return Parts(label, rest - phases, figures, phases)
+
+
+def label(view: RankView, width: int, height: int, theme: Theme, selected: bool) -> list[Line]:
+    """Draw rank number and state, and below them the device and the number of spikes."""
+    glyph, tone = theme.state(view.state)
+    line = Line(theme.glyphs.selected if selected else " ", theme.style("accent"))
+    line.add(f"{view.rank:>3} ", theme.style("accent" if selected else "text", bold=True))
+    line.add(glyph + " ", theme.style(tone))
+    spikes = Line(f"{theme.glyphs.spike} {view.spikes} " if view.spikes else "", theme.style("warning"))
+    if view.in_trouble or view.state != "training":
+        line.add(
+            theme.cut(state_words(view), width - line.width - 1),
+            theme.style(tone, bold=view.in_trouble),
+        )
+    elif height == 1:
+        line.join(spikes)
+        if view.host:
+            line.add(theme.cut(view.host, max(0, width - line.width - 1)), theme.style("dim"))
+    below = Line(f"    {view.device} ", theme.style("dim")).join(spikes)
+    if view.host and height > 1:
+        below.add(theme.cut(view.host, max(0, width - below.width - 1)), theme.style("dim"))
+    return fill([line, below], width, height, theme)
+
+
+def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
+    """Draw a memory graph; in a single row without the peak's line, which would hide it. Tall rows have a gap above."""
+    peak = scale.peak if height > 2 else 0
+    gap = [Line(" " * width, theme.base)] if height > 2 else []
+    lines = memory_graph(columns, width - 2, height - len(gap), Scale(scale.top, peak), theme)
+    return [*gap, *(line.pad(width, theme.base) for line in lines)]
+
+
+def row_figures(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
+    """Draw allocated, peak, and reserved (resident) memory in GiB; below them the peak's share of the device."""
+    line = Line(f"{_size(view.allocated):>6}", theme.base)
+    line.add(f"{_size(view.peak):>7}", theme.style("peak")).add(f"{_size(view.behind):>7}", theme.style("dim"))
+    share = f"{view.share * 100:>11.0f} %" if view.capacity else ""
+    return fill([line, Line(share, theme.style("dim"))], width, height, theme)
+
+
+def _size(count: int) -> str:
+    return gib(count) if count else "-"
+
+
+def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
+    """Draw the phase shares, and the device's health below or beside them; for a rank in trouble its text."""
+    trouble = Line(theme.cut(view.text, width - 1), theme.style(theme.state(view.state)[1]))
+    in_trouble = view.in_trouble and bool(view.text)
+    if height > 1:
+        bar = phase_bar(view.shares, width - 1, theme)
+        health = trouble if in_trouble else Line(health_words(view, width - 1, theme), theme.style("dim"))
+        return fill([bar, health], width, height, theme)
+    if in_trouble:
+        return fill([trouble], width, height, theme)
+    tail = Line()
+    if width >= 30 and view.utilization is not None and view.temperature is not None:
+        tail.add(f" {view.utilization:>3.0f} % {view.temperature:>3.0f} {theme.glyphs.degree} ", theme.style("dim"))
+    return fill(
+        [phase_bar(view.shares, width - tail.width - 1, theme).add(" ", theme.base).join(tail)], width, 1, theme
+    )
+
+
+def fill(lines: list[Line], width: int, height: int, theme: Theme) -> list[Line]:
+    """Extend a row's part to ``height`` lines, with the text at the bottom, beside the graph's bottom."""
+    shown = lines[:height]
+    blank = [Line() for _ in range(height - len(shown))]
+    return [line.fit(width, theme.base) for line in [*blank, *shown]]
+
+
+def heading(widths: Parts, view: RankView | None, theme: Theme) -> list[Line]:
+    """Draw the column heads of each part."""
+    solid, behind = view.words if view else ("alloc", "rsvd")
+    behind = {"resident": "rss"}.get(behind, behind)
+    style = theme.style("dim")
+    title = Line("memory" if widths.graph >= len("memory  GiB: ") else "", style)
+    return [
+        Line("rank state", style).fit(widths.label, theme.base),
+        spread(title, Line("GiB: ", style) if title.width else Line(), widths.graph, theme.base),
+        Line(f"{solid:>6}{'peak':>7}{behind:>7}", style).fit(widths.figures, theme.base),
+        Line("shares of a step", style).fit(widths.phases, theme.base),
+    ]
+
+
+CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
+"""Size of the smallest card with all figures."""
+
+_RATIO = 6.0
+"""Preferred ratio of width to height of a card."""
+
+
+class Plan(NamedTuple):
+    """Layout of ranks: ``columns`` cards or rows side by side."""
+
+    mode: Literal["cards", "rows", "heat", "empty"]
+    columns: int = 1
+    rows: int = 1
+    """Rows of cards, or lines of ranks, that fit at once."""
+    card_height: int = 0
+    """Lines of a card, or of one rank's row."""
+
+
+def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Plan | None:
+    """Return a layout in which all cards fit and none is too flat or too tall; None if they do not fit."""
+    best: tuple[float, Plan] | None = None
+    for columns in range(1, min(4, ranks, max(1, width // CARD_WIDTH)) + 1):
+        lines = -(-ranks // columns)
+        card_height = height // lines
+        if card_height < CARD_HEIGHT:
+            continue
+        ratio = (width / columns) / card_height
+        holes = lines * columns - ranks
+        badness = abs(ratio - _RATIO) / min(ratio, _RATIO) + holes / ranks
+        if best is None or badness < best[0]:
+            best = badness, Plan("cards", columns, lines, card_height)
+    if best is None and scrolls:
+        columns = max(1, min(4, width // CARD_WIDTH))
+        return Plan(
+            "cards", columns, max(1, height // CARD_HEIGHT), max(CARD_HEIGHT, height // max(1, height // CARD_HEIGHT))
+        )
+    return best[1] if best else None
+
+
+def grid_plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
+    """Return the layout of ``ranks`` ranks in ``width`` x ``height`` cells."""
+    if ranks == 0:
+        return Plan("empty")
+    row_columns = max(1, min(width // NARROWEST, -(-ranks // max(1, height - 1))))
+    per_column = -(-ranks // row_columns)
+    row_height = max(1, min(4, (height - 1) // per_column))
+    row_plan = Plan("rows", row_columns, min(per_column, max(1, (height - 1) // row_height)), row_height)
+    if view == "cards":
+        return card_plan(ranks, width, height, scrolls=True) or row_plan
+    if view == "rows":
+        return row_plan
+    if view == "heat":
+        return Plan("heat")
+    cards = card_plan(ranks, width, height)
+    if cards is not None:
+        return cards
+    return row_plan if ranks <= row_plan.rows * row_columns else Plan("heat")
+
+
+class Waiting(Canvas):
+    """Shown before the first rank: a note, and the run's output meanwhile."""
+
+    def key(self) -> object:
+        model = self.app_state.model
+        return id(model.logs), model.logs.version, model.state, model.ended
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        theme, model = self.theme, self.app_state.model
+        words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
+        entries = model.logs.select(limit=max(0, height - 4))
+        lines = [
+            Line(),
+            Line(f" {theme.glyphs.states['starting']} {words}", theme.style("warning" if model.ended else "dim")),
+        ]
+        return [*lines, Line(), *(log_line(entry, width, theme) for entry in entries)]
+
+
+class Card(Canvas):
+    """One rank's card."""
+
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
+        self.rank: int | None = None
+        self._history = History()
+        self._view: RankView | None = None
+
+    def show(self, view: RankView | None) -> None:
+        self._view = view
+        self.rank = view.rank if view else None
+        self.tick()
+
+    def key(self) -> object:
+        view, app_state = self._view, self.app_state
+        if view is None or view.rank not in app_state.model.ranks:
+            return ()
+        model = app_state.model
+        columns = self._history.columns(model.ranks[view.rank], max(1, self.size.width - 2), model.now, app_state.span)
+        return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        view, app_state = self._view, self.app_state
+        if view is None or view.rank not in app_state.model.ranks:
+            return []
+        columns = self._history.columns(
+            app_state.model.ranks[view.rank], max(1, width - 2), app_state.model.now, app_state.span
+        )
+        scale = scale_of(view, app_state.zoom, app_state.run_peak)
+        return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
+
+    def on_click(self) -> None:
+        if self.rank is not None:
+            self.app_state.select(self.rank)
+
+
+class RowPart(Canvas):
+    """One column of the rows of ranks, such as all graphs; a separate widget, as Textual sends lines from its edge."""
+
+    def __init__(self, app_state: AppState, part: int) -> None:
+        super().__init__(app_state)
+        self.part = part
+        self.views: list[RankView] = []
+        self.row_height = 1
+        self._histories: dict[int, History] = {}
+
+    def show(self, views: list[RankView], row_height: int) -> None:
+        self.views, self.row_height = views, row_height
+        self.tick()
+
+    def key(self) -> object:
+        """Return a value that changes with the views; None for the graphs, which are always redrawn and compared."""
+        if self.part == 1:
+            return None
+        selected = self.app_state.selected if self.part == 0 else None
+        return [self._relevant(view) for view in self.views], selected
+
+    def _relevant(self, view: RankView) -> object:
+        if self.part == 0:
+            return view.rank, view.state, view.state_seconds, view.spikes, view.device
+        if self.part == 2:
+            return view.allocated, view.peak, view.behind
+        return view.shares, view.text, view.state, view.utilization, view.temperature, view.power, view.host_memory
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        heads = heading(Parts(width, width, width, width), self.views[0] if self.views else None, self.theme)
+        lines = [heads[self.part]]
+        for view in self.views:
+            lines += self._row(view, width)
+        return lines
+
+    def _row(self, view: RankView, width: int) -> list[Line]:
+        app_state, theme, height = self.app_state, self.theme, self.row_height
+        if self.part == 0:
+            return label(view, width, height, theme, view.rank == app_state.selected)
+        if self.part == 2:
+            return row_figures(view, width, height, theme)
+        if self.part == 3:
+            return last(view, width, height, theme)
+        rank = app_state.model.ranks.get(view.rank)
+        history = self._histories.setdefault(view.rank, History())
+        columns = history.columns(rank, width - 2, app_state.model.now, app_state.span) if rank else []
+        return graph(columns, width, height, scale_of(view, app_state.zoom, app_state.run_peak), theme)
+
+
+class HeatMap(Canvas):
+    """The heat map, and a line on the selected rank below it."""
+
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
+        self.views: list[RankView] = []
+        self.columns = 1
+
+    def show(self, views: list[RankView]) -> None:
+        self.views = views
+        self.tick()
+
+    def key(self) -> object:
+        chosen = next((view for view in self.views if view.rank == self.app_state.selected), None)
+        return [(view.state, round(view.share, 2)) for view in self.views], chosen
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the map, scrolled so that the selection is in view, the selected rank's figures, and the legend."""
+        grid = plan(len(self.views), width, height - 1)
+        self.columns = grid.columns
+        index = next((i for i, view in enumerate(self.views) if view.rank == self.app_state.selected), 0)
+        shown = max(1, (height - 1) // grid.height)
+        first = max(0, min(index // grid.columns - shown // 2, grid.rows(len(self.views)) - shown))
+        lines = heat_map(self.views, grid, first, height - 1, index, self.theme)
+        lines += [Line()] * (height - 1 - len(lines))
+        return [*lines, chosen_line(self.views[index], width, self.theme)] if self.views else []
+
+
+class RankGrid(Container):
+    """The area of all ranks."""
+
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(id="fleet")
+        self.app_state = app_state
+        self.plan = Plan("empty")
+        self.first = 0
+        """The first row of cards, or first rank of rows, in view."""
+        self._views: list[RankView] = []
+        self._shape: tuple[object, ...] = ()
+        self._cards: list[Card] = []
+        self._parts: list[list[RowPart]] = []
+        self._heat: HeatMap | None = None
+        self._waiting: Waiting | None = None
+
+    def tick(self) -> None:
+        app_state = self.app_state
+        app_state.select_valid()
+        width, height = self.size
+        if not width or not height:
+            return
+        self._views = rank_views(app_state.model)
+        self.plan = grid_plan(len(self._views), width, height, app_state.view)
+        shape = (self.plan, width, height)
+        if shape != self._shape:
+            self._shape = shape
+            self._rebuild(width, height)
+        self._scroll()
+        self._show()
+
+    def _show(self) -> None:
+        if self.plan.mode == "cards":
+            begin = self.first * self.plan.columns
+            for index, widget in enumerate(self._cards):
+                widget.show(self._views[begin + index] if begin + index < len(self._views) else None)
+        elif self.plan.mode == "rows":
+            begin = self.first
+            for parts in self._parts:
+                for part in parts:
+                    part.show(self._views[begin : begin + self.plan.rows], self.plan.card_height)
+                begin += self.plan.rows
+        elif self._heat is not None:
+            self._heat.show(self._views)
+        elif self._waiting is not None:
+            self._waiting.tick()
+
+    def _rebuild(self, width: int, height: int) -> None:
+        """Make the widgets of the layout."""
+        self.remove_children()
+        self._cards, self._parts, self._heat, self._waiting = [], [], None, None
+        if self.plan.mode == "cards":
+            self._build_cards(width)
+        elif self.plan.mode == "rows":
+            self._build_rows(width, height)
+        elif self.plan.mode == "heat":
+            self._heat = HeatMap(self.app_state)
+            self._place(self._heat, 0, 0, width, height)
+        else:
+            self._waiting = Waiting(self.app_state)
+            self._place(self._waiting, 0, 0, width, height)
+        made: list[Canvas | None] = [*self._cards, self._heat, self._waiting]
+        made += [part for parts in self._parts for part in parts]
+        self.mount_all([widget for widget in made if widget is not None])
+
+    def _build_cards(self, width: int) -> None:
+        columns, lines = self.plan.columns, self.plan.rows
+        # All cards have equal heights, so that their graphs are comparable; spare lines stay empty.
+        tall, y = self.plan.card_height, 0
+        for line in range(lines):
+            for column in range(columns):
+                if line * columns + column >= len(self._views):
+                    break
+                x, end = width * column // columns, width * (column + 1) // columns
+                self._cards.append(Card(self.app_state))
+                self._place(self._cards[-1], x, y, end - x, tall)
+            y += tall
+
+    def _build_rows(self, width: int, height: int) -> None:
+        for column in range(self.plan.columns):
+            x, end = width * column // self.plan.columns, width * (column + 1) // self.plan.columns
+            parts: list[RowPart] = []
+            for index, part_width in enumerate(row_parts(end - x)):
+                parts.append(RowPart(self.app_state, index))
+                self._place(parts[-1], x, 0, part_width, height)
+                x += part_width
+            self._parts.append(parts)
+
+    @staticmethod
+    def _place(widget: Widget, x: int, y: int, width: int, height: int) -> None:
+        styles = widget.styles
+        styles.position = "absolute"
+        styles.offset = (x, y)
+        styles.width, styles.height = width, height
+
+    def _index(self) -> int:
+        return next((i for i, view in enumerate(self._views) if view.rank == self.app_state.selected), 0)
+
+    def _scroll(self) -> None:
+        """Keep the selection in view."""
+        if self.plan.mode == "cards":
+            line, shown = self._index() // self.plan.columns, self.plan.rows
+            total = -(-len(self._views) // self.plan.columns)
+        elif self.plan.mode == "rows":
+            line, shown = self._index(), self.plan.rows * self.plan.columns
+            total = len(self._views)
+        else:
+            return
+        self.first = max(line - shown + 1, min(self.first, line))
+        self.first = max(0, min(self.first, total - shown))
+
+    def move(self, dx: int, dy: int) -> None:
+        """Move the selection by cells of the present layout."""
+        if not self._views:
+            return
+        if self.plan.mode == "cards":
+            step = dx + dy * self.plan.columns
+        elif self.plan.mode == "rows":
+            step = dx * self.plan.rows + dy
+        else:
+            step = dx + dy * (self._heat.columns if self._heat else 1)
+        index = self._index() + step
+        if 0 <= index < len(self._views):
+            self.app_state.select(self._views[index].rank)
+            self.tick()

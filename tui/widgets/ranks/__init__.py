@@ -1,1 +1,0 @@
-"""Ranks as cards, rows or a heat map."""

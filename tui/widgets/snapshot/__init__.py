@@ -1,1 +1,0 @@
-"""The timeline and the lists of a memory snapshot."""

@@ -1,1 +1,0 @@
-"""State shared by the screens, and the model's values in the widgets' form."""

@@ -1,1 +1,0 @@
-"""The training screen: losses, marks and values at the cursor."""
