@@ -153,6 +153,7 @@ def launch(folder: Path, cases: dict[str, tuple[int, int, int, int]], extra: dic
         jobs.setdefault(case[0], []).append(f"{folder}/{name}.yaml")
     plan = [{"ranks": ranks, "module": "gradient_ranks", "jobs": paths} for ranks, paths in jobs.items()]
     environment = rank_jobs.environment_of(resolved, folder / "cache")
+    environment.pop("TORCHDYNAMO_DISABLE", None)
     return rank_jobs.forked(plan, environment, 1700)
 
 
