@@ -1,7 +1,8 @@
 """Keys of the app, pressed in the real app on a real recording: what a person does, and what then stands there."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,26 @@ def stuck(hang: Path) -> Iterator[ReplaySource]:
     source.close()
 
 
+@asynccontextmanager
+async def opened(source: ReplaySource, size: tuple[int, int] = (80, 24)) -> AsyncIterator[tuple[FtmonApp, Any]]:
+    app = FtmonApp(source)
+    async with app.run_test(size=size) as pilot:
+        await settled(pilot)
+        yield app, pilot
+
+
+async def look_at(app: FtmonApp, pilot: Any, key: str, screen: type) -> None:
+    await pilot.press(key)
+    await until(pilot, lambda: isinstance(app.screen, screen) and app.screen.is_mounted, screen.__name__)
+
+
 def shown(app: Any) -> str:
     """Give all text on the screen in view."""
     return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
 
 
 async def test_the_first_screen_answers_the_first_questions(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(200, 60)) as pilot:
-        await settled(pilot)
+    async with opened(source, (200, 60)) as (app, _pilot):
         text = shown(app)
         assert "training" in text
         assert "step 60 / 60" in text
@@ -74,9 +86,7 @@ async def test_the_first_screen_answers_the_first_questions(source: ReplaySource
 
 
 async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(200, 60)) as pilot:
-        await settled(pilot)
+    async with opened(source, (200, 60)) as (app, pilot):
         await pilot.press("down", "right", "enter")
         await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 4" in shown(app), "rank 4")
         assert app.app_state.selected == 4, "three cards side by side"
@@ -86,9 +96,7 @@ async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: Repla
 
 
 async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("enter")
         await settled(pilot)
         text = shown(app)
@@ -97,9 +105,7 @@ async def test_a_rank_shows_every_phase_with_growth_and_transient(source: Replay
 
 
 async def test_a_hung_rank_says_what_it_does_in_place_of_its_power(stuck: ReplaySource) -> None:
-    app = FtmonApp(stuck)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(stuck) as (app, _pilot):
         text = shown(app)
         assert "1 hung, 3 waiting" in text
         assert "hung 34 s" in text
@@ -133,9 +139,7 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
 
 
 async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck: ReplaySource) -> None:
-    app = FtmonApp(stuck)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(stuck) as (app, pilot):
         await pilot.press("a")
         await settled(pilot)
         assert isinstance(app.screen, AlertsScreen)
@@ -149,11 +153,8 @@ async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck:
 
 
 async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySource) -> None:
-    app = FtmonApp(stuck)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
-        await pilot.press("a")
-        await until(pilot, lambda: isinstance(app.screen, AlertsScreen) and app.screen.is_mounted, "the alerts")
+    async with opened(stuck) as (app, pilot):
+        await look_at(app, pilot, "a", AlertsScreen)
         await pilot.press("slash")
         await until(pilot, lambda: app.focused, "the filter's prompt")
         await pilot.press(*"spike")
@@ -165,11 +166,8 @@ async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySourc
 
 
 async def test_letters_typed_into_a_filter_are_no_commands(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
-        await pilot.press("l")
-        await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+    async with opened(source) as (app, pilot):
+        await look_at(app, pilot, "l", LogsScreen)
         await pilot.press("slash")
         await until(pilot, lambda: app.focused, "the filter's prompt")
         await pilot.press(*"qk?a", "enter")
@@ -179,9 +177,7 @@ async def test_letters_typed_into_a_filter_are_no_commands(source: ReplaySource)
 
 
 async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("l")
         await settled(pilot)
         assert "following" in shown(app)
@@ -193,11 +189,8 @@ async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplayS
 
 
 async def test_logs_of_one_rank(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
-        await pilot.press("l")
-        await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+    async with opened(source) as (app, pilot):
+        await look_at(app, pilot, "l", LogsScreen)
         await pilot.press("right", "right")
         await settled(pilot)
         assert "output of rank 0" in shown(app)
@@ -212,8 +205,7 @@ async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Pat
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await settled(pilot)
-            await pilot.press("l")
-            await until(pilot, lambda: isinstance(app.screen, LogsScreen) and app.screen.is_mounted, "the logs")
+            await look_at(app, pilot, "l", LogsScreen)
             await pilot.press("left")
             await settled(pilot)
             assert "ImportError" in shown(app)
@@ -223,34 +215,27 @@ async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Pat
 
 
 async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(200, 60)) as pilot:
-        await settled(pilot)
+    async with opened(source, (200, 60)) as (app, pilot):
         await pilot.press("question_mark")
         await until(pilot, lambda: "Every rank of the run" in shown(app), "the overview's help")
         assert isinstance(app.screen, HelpScreen)
         assert "the run's highest peak" in shown(app)
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, HelpScreen), "the overview again")
-        await pilot.press("a")
-        await until(pilot, lambda: isinstance(app.screen, AlertsScreen) and app.screen.is_mounted, "the alerts")
+        await look_at(app, pilot, "a", AlertsScreen)
         await pilot.press("question_mark")
         await until(pilot, lambda: "Alerts: spikes" in shown(app), "the alerts' help")
 
 
 async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         assert "graphs 0 to 139.8 GiB (device)" in shown(app)
         await pilot.press("z")
         await until(pilot, lambda: "graphs 0 to 40 GiB (the run's peak)" in shown(app), "the other scale")
 
 
 async def test_steps_back_and_forward(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         before = app.app_state.model.leading_step
         await pilot.press("left_square_bracket")
         await until(pilot, lambda: app.app_state.model.leading_step == before - 1, "a step back")
@@ -259,9 +244,7 @@ async def test_steps_back_and_forward(source: ReplaySource) -> None:
 
 
 async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("N")
         await until(pilot, lambda: app.app_state.model.leading_step == 40, "the alert of step 40")
         await settled(pilot)
@@ -272,9 +255,7 @@ async def test_going_to_a_step_and_to_one_that_is_not_there(
     source: ReplaySource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("g")
         await until(pilot, lambda: app.focused, "the prompt")
         await pilot.press(*"12", "enter")
@@ -306,18 +287,14 @@ async def test_a_replay_kills_and_stops_nothing_and_says_so(
     source: ReplaySource, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press(key)
         await until(pilot, lambda: "a replay has no processes" in app.app_state.message[0], "the refusal")
         assert isinstance(app.screen, OverviewScreen)
 
 
 async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("d")
         await until(pilot, lambda: app.theme == "ftmon-light", "the light theme")
         assert not app.app_state.theme.palette.dark
@@ -326,9 +303,7 @@ async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
 
 
 async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, _pilot):
         titles = " ".join(command.title for command in app.get_system_commands(app.screen))
         for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
             assert word in titles
@@ -339,22 +314,18 @@ async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> N
 @pytest.mark.parametrize("size", [(60, 16), (80, 24), (200, 60)])
 async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
     source = Commanded(eight, at_end=True)
-    app = FtmonApp(source)
-    async with app.run_test(size=size) as pilot:
-        await settled(pilot)
-        for opened in ("", "t", "a", "m", "l", "s", "e", "enter"):
-            if opened:
-                await pilot.press(opened)
-            await until(pilot, lambda: "k kill  S stop  ? help  q detach" in shown(app).splitlines()[-1], opened)
-            if opened:
+    async with opened(source, size) as (app, pilot):
+        for key in ("", "t", "a", "m", "l", "s", "e", "enter"):
+            if key:
+                await pilot.press(key)
+            await until(pilot, lambda: "k kill  S stop  ? help  q detach" in shown(app).splitlines()[-1], key)
+            if key:
                 await pilot.press("escape")
     source.close()
 
 
 async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.resize_terminal(50, 10)
         await until(pilot, lambda: "terminal 50x10 is too small" in shown(app), "the message")
         assert "rank 0" not in shown(app)
@@ -363,9 +334,7 @@ async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source:
 
 
 async def test_q_leaves(source: ReplaySource) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running, "the end")
 
@@ -417,9 +386,7 @@ async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path: Path) ->
 
 async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Path) -> None:
     source = ReplaySource(write(tmp_path / "calm.sqlite", Stream(ranks=2, steps=6, spike_every=0).frames()))
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settled(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("o")
         await until(pilot, lambda: "no out-of-memory error in this recording" in shown(app), "the answer to o")
         await pilot.press("a")
@@ -428,9 +395,7 @@ async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Pa
 
 
 async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySource) -> None:
-    app = FtmonApp(stuck)
-    async with app.run_test(size=(50, 12)) as pilot:
-        await settled(pilot)
+    async with opened(stuck, (50, 12)) as (app, _pilot):
         lines = shown(app).splitlines()
         assert lines[0].endswith("1 hung, 3 waiting")
         assert any("ftmon needs 60x16" in line for line in lines)
@@ -440,9 +405,7 @@ async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySo
 async def test_a_large_overview_has_the_course_of_loss_speed_and_step_time(
     source: ReplaySource, size: tuple[int, int], there: bool
 ) -> None:
-    app = FtmonApp(source)
-    async with app.run_test(size=size) as pilot:
-        await settled(pilot)
+    async with opened(source, size) as (app, pilot):
         await until(pilot, lambda: ("step time" in shown(app)) is there, "the strip")
         text = shown(app)
         assert ("tokens/s" in text) is there

@@ -49,8 +49,11 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
+            behind = app.screen.query_one(SummaryBar)
             await pilot.press("k")
             await until(pilot, lambda: isinstance(app.screen, KillDialog) and "[ No ]" in shown(app), "the dialog")
+            before = behind.plain
+            await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog")
             text = shown(app)
             assert "Kill" in text
             assert "rank 1" in text
@@ -67,39 +70,12 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
         source.close()
 
 
-async def test_the_screen_behind_a_dialog_goes_on_with_the_run(run: RunDir) -> None:
-    source = LiveSource(run)
-    app = FtmonApp(source)
-    try:
-        async with app.run_test(size=(80, 24)) as pilot:
-            await both_train(pilot)
-            behind = app.screen.query_one(SummaryBar)
-            await pilot.press("k")
-            await until(pilot, lambda: isinstance(app.screen, KillDialog), "the dialog")
-            before = behind.plain
-            await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog")
-    finally:
-        source.close()
-
-
-async def test_read_only_refuses_to_kill(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_live_view_is_held_rewound_and_returns_and_read_only_it_refuses_to_kill(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     source = LiveSource(run)
     app = FtmonApp(source, read_only=True)
-    try:
-        async with app.run_test(size=(80, 24)) as pilot:
-            await both_train(pilot)
-            await pilot.press("k")
-            await until(pilot, lambda: "read-only" in app.app_state.message[0], "the refusal")
-            assert isinstance(app.screen, OverviewScreen)
-            assert "read-only" in shown(app)
-    finally:
-        source.close()
-
-
-async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
-    source = LiveSource(run)
-    app = FtmonApp(source)
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
@@ -109,6 +85,10 @@ async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
             await until(pilot, lambda: "live: L" in shown(app), "the way back")
             await pilot.press("L")
             await until(pilot, lambda: source.transport.mode == "live", "the present")
+            await pilot.press("k")
+            await until(pilot, lambda: "read-only" in app.app_state.message[0], "the refusal")
+            assert isinstance(app.screen, OverviewScreen)
+            assert "read-only" in shown(app)
     finally:
         source.close()
 

@@ -142,19 +142,6 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     assert lines_with(output, [f"resume it:  ftmon resume {run.id}"])
 
 
-def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
-    command = home.start("demo", "--steps", ENDLESS, "--ranks", "1", "--name", "interrupted", *SMALL)
-    assert command.stdout is not None
-    next(line for line in command.stdout if STEP.search(line))
-    command.send_signal(signal.SIGINT)
-    status, output, errors = follow_to_end(command)
-    assert status == 130, output + errors
-    assert "ctrl-c again kills the run" in errors
-    assert lines_with(output, ["stopped"])
-    assert lines_with(output, ["checkpoint: "])
-    wait_until_nothing_is_left(home.newest())
-
-
 def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home: Ftmon) -> None:
     job = fake_ranks({"workers": 1}, {"workers": 1})
     assert home.run("run", "--name", "orphan", "--detach", "--", *job).returncode == 0

@@ -9,7 +9,6 @@ import start_ranks
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import end
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
-from ports import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "support"
 
@@ -36,28 +35,6 @@ elif "ftmon" in [pathlib.Path(word).name for word in sys.orig_argv[:2]]:
 def home(tmp_path: Path) -> Iterator[Ftmon]:
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
         yield ftmon
-
-
-def deepspeed(ranks: int) -> list[str]:
-    return ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-
-
-def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
-    done = home.run("run", "--", *deepspeed(2), str(SCRIPTS / "plain_loop.py"), "6")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert lines_with(done.stdout, ["script: step 6 loss"]), "what the script prints is told"
-    assert lines_with(done.stdout, [" step 6"])
-    wait_until_nothing_is_left(home.newest())  # the hub has recorded the last steps
-    info = Reader(home.newest().recording).info()
-    assert info.steps == 12
-    assert list(info.ranks) == [0, 1]
-
-
-def test_a_hugging_face_trainer_is_watched_unchanged(home: Ftmon, tmp_path: Path) -> None:
-    done = home.run("run", "--", *start_ranks.command(2, SCRIPTS / "hf_trainer.py", tmp_path / "out", "4"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    wait_until_nothing_is_left(home.newest())
-    assert Reader(home.newest().recording).info().steps == 8
 
 
 GENERATES = """

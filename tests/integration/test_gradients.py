@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM
 # Sixty small trainings, one after the other: a minute on two free cores.
 pytestmark = pytest.mark.timeout(1800)
 
-PROGRAM = Path(__file__).parents[1] / "support" / "forked_ranks.py"
 ROWS = 8
 # For each number of ranks: (ZeRO stage, micro-batch, accumulation); a step always takes the eight rows.
 DIVISIONS: dict[int, list[tuple[int, int, int]]] = {
@@ -154,9 +152,9 @@ def launch(folder: Path, cases: dict[str, tuple[int, int, int, int]], extra: dic
         resolved = write_case(folder, name, *case, extra.get(name, []))
         jobs.setdefault(case[0], []).append(f"{folder}/{name}.yaml")
     plan = [{"ranks": ranks, "module": "gradient_ranks", "jobs": paths} for ranks, paths in jobs.items()]
-    (folder / "plan.json").write_text(json.dumps(plan))
     environment = rank_jobs.environment_of(resolved, folder / "cache")
-    return rank_jobs.finished([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 1700)
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    return rank_jobs.forked(plan, environment, 1700)
 
 
 def token_losses(model: Any, row: dict[str, list[int]]) -> list[torch.Tensor]:

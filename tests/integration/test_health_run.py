@@ -52,19 +52,14 @@ def test_a_healthy_run_has_known_disks_and_no_finding(home: Ftmon) -> None:
     assert all(one.workers == 0 and one.cpus >= 1 for one in loaders)
 
 
-def test_waiting_for_data_is_told_with_its_figures(home: Ftmon) -> None:
-    run, messages, _ = played(home, "loader", STEPS="110")
+def test_waiting_for_data_nan_and_recompilations_are_told_with_their_figures(home: Ftmon) -> None:
+    run, messages, output = played(home, "loader,nan,compile", STEPS="110", AT="15", TORCHDYNAMO_DISABLE="0")
     found = health(messages)
     data = found["input_bound"]
     assert data.evidence["loader"]["workers"] == 0
     assert data.evidence["share"] > 0.25
     assert "workers" in data.evidence["remedy"], "how many would hide it, or that there are too few processors"
     assert "waits for data" in home.run("status", run.id).stdout
-
-
-def test_nan_names_the_rank_that_had_it_first_and_recompilations_their_reason(home: Ftmon) -> None:
-    _, messages, output = played(home, "nan,compile", STEPS="80", AT="15", TORCHDYNAMO_DISABLE="0")
-    found = health(messages)
     nan = found["nan_loss"]
     assert (nan.evidence["first_rank"], nan.evidence["first_step"]) == (1, 16)
     assert nan.evidence["last_good_step"] == 15

@@ -1,6 +1,5 @@
 """A run from its start to its end through the real launcher and hub, with pretended ranks on real sockets."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,10 +11,9 @@ import pytest
 import zmq
 from eventually import eventually
 from ftmon.protocol.host.process import is_alive
-from ftmon.protocol.link import keys
-from ftmon.protocol.link.sockets import CHANNELS, LOCAL_CHANNEL, peer_socket
+from ftmon.protocol.link.sockets import peer_socket
 from ftmon.protocol.messages import wire
-from ftmon.protocol.messages.control import Alert, Command, HubStats, RankState, RunState
+from ftmon.protocol.messages.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.messages.telemetry import Goodbye, Hello, LogLine, Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
@@ -23,7 +21,6 @@ from ftmon.protocol.run.rundir import RunOptions
 from ftmon.protocol.run.start import StartRequest, spawn_start, started_run
 from ftmon.trainer.launch.start import spawn_launcher
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
-from ports import listen_address
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +63,12 @@ def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once(
         steps = [message.step for _, message in sorted(merged.items()) if isinstance(message, Step)]
         assert steps == list(range(1, len(steps) + 1))
         assert len(steps) > 20
+        # Another program reads the recording while it is written.
+        connection = sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True)
+        eventually(
+            lambda: connection.execute("SELECT count(*) FROM steps").fetchone()[0] >= 20, "steps in the recording"
+        )
+        connection.close()
         assert app.query("no_such_query").ok is False
         assert "frames" in app.query("frames", nonsense=1).error
 
@@ -125,26 +128,6 @@ def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
         app.wait_for(Alert, lambda alert: alert.kind == "died" and alert.rank == 1)
 
 
-def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
-    with started(fake_ranks({})) as run, App(run) as app:
-        app.wait_for(Step)
-        context = zmq.Context()
-        push = peer_socket(context, "telemetry")
-        push.connect(app.hub.addresses["telemetry"])
-        foreign = msgspec.msgpack.encode({"v": [2, 0], "src": "rank-9-1-1", "seq": 1, "t": 0.0})
-        for _ in range(5):
-            push.send_multipart([foreign, b"\x80"])
-        push.send_multipart([wire.encode_header("rank-8-1-1", 1, 0.0), msgspec.msgpack.encode({"type": "new"})])
-        push.send_multipart([b"nonsense"])
-        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
-        assert stats.lost == {}
-        alert = app.wait_for(
-            Alert, lambda alert: str(alert.evidence.get("rule")).startswith("refused ") and "2.0" in alert.text
-        )
-        assert alert.count == 1
-        context.destroy(linger=0)
-
-
 def test_a_read_only_hub_refuses_every_verb_that_acts():
     with started(fake_ranks({"workers": 1}), read_only=True) as run, App(run) as app:
         app.wait_for(Step)
@@ -155,9 +138,14 @@ def test_a_read_only_hub_refuses_every_verb_that_acts():
         assert run.read_exit() is None
 
 
-def test_wrong_commands_are_refused_in_words():
-    with started(fake_ranks({})) as run, App(run) as app:
-        app.wait_for(Step)
+def test_what_is_wrong_is_refused_counted_and_told_and_those_that_do_not_answer_are_named():
+    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
+        for rank in (0, 1):
+            app.wait_for(Step, lambda step, rank=rank: step.rank == rank)
+        result = app.command("stacks")
+        assert not result.ok
+        assert result.data["silent"] == [1]
+        assert app.command("stacks", ranks=[0]).ok
         assert "unknown command 'explode'" in app.refused("explode")
         assert "unknown command 'identify'" in app.refused("identify")
         assert "no rank 7" in app.refused("kill", ranks=[7])
@@ -175,35 +163,20 @@ def test_wrong_commands_are_refused_in_words():
         app.control.send_multipart([msgspec.msgpack.encode({"v": [1, 0], "src": "app", "seq": 2, "t": 0.0}), broken])
         assert not app.answer().ok
         assert app.command("ping").ok
-
-
-def test_stacks_are_taken_from_those_that_answer_and_the_others_are_named():
-    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
-        for rank in (0, 1):
-            app.wait_for(Step, lambda step, rank=rank: step.rank == rank)
-        result = app.command("stacks")
-        assert not result.ok
-        assert result.data["silent"] == [1]
-        assert app.command("stacks", ranks=[0]).ok
-
-
-def test_an_app_on_tcp_needs_a_key_on_the_list():
-    with started(fake_ranks({}), listen=listen_address()) as run:
-        hub = hub_of(run)
         context = zmq.Context()
-        answers = {}
-        for name, pair in (("own", keys.client_pair()), ("stranger", keys.make_pair())):
-            app = peer_socket(context, "control")
-            app.curve_serverkey = hub.server_key.encode()
-            app.curve_publickey = pair.public.encode()
-            app.curve_secretkey = pair.secret.encode()
-            app.connect(hub.listen["control"])
-            with contextlib.suppress(zmq.Again):  # refused already: then there is nobody to send it to
-                app.send_multipart(wire.encode("app", 1, 0.0, Command("1", "ping")), zmq.NOBLOCK)
-            answers[name] = app.poll(200_000 if name == "own" else 1_000)
-        assert answers["own"]
-        assert not answers["stranger"]
-        assert set(hub.listen) == set(CHANNELS) - {LOCAL_CHANNEL}
+        push = peer_socket(context, "telemetry")
+        push.connect(app.hub.addresses["telemetry"])
+        foreign = msgspec.msgpack.encode({"v": [2, 0], "src": "rank-9-1-1", "seq": 1, "t": 0.0})
+        for _ in range(5):
+            push.send_multipart([foreign, b"\x80"])
+        push.send_multipart([wire.encode_header("rank-8-1-1", 1, 0.0), msgspec.msgpack.encode({"type": "new"})])
+        push.send_multipart([b"nonsense"])
+        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
+        assert stats.lost == {}
+        alert = app.wait_for(
+            Alert, lambda alert: str(alert.evidence.get("rule")).startswith("refused ") and "2.0" in alert.text
+        )
+        assert alert.count == 1
         context.destroy(linger=0)
 
 
@@ -239,20 +212,24 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
             hub_gone(run)
 
 
-def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
+def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on_for_which_no_rank_is_to_blame():
     # Under nohup the job outlives it too; otherwise the launcher would end what is left of the run meanwhile.
-    with started(["nohup", *fake_ranks({"workers": 1})]) as run, App(run) as app:
-        app.wait_for(Step)
+    with started(["nohup", *fake_ranks({"workers": 1}, {})]) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.rank == 1)
         launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGHUP)
         app.frames.clear()
         app.wait_for(Step)
         os.kill(launcher.pid, signal.SIGTERM)
         end = exit_of(run)
-        assert (end.state, end.text.split(" (")[0]) == ("stopped", "stopped by SIGTERM")
+        assert (end.state, end.cause, end.text.split(" (")[0]) == ("stopped", "", "stopped by SIGTERM")
         hub_gone(run)
         eventually(lambda: not is_alive(launcher), "the launcher's end")
         assert members(run) == []
+    with Reader(run.recording) as reader:
+        assert [alert.title for alert in reader.alerts() if alert.severity == "error"] == []
+        states = [f.message for f in reader.frames(limit=100_000) if isinstance(f.message, RunState)]
+        assert ("stopping", "stopped by SIGTERM") in [(state.state, state.text) for state in states]
 
 
 def test_a_run_whose_launcher_died_is_ended_by_its_hub(tmp_path):
@@ -279,28 +256,3 @@ def test_start_prints_one_line_of_json_and_returns_at_once(tmp_path):
     assert run.read_run().options == options
     assert exit_of(run).state == "finished"
     hub_gone(run)
-
-
-def test_another_program_reads_the_recording_while_it_is_written():
-    with started(fake_ranks({"rate": 50})) as run, App(run) as app:
-        app.wait_for(Step, lambda step: step.step >= 50)
-        connection = sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True)
-        eventually(
-            lambda: connection.execute("SELECT count(*) FROM steps").fetchone()[0] >= 50, "50 steps in the recording"
-        )
-        connection.close()
-
-
-def test_a_rank_that_ends_because_the_launcher_got_a_signal_is_not_to_blame():
-    with started(fake_ranks({}, {})) as run, App(run) as app:
-        app.wait_for(Step, lambda step: step.rank == 1)
-        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
-        os.kill(launcher.pid, signal.SIGTERM)
-        end = exit_of(run)
-        assert (end.state, end.cause) == ("stopped", "")
-        assert "stopped by SIGTERM" in end.text
-        hub_gone(run)
-    with Reader(run.recording) as reader:
-        assert [alert.title for alert in reader.alerts() if alert.severity == "error"] == []
-        states = [f.message for f in reader.frames(limit=100_000) if isinstance(f.message, RunState)]
-        assert ("stopping", "stopped by SIGTERM") in [(state.state, state.text) for state in states]

@@ -1,6 +1,10 @@
 """``ftmon run --on-hang stacks`` and ``stop`` from the command line, on real ranks; ``kill`` is in test_stall_end."""
 
+import os
+import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +40,41 @@ def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon
     wait_until_nothing_is_left(run)
 
 
-def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves(home: Ftmon, tmp_path: Path) -> None:
+SYNC_SECONDS = 6
+SLOW = """
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static void wait_for_disk(int fd) {
+    char link[64], path[4096] = {0};
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, "recording.sqlite"))
+        sleep(SECONDS);
+}
+int fsync(int fd) { wait_for_disk(fd); return syscall(SYS_fsync, fd); }
+int fdatasync(int fd) { wait_for_disk(fd); return syscall(SYS_fdatasync, fd); }
+"""
+"""A disk that takes seconds to make a write of the recording last, as one does that others keep busy."""
+
+
+def slow_disk(folder: Path) -> str:
+    """Return the value of ``LD_PRELOAD`` that makes the recording's disk slow, where there is a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    before = os.environ.get("LD_PRELOAD", "")
+    if compiler is None:
+        return before
+    source, library = folder / "slow.c", folder / "slow.so"
+    source.write_text(SLOW.replace("SECONDS", str(SYNC_SECONDS)))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return f"{library} {before}".strip()
+
+
+def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_though_the_disk_is_slow(
+    home: Ftmon, tmp_path: Path
+) -> None:
+    home.environ["LD_PRELOAD"] = slow_disk(tmp_path)
     done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path, 600), seconds=500)
     assert done.returncode == HANG, done.stdout + done.stderr
     assert "interrupted: the script puts its affairs in order" in done.stdout
@@ -46,8 +84,14 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves(home: Ftmo
     assert (end.state, end.cause) == ("failed", "hang")
     assert "--on-hang stop" in end.text
     assert "(exit code" not in done.stdout, "the status is ftmon's own"
+    began = float(re.findall(r"away since ([0-9.]+)", done.stdout)[0])
     with Reader(run.recording) as reader:
+        (hang,) = [alert for alert in reader.alerts() if alert.kind == "hang"]
+        assert reader.info().missing == ""
         states = [frame.message for frame in reader.frames(0, 100_000) if isinstance(frame.message, RankState)]
+    assert hang.evidence["hung"] == [1]
+    # Where the hub waited for the disk in its main loop, it saw the ranks every 6 s only, and told after 87 s.
+    assert hang.time - began < 30
     assert not [state for state in states if state.signal == signal.SIGKILL], "nobody had to be killed a minute later"
     (saved,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
     assert WHERE in saved

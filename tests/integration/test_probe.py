@@ -154,13 +154,19 @@ def test_ddp_under_torchrun_shows_steps_and_phases(collector):
         assert all({"data", "forward", "backward", "optimizer"} <= {p.name for p in s.phases} for s in steps)
 
 
-def test_a_temporary_of_the_forward_is_in_that_phase_s_peak_and_the_script_s_own_view_is_true(collector):
-    single(collector, "peak").finish()
+def test_peaks_workers_and_a_launcher_inside_a_rank(collector):
+    """A temporary is in its phase's peak, the script's own view is true, and a rank's children are no ranks."""
+    single(collector, "peak,workers,nested", TORCHRUN=str(BIN / "torchrun")).finish()
     assert collector.job.returncode == 0, collector.output()
     steps = collector.of(Step)
     assert len(steps) == 5
     assert steps[1].phase("forward").resident.transient > 48 * 2**20
     assert all(steps[n].phase("forward").resident.transient < 8 * 2**20 for n in (2, 3, 4))
+    assert {hello.pid for hello in collector.of(Hello)} == {collector.job.pid}
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    assert len(collector.of(Goodbye)) == 1
+    assert "nested ended with 2" in collector.run.rank_log(0, "out").read_text()
+    assert "ftmon: refused: 'torchrun'" in collector.run.rank_log(0, "err").read_text()
 
 
 @pytest.mark.parametrize("scaler", ["scaler", "own_scaler"])
@@ -181,14 +187,6 @@ def test_an_update_that_deepspeed_makes_while_it_starts_is_no_step(collector, mo
     assert all(step.phase("forward") and step.phase("backward") for step in steps)
 
 
-def test_dataloader_workers_are_no_ranks(collector):
-    single(collector, "workers").finish()
-    assert collector.job.returncode == 0, collector.output()
-    assert {hello.pid for hello in collector.of(Hello)} == {collector.job.pid}
-    assert [step.step for step in collector.of(Step)] == [1, 2, 3, 4, 5]
-    assert len(collector.of(Goodbye)) == 1
-
-
 def test_an_allocation_that_fails_is_reported_with_its_numbers_then_the_failure(collector):
     single(collector, "oom").finish()
     assert collector.job.returncode == 1
@@ -199,14 +197,6 @@ def test_an_allocation_that_fails_is_reported_with_its_numbers_then_the_failure(
     assert "can't allocate memory" in failure.error
     assert "Traceback" in failure.traceback
     assert (goodbye.reason, goodbye.step) == ("failed", 3)
-
-
-def test_a_launcher_inside_a_rank_is_refused_and_the_rank_trains_on(collector):
-    single(collector, "nested", TORCHRUN=str(BIN / "torchrun")).finish()
-    assert collector.job.returncode == 0, collector.output()
-    assert "nested ended with 2" in collector.run.rank_log(0, "out").read_text()
-    assert "ftmon: refused: 'torchrun'" in collector.run.rank_log(0, "err").read_text()
-    assert {hello.pid for hello in collector.of(Hello)} == {collector.job.pid}
 
 
 def test_a_script_that_never_trains_is_no_rank_and_keeps_its_output(collector):

@@ -1,25 +1,22 @@
-"""Real training on two CPU ranks under DeepSpeed's launcher: every ZeRO stage, resuming, stopping, the final model."""
+"""Real training on two CPU ranks under DeepSpeed: every ZeRO stage, resuming, stopping, the final model."""
 
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_jobs
 
 pytest.importorskip("deepspeed")
 
 import torch
-from ftmon.trainer.recipe import start
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA
 from safetensors.torch import load_file
 
-PROGRAM = Path(__file__).parents[1] / "support" / "recipe_ranks.py"
 BASE = [
     "model.config={model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,"
     " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
@@ -66,7 +63,7 @@ class Outcome:
 
     def __init__(self, out: Path, text: str) -> None:
         self.out = out
-        self.text = dict(re.findall(r"== (\S+)\n(.*?)(?=\n== |\Z)", text, re.DOTALL))
+        self.text = rank_jobs.sections(text)
 
     def losses(self, name: str) -> dict[int, float]:
         return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+  loss (\S+)", self.text[name])}
@@ -103,20 +100,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         path.write_text(write.dump(resolved.config))
         paths.append(str(path))
     shutil.rmtree(out)
-    words = [word for word in start.launch_command(resolved) if word != "--module"]
-    environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
-    environment.pop("FTMON_RUN", None)
-    done = subprocess.run(
-        [*words[:-1], str(PROGRAM), *paths],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return Outcome(out, done.stdout)
+    plan = [{"ranks": 2, "module": "recipe_ranks", "jobs": paths}]
+    text = rank_jobs.forked(plan, rank_jobs.environment_of(resolved, folder / "cache"), 1400)
+    return Outcome(out, text)
 
 
 @pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-2", "stage-3", "bf16", "offload", "foreach"])

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA
 
 pytestmark = pytest.mark.timeout(1800)  # the jobs of all tests run in the first one's fixture
-PROGRAM = Path(__file__).parents[1] / "support" / "resume_ranks.py"
 STEPS = 7
 BASE = [
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
@@ -83,14 +80,9 @@ class Runs:
         path.write_text(write.dump(resolve.resolve(loaded).config))
         return str(path)
 
-    def run(self, paths: list[str], ranks: int) -> int:
-        resolved = resolve.resolve(load(None, [*BASE, f"run.ranks={ranks}"]))
-        words = rank_jobs.launcher(resolved) if ranks > 1 else [sys.executable, "-u"]
-        environment = rank_jobs.environment_of(resolved, self.path / "c")
-        done = rank_jobs.run([*words, str(PROGRAM), *paths], environment, 1700)
-        self.text |= rank_jobs.sections(done.stdout)
-        assert done.returncode in (0, -signal.SIGKILL), done.stdout
-        return done.returncode
+    def run(self, plan: list[dict[str, Any]]) -> None:
+        environment = rank_jobs.environment_of(resolve.resolve(load(None, [*BASE, "run.ranks=2"])), self.path / "c")
+        self.text = rank_jobs.sections(rank_jobs.forked(plan, environment, 1700))
 
     def losses(self, name: str) -> dict[str, str]:
         """Return the losses of each rank and step, as hexadecimal."""
@@ -128,21 +120,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     base.mkdir(parents=True, exist_ok=True)
     (base / "config.json").touch()
     jobs.append(runs.job("named", *KINDS["z3-lora"], "model.config=", f"model.name={base}", short))
-    assert runs.run(jobs, ranks=2) == 0
     # One rank, killed in earnest while it may be writing.
     killed = runs.job("kill-5-z2", "zero.stage=2", ranks=1)
-    assert runs.run([killed], ranks=1) == -signal.SIGKILL
-    jobs = [
+    alone = [
         runs.job("resumed-killed", "zero.stage=2", *auto, out="kill-5-z2", ranks=1),
         runs.job("whole-one", "zero.stage=2", ranks=1),
     ]
     for kind in FEWER:
         there = f"checkpoint.resume={runs.path}/whole-{kind}/checkpoints/step-4"
-        jobs.append(runs.job(f"fewer-{kind}", *KINDS[kind], there, *BY_ONE))
+        alone.append(runs.job(f"fewer-{kind}", *KINDS[kind], there, *BY_ONE))
     there = f"checkpoint.resume={runs.path}/whole-z3-no-masters/checkpoints/step-4"
-    jobs.append(runs.job("fewer-8bit", *KINDS["z3-no-masters"], there, *BY_ONE))
-    jobs.append(runs.job("fewer-smaller", "zero.stage=2", step_4, "run.ranks=1"))
-    assert runs.run(jobs, ranks=1) == 0
+    alone.append(runs.job("fewer-8bit", *KINDS["z3-no-masters"], there, *BY_ONE))
+    alone.append(runs.job("fewer-smaller", "zero.stage=2", step_4, "run.ranks=1"))
+    runs.run(
+        [
+            {"module": "resume_ranks", "ranks": 2, "jobs": jobs},
+            {"module": "resume_ranks", "ranks": 1, "jobs": [killed], "killed": True},
+            {"module": "resume_ranks", "ranks": 1, "jobs": alone},
+        ]
+    )
     return runs
 
 

@@ -1,5 +1,6 @@
 """A real run of the trainer, watched: what it does besides its steps, and a checkpoint that cannot be written."""
 
+import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import SMALL, Ftmon, ftmon_home
+from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, lines_with, wait_until_nothing_is_left
 
 WORDS = (
     *SMALL,
@@ -32,9 +33,9 @@ class Life:
             self.checkpoints.unlink()
             eventually(lambda: not self.alert(ftmon), "the alert's end")
             eventually(self.evaluated, "an evaluation", 400)
-            assert ftmon.run("stop", self.run.id).returncode == 0
-            self.output, errors = process.communicate(timeout=240)
-            assert "stopped on request" in self.output, self.output + errors
+            process.send_signal(signal.SIGINT)
+            self.status, self.output, self.errors = follow_to_end(process)
+            wait_until_nothing_is_left(self.run)
 
     def replaced(self, folder: Path) -> bool:
         """Put a file in the place of the checkpoints' folder, which the trainer may have made anew in between."""
@@ -80,6 +81,13 @@ def test_a_checkpoint_that_failed_raises_an_alert_until_a_later_one_is_complete(
     assert failed
     assert failed[0]["path"].startswith(str(life.checkpoints))
     assert "could not be written" in life.output, "the printed lines have the alert"
+
+
+def test_ctrl_c_stops_a_run_that_the_command_started(life: Life) -> None:
+    assert life.status == 130, life.output + life.errors
+    assert "ctrl-c again kills the run" in life.errors
+    assert "stopped on request" in life.output, life.errors
+    assert lines_with(life.output, ["checkpoint: "])
 
 
 def test_the_recording_has_all_that_the_run_did_besides_its_steps(life: Life) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import rank_jobs
 
 pytest.importorskip("deepspeed")
 
-PROGRAM = Path(__file__).parents[1] / "support" / "forked_ranks.py"
 MLA: dict[str, Any] = {
     "kv_lora_rank": 8,
     "q_lora_rank": 12,
@@ -53,14 +50,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("sequences")
+def text() -> dict[str, str]:
     kinds = EQUAL | {kind: values for kind, (values, _) in REFUSED.items()}
     jobs = [f"{kind} {kind} {json.dumps(values)}" for kind, values in kinds.items()]
-    (folder / "plan.json").write_text(json.dumps([{"ranks": 2, "module": "sequence_ranks", "jobs": jobs}]))
+    plan = [{"ranks": 2, "module": "sequence_ranks", "jobs": jobs}]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     environment.pop("FTMON_RUN", None)
-    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 550)
+    return rank_jobs.sections(rank_jobs.forked(plan, environment, 550))
 
 
 @pytest.mark.parametrize("kind", EQUAL)

@@ -40,23 +40,23 @@ def test_an_upload_is_no_hang_and_not_ended_and_a_script_that_ends_early_is_name
     wait_until_nothing_is_left(run)
 
 
-@pytest.mark.parametrize("mode", ["lock", "ahead"])
-def test_a_rank_that_never_comes_is_named_before_its_phases_patience(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_waits_for_a_lock_and_one_that_skips_collectives_are_named_before_their_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FTMON_RUN", raising=False)
-    with started(job(mode, tmp_path)) as run, App(run) as app:
+    with started(job("late", tmp_path)) as run, App(run) as app:
 
         def accuses(alert: Any) -> bool:
             return alert.kind == "hang" and alert.resolved is None
 
         alert = app.wait_for(Alert, accuses)
         assert alert.evidence["hung"] == [1]
-        if mode == "lock":
-            late = alert.evidence["ranks"]["1"]
-            assert (late["waits_for_lock"], bool(late["lock_held_by"])) == (f"{tmp_path}/cache.lock", True)
-        else:
-            assert (alert.evidence["rule"], alert.evidence["waiting"]) == ("ahead", [0])
+        late = alert.evidence["ranks"]["1"]
+        assert (late["waits_for_lock"], bool(late["lock_held_by"])) == (f"{tmp_path}/cache.lock", True)
+        (tmp_path / "released").touch()
+        app.wait_for(Alert, lambda alert: alert.kind == "hang" and alert.resolved is not None)
+        alert = app.wait_for(Alert, lambda alert: accuses(alert) and alert.evidence["rule"] == "ahead")
+        assert (alert.evidence["hung"], alert.evidence["waiting"]) == ([1], [0])
         app.command("kill")
         exit_of(run)

@@ -26,9 +26,9 @@ the last norm and the output), and a pair of query and key costs 12 FLOPs in eac
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ftmon, RunDir, str]]:
     folder = tmp_path_factory.mktemp("lived")
-    with ftmon_home(folder / "home") as ftmon:
-        port = ("--master-port", str(free_port()))
-        job = ("torchrun", "--nproc-per-node", "2", *port, str(SCRIPT), str(folder / "out"))
+    with ftmon_home(folder / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        port = ("--master_port", str(free_port()))
+        job = ("deepspeed", "--num_gpus", "2", "--no_local_rank", *port, str(SCRIPT), str(folder / "out"))
         done = ftmon.run("run", "--plain", "--name", "lived", "--", *job, seconds=500)
         assert done.returncode == 0, done.stdout + done.stderr
         yield ftmon, ftmon.newest(), done.stdout

@@ -1,28 +1,56 @@
-"""Programs that run several small jobs in one set of ranks, and what each job printed."""
+"""Small jobs on ranks, several in one set of ranks, and what each job printed."""
 
+import fcntl
+import json
 import os
 import re
+import socket
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from eventually import eventually
 from ftmon.trainer.recipe import start
+
+SERVER = Path(__file__).with_name("forked_ranks.py")
+START_SECONDS = 300
+
+
+def forked(plan: list[dict[str, Any]], environment: dict[str, str], seconds: float) -> str:
+    """Run a plan on ranks forked from the session's server (``forked_ranks``); return what they printed."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
+        connection.connect(_server())
+        connection.sendall(f"{json.dumps({'plan': plan, 'environment': environment})}\n".encode())
+        text = connection.makefile(errors="replace").read()
+    assert text.endswith("\nall ranks ended with 0\n"), text
+    return text
+
+
+def _server() -> str:
+    """Return the socket of the session's server; the first of its processes that asks starts it."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    path = Path(tempfile.gettempdir()) / f"ftmon-ranks-{session}.sock"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            environment.pop("TORCHDYNAMO_DISABLE", None)
+            words = [sys.executable, str(SERVER), str(path), str(session)]
+            log = path.with_suffix(".log")
+            with log.open("w") as said:
+                subprocess.Popen(
+                    words, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+                )
+            eventually(path.exists, "a server of ranks", START_SECONDS, state=log.read_text)
+    return str(path)
 
 
 def outputs(words: list[str], environment: dict[str, str], seconds: float) -> dict[str, str]:
     """Run a command that must end with 0; return the text after each line ``== NAME``."""
-    return sections(finished(words, environment, seconds))
-
-
-def finished(words: list[str], environment: dict[str, str], seconds: float) -> str:
-    """Run a command that must end with 0; return what it printed."""
-    done = run(words, environment, seconds)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def run(words: list[str], environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    done = subprocess.run(
         words,
         env=environment,
         stdout=subprocess.PIPE,
@@ -31,6 +59,8 @@ def run(words: list[str], environment: dict[str, str], seconds: float) -> subpro
         timeout=seconds,
         check=False,
     )
+    assert done.returncode == 0, done.stdout
+    return sections(done.stdout)
 
 
 def sections(text: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """One rank that trains several configurations one after the other; its losses are printed to the last bit.
 
-``resume_ranks.py FILE...``. What a file is called says what happens to it:
+``resume_ranks.py FILE...``, or the jobs of ``forked_ranks``. What a file is called says what happens to it:
 
 ``cut-N-...``   the run is given up after its Nth step in this process, all ranks at once
 ``kill-N-...``  the rank kills itself with SIGKILL after its Nth step
@@ -29,10 +29,8 @@ class GivenUpError(Exception):
     pass
 
 
-def main() -> None:
+def work(world: World, jobs: list[str]) -> None:
     trainer._LEAST_SECONDS = 200.0  # a step of two ranks on a busy host
-    gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
-    world = World()
     ask = Unwatched.stop_requested
     step = progress.ProgressLines.step
 
@@ -42,7 +40,7 @@ def main() -> None:
         step(self, number, result, *rest)  # type: ignore[arg-type]
 
     progress.ProgressLines.step = exact  # type: ignore[method-assign]
-    for path in map(Path, sys.argv[1:]):
+    for path in map(Path, jobs):
         kind, _, rest = path.stem.partition("-")
         calls = 0
 
@@ -65,21 +63,24 @@ def main() -> None:
         # A print of all ranks' lines, one job after the other.
         world.barrier()
         if world.is_first:
-            sys.stdout.write(f"== {path.stem}\n")  # in one piece: unbuffered, print writes the line's end by itself
+            os.write(1, f"== {path.stem}\n".encode())
         world.barrier()
         try:
             train(load(str(path)).config, world)
         except GivenUpError:
-            sys.stdout.write("given up\n")
+            os.write(1, b"given up\n")
             # In a run of its own it ends with the process; here it would write into the next job's checkpoints.
             for thread in threading.enumerate():
                 if thread.name == "ftmon-checkpoint":
                     thread.join()
         except FtmonError as error:
             if world.is_first:
-                sys.stdout.write(f"refused: {error}\n")
+                os.write(1, f"refused: {error}\n".encode())
         world.barrier()
-    world.leave()
 
 
-main()
+if __name__ == "__main__":
+    gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
+    place = World()
+    work(place, sys.argv[1:])
+    place.leave()

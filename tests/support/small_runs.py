@@ -1,7 +1,6 @@
 """Small runs of the recipe on forked ranks: a model and data on disk, configurations, one launch."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.preflight import resolve
 from transformers import LlamaConfig, LlamaForCausalLM
 
-PROGRAM = Path(__file__).with_name("forked_ranks.py")
 WORDS = ["red", "green", "blue", "seven", "lines", "of", "a", "poem"]
 
 
@@ -63,7 +61,6 @@ def launch(folder: Path, module: str, jobs: dict[str, tuple[int, list[str]]]) ->
         path.write_text(write.dump(resolved.config))
         plan.setdefault(ranks, []).append(str(path))
     entries = [{"ranks": ranks, "module": module, "jobs": paths} for ranks, paths in plan.items()]
-    (folder / "plan.json").write_text(json.dumps(entries))
     environment = rank_jobs.environment_of(resolved, folder / "cache")
     environment.pop("TORCHDYNAMO_DISABLE", None)
-    return rank_jobs.outputs([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 1400)
+    return rank_jobs.sections(rank_jobs.forked(entries, environment, 1400))

@@ -1,5 +1,5 @@
-"""DDP on gloo, two ranks, and what the others wait for: ``MODE`` is honest (an upload, then a script that ends early),
-lock (a file lock before the first step), or ahead (one rank skips collectives)."""
+"""DDP on gloo, two ranks, and what the others wait for: ``MODE`` is honest (an upload, then a script that ends early)
+or late (a file lock before the first step, until FOLDER/released is there; later one rank skips collectives)."""
 
 import contextlib
 import fcntl
@@ -22,11 +22,18 @@ connection = socket.create_connection(listening.getsockname())
 end = time.monotonic() + 25
 while time.monotonic() < end: connection.sendall(bytes(65536))
 """
-HOLD = "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print(flush=True); time.sleep(600)"
+HOLD = """
+import fcntl, os, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+while not os.path.exists(sys.argv[2]): time.sleep(0.1)
+"""
 
 
-def wait_for_lock(path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE)
+def wait_for_lock(folder):
+    path, released = os.path.join(folder, "cache.lock"), os.path.join(folder, "released")
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path, released], stdout=subprocess.PIPE)
     holder.stdout.readline()
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -39,11 +46,11 @@ def main():
     rank = dist.get_rank()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if mode == "lock" and rank == 1:
-        wait_for_lock(os.path.join(folder, "cache.lock"))
-    steps = {"honest": 40 - rank, "lock": 5, "ahead": 100_000}[mode]
+    if mode == "late" and rank == 1:
+        wait_for_lock(folder)
+    steps = {"honest": 40 - rank, "late": 100_000}[mode]
     for step in range(steps):
-        skips = mode == "ahead" and rank == 1 and step >= 10
+        skips = mode == "late" and rank == 1 and step >= 10
         with model.no_sync() if skips else contextlib.nullcontext():
             time.sleep(0.02)
             model(torch.ones(2, 8)).sum().backward()

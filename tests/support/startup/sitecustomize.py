@@ -1,6 +1,6 @@
 """Makes the start of every process of the tests cheaper; their PYTHONPATH begins with this folder.
 
-Imports are most of the suite's processor time: 2 to 3 s for each of 300 processes.
+Imports are most of the suite's processor time: 2 to 3 s for each of 200 processes.
 
 - Garbage collection is rare: otherwise it takes a third of the time of a rank that trains a few steps.
 - transformers reads its 1,700 files twice at each start for a table of names (0.5 s): cached.

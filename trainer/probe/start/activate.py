@@ -52,13 +52,13 @@ def keep_peak_resident() -> None:
 
 HOOKS = (
     ("torch", "torch.install"),
-    ("torch", "parallel.install"),
-    ("torch", "collectives.install"),
+    ("torch", "distributed.install"),
+    ("torch", "distributed.install_collectives"),
     ("deepspeed", "deepspeed.install"),
-    ("accelerate.data_loader", "accelerate.install"),
-    ("transformers.trainer", "transformers.install_trainer"),
-    ("transformers.modeling_utils", "transformers.install_modeling"),
-    ("transformers.generation.utils", "transformers.install_generation"),
+    ("accelerate.data_loader", "frameworks.install"),
+    ("transformers.trainer", "frameworks.install_trainer"),
+    ("transformers.modeling_utils", "frameworks.install_modeling"),
+    ("transformers.generation.utils", "frameworks.install_generation"),
 )
 """The function in ``hooks`` to call with a module once it was imported; ``docs/frameworks.md`` shows how to add one."""
 
