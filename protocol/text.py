@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from unicodedata import combining, east_asian_width
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -127,3 +129,10 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def names_c_locale(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment asks for the C locale, in which Python itself would write UTF-8 (PEP 538, 540)."""
+    coerced = bool(sys.flags.utf8_mode) and environ.get("LC_CTYPE") == "C.UTF-8"
+    names = (environ.get("LC_ALL"), "" if coerced else environ.get("LC_CTYPE"), environ.get("LANG"))
+    return next((name for name in names if name), "") in ("C", "POSIX")

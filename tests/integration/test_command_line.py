@@ -79,12 +79,24 @@ def test_nothing_that_is_piped_moves_a_cursor_and_json_keeps_every_character(tmp
             assert "PWNED" in json.dumps(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
-def test_help_imports_neither_torch_nor_textual_nor_zmq(words: list[str]) -> None:
+HEAVY = {"torch", "textual", "zmq", "deepspeed", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("words", "forbidden"),
+    [
+        (["--help"], HEAVY | {"msgspec", "sqlite3"}),
+        (["--version"], HEAVY | {"msgspec", "sqlite3"}),
+        (["run", "--help"], HEAVY | {"msgspec", "sqlite3"}),
+        (["ls"], HEAVY),
+        (["status", "none"], HEAVY),
+    ],
+)
+def test_short_commands_import_neither_torch_nor_textual_nor_zmq(words: list[str], forbidden: set[str]) -> None:
     code = (
         "import sys\nfrom ftmon.tui.cli.main import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'textual', 'zmq', 'msgspec', 'deepspeed', 'sqlite3', 'rich'} & set(sys.modules)\n"
+        f"heavy = {forbidden!r} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

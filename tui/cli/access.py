@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-import zmq
 
 from ...protocol.errors import FtmonError, HubError, UsageError
 from ...protocol.host.process import is_alive
-from ...protocol.link.sockets import peer_socket
 from ...protocol.messages import wire
 from ...protocol.messages.control import Accepted, Result, Verb
 from ...protocol.run.rundir import HubFile, RunDir
@@ -55,6 +53,10 @@ def ask(
         UsageError: the command has text that is not UTF-8.
         HubError: the hub refused, or did not answer in time.
     """
+    import zmq  # ls, which imports this module, needs none
+
+    from ...protocol.link.sockets import peer_socket
+
     command = verb.command(secrets.token_hex(8))
     try:
         msgspec.msgpack.encode(command)  # as it is: wire.encode replaces what is not UTF-8

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ...protocol.errors import FtmonError
-from ...protocol.text import escape_json, sanitize
-from ..widgets.drawing import names_c_locale
+from ...protocol.text import escape_json, names_c_locale, sanitize
 
 # Sanitises standard output and error: control sequences from a recording, a log line or a path are removed.
 

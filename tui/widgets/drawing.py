@@ -1,10 +1,8 @@
 """Breaking text into lines."""
 
 import locale
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from ...protocol.text import sanitize
+from ...protocol.text import names_c_locale, sanitize
 
 # Formats numbers for the screen: short, with fixed places, with units at their first appearance.
 
@@ -232,13 +230,6 @@ ASCII = Glyphs(
     },
     keys={"enter": "enter", "space": "space", "escape": "esc", "left": "<-", "right": "->", "up": "up", "down": "down"},
 )
-
-
-def names_c_locale(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment asks for the C locale, in which Python itself would write UTF-8 (PEP 538, 540)."""
-    coerced = bool(sys.flags.utf8_mode) and environ.get("LC_CTYPE") == "C.UTF-8"
-    names = (environ.get("LC_ALL"), "" if coerced else environ.get("LC_CTYPE"), environ.get("LANG"))
-    return next((name for name in names if name), "") in ("C", "POSIX")
 
 
 def choose(ascii_only: bool) -> Glyphs:

@@ -1,7 +1,7 @@
 """Untrusted text is safe to print; figures keep their units."""
 
 import pytest
-from ftmon.protocol.text import all_ranks, counted, duration, gib, ranks_counted, sanitize
+from ftmon.protocol.text import all_ranks, counted, duration, gib, names_c_locale, ranks_counted, sanitize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,3 +92,18 @@ def test_ranks_are_counted_and_named_in_ranges() -> None:
 
 def test_one_thing_is_singular() -> None:
     assert [counted(number, "step") for number in (0, 1, 1204)] == ["0 steps", "1 step", "1,204 steps"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
+        ({"LANG": "POSIX"}, True),
+        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
+        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
+        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
+        ({}, False),
+    ],
+)
+def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
+    assert names_c_locale(environ) is expected

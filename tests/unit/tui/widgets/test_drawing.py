@@ -21,7 +21,6 @@ from ftmon.tui.widgets.drawing import (
     gib_signed,
     loss,
     milliseconds,
-    names_c_locale,
     spread,
     step_time,
     tail,
@@ -105,21 +104,6 @@ def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytes
     assert choose(False) is ASCII
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "UTF-8")
     assert choose(False) is UNICODE
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
-        ({"LANG": "POSIX"}, True),
-        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
-        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
-        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
-        ({}, False),
-    ],
-)
-def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
-    assert names_c_locale(environ) is expected
 
 
 @pytest.mark.parametrize("width", range(5, 120, 7))
