@@ -1,4 +1,4 @@
-"""Starts processes of the training side: a run, and a new hub for a run whose hub is gone.
+"""What the commands share to reach a run: processes of the training side, commands to its hub, its recording.
 
 The command line imports nothing of the trainer; it starts ``python -m ftmon.trainer...`` and reads one line of JSON.
 """
@@ -31,9 +31,6 @@ from .set_up import INSTALL, missing_training_packages
 
 if TYPE_CHECKING:
     from ...protocol.recording.reader import Reader
-
-
-# Sends a command to a hub and receives its two replies.
 
 
 ACCEPT_SECONDS = 10.0
@@ -91,9 +88,6 @@ def ask(
     raise HubError(f"the hub (pid {hub.process.pid}) gave no {'result' if accepted else 'answer'} in {waited:.0f} s")
 
 
-# Ends a run through its launcher, and waits for a run's end.
-
-
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 
@@ -118,9 +112,6 @@ def wait_for_end(run: RunDir, seconds: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-# Opens recordings for one command, and checks its rank argument.
 
 
 def check_rank(ranks: Collection[int], rank: int | None) -> None:
@@ -167,12 +158,10 @@ class StartFailedError(FtmonError):
     """The process that should start a run ended without one."""
 
     def __init__(self, text: str, status: int) -> None:
-        """Keep the process's output, and its exit status as the command's."""
         super().__init__(text)
         self.exit_status = status
 
     def __str__(self) -> str:
-        """Return the process's output, with all its lines."""
         return "\n".join(sanitize(line) for line in str(self.args[0]).splitlines()[-_MOST_LINES:])
 
 
@@ -253,7 +242,6 @@ def _with_own_programs() -> dict[str, str]:
 
 
 def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
-    """End an interrupted start, and everything that it has started."""
     process.terminate()
     output, _ = process.communicate()
     if process.returncode == 0:

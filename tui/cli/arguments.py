@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     Container = argparse._ActionsContainer
 
 
-# Types of command-line arguments: each parses one word, or raises ``ArgumentTypeError`` with the valid form.
-
-
 def positive(text: str) -> int:
     """Parse a whole number of 1 or more."""
     number = int(text) if text.isdecimal() else 0
@@ -108,9 +105,6 @@ def share(text: str) -> float:
     return found
 
 
-# Help of the whole ``ftmon`` command, with its commands grouped by purpose.
-
-
 GROUPS = {
     "train": ("predict", "demo", "train", "resume", "sweep", "data", "chat"),
     "watch": ("run", "attach", "replay", "ls", "status", "logs"),
@@ -126,7 +120,6 @@ class GroupedParser(argparse.ArgumentParser):
     """A parser whose help lists its commands under ``GROUPS``."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Refuse an unknown command with a suggestion, instead of the list of all commands."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = [name for names in GROUPS.values() for name in names]
             near = get_close_matches(value, known, n=1, cutoff=0.7)
@@ -152,9 +145,6 @@ class GroupedParser(argparse.ArgumentParser):
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
-
-
-# Adds commands, and declares the arguments that several commands share.
 
 
 class Argument(NamedTuple):
@@ -271,9 +261,6 @@ START_OPTIONS = (
 """Options of every command that starts a run."""
 
 
-# The commands of the group "end" of ``ftmon --help``.
-
-
 SIGNALS = ("INT", "TERM", "KILL")
 
 
@@ -307,9 +294,6 @@ def add_end(commands: "Commands") -> None:
         json_flag("list what was found as JSON, and end nothing"),
         flag("--elsewhere", "include processes of other hosts' runs whose hub is not reachable from this host"),
     )
-
-
-# The commands of the group "investigate" of ``ftmon --help``.
 
 
 def add_investigate(commands: "Commands") -> None:
@@ -440,9 +424,6 @@ def _compare(commands: "Commands") -> None:
     )
 
 
-# The commands of the group "set up" of ``ftmon --help``.
-
-
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -465,9 +446,6 @@ def add_set_up(commands: "Commands") -> None:
         "write a completion script for a shell",
         argument("shell", None, None, choices=SHELLS),
     )
-
-
-# The commands of the group "train" of ``ftmon --help``.
 
 
 _NO_PREDICT = flag("--no-predict", "do not predict the run's memory in the background (GPU runs)")
@@ -629,9 +607,6 @@ def _chat(commands: "Commands") -> None:
         epilog="With piped standard input, each line is a separate message and each answer one line (line ends in it "
         "are written as \\n); --whole makes the entire input one message.",
     )
-
-
-# The commands of the group "watch" of ``ftmon --help``.
 
 
 _RUN_EPILOG = (

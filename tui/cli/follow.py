@@ -1,4 +1,4 @@
-"""Follows a run in plain lines, without the terminal app."""
+"""Follows a run in plain lines, without the terminal app: its signals, its end, its lines."""
 
 import contextlib
 import os
@@ -23,9 +23,6 @@ from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
 from .narrate import Narrator, attach_line, closing_lines
 
-# Handles signals to a command that follows a run: keeps them, so that none interrupts a fold.
-
-
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ``ftmon run`` forwards to the run."""
 
@@ -40,7 +37,6 @@ def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"
 
 @contextmanager
 def _handled(numbers: Iterable[signal.Signals], handle: Callable[[signal.Signals], object]) -> Generator[None]:
-    """Call ``handle`` for received signals; those ignored at the start stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -249,8 +245,6 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
 
 
 class _Following:
-    """State of the loop of ``follow``."""
-
     def __init__(
         self,
         source: Source,
@@ -276,7 +270,6 @@ class _Following:
         """Whether the job is a script without ftmon, which handles ctrl-c itself."""
 
     def until_the_end(self) -> ExitFile | None:
-        """Print lines until the run has ended; return None if the user quit before."""
         drained_by, left_at = 0.0, 0.0
         while True:
             self._print_new()
@@ -317,7 +310,6 @@ class _Following:
             )
 
     def _left(self) -> bool:
-        """Handle received signals; return whether the user quits."""
         while self._signals:
             number = self._signals.popleft()
             if not self._owned:

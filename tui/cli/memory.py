@@ -1,4 +1,4 @@
-"""``ftmon memory RUN``: prints the composition of memory peaks of a recorded or live run."""
+"""``ftmon memory``, ``events``, ``snapshot`` and ``capture``: the memory of a run's ranks, and memory snapshots."""
 
 import os
 import shlex
@@ -195,9 +195,6 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     }
 
 
-# ``ftmon events RUN``: prints the allocator statistics of a run, one line per phase of each sampled step.
-
-
 _WHOLE = 1 << 30
 """A limit above any number of samples of a rank."""
 
@@ -237,7 +234,6 @@ def show_events(arguments: Namespace) -> int:
 
 
 def _has_ended(run: RunDir | None) -> bool:
-    """Return whether no more samples can follow: the run has ended, or its directory is unreadable or missing."""
     try:
         return run is None or run.read_exit() is not None
     except RunDirError:
@@ -326,9 +322,6 @@ def events_data(events: AllocatorEvents) -> dict[str, Any]:
     return {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
 
 
-# ``ftmon snapshot``: explores a PyTorch memory snapshot in the terminal, or prints it as JSON or text.
-
-
 _LARGE = 4 * 2**20
 """Minimum size of a file, bytes, for which a message is shown while it is read."""
 
@@ -372,7 +365,6 @@ def explore(arguments: Namespace) -> int:
 
 
 def _load_app() -> None:
-    """Import the app, which is as slow as reading a small file."""
     from ..screens import snapshot
 
     del snapshot
@@ -390,7 +382,6 @@ def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None
 
 @contextmanager
 def _patience(file: str) -> Generator[None, None, None]:
-    """Show a message on a terminal while a large file is read, and erase it afterwards."""
     text = f"ftmon: reading {file} ..."
     try:
         says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE
@@ -403,9 +394,6 @@ def _patience(file: str) -> Generator[None, None, None]:
     finally:
         if says:
             print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
-
-
-# Renders a snapshot as lines of text.
 
 
 _STACKS_SHOWN, _DEPTH = 8, 12
@@ -450,7 +438,6 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
 
 
 def _tree(root: Node, most: int) -> Iterator[str]:
-    """Yield the largest branches, ``most`` lines altogether."""
     left = most
     waiting = [(node, 0) for node in reversed(root.ordered())]
     while waiting and left:
@@ -489,9 +476,6 @@ def difference_lines(before: list[Replay], after: list[Replay], top: int) -> lis
 
 def _signed(count: int) -> str:
     return ("+" if count > 0 else "") + gib(count)
-
-
-# ``ftmon capture RUN``: captures memory snapshots of ranks and prints their paths.
 
 
 def capture(arguments: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Capabilities of the terminal: whether the app can open in it, and whether it shows more than ASCII."""
+"""Output of the commands: sanitised streams, JSON, and what the terminal can show."""
 
 import io
 import json
@@ -11,8 +11,6 @@ from typing import Any, TextIO
 from ...protocol.errors import FtmonError
 from ...protocol.text import escape_json, sanitize
 from ..widgets.drawing import names_c_locale
-
-# Sanitises standard output and error: control sequences from a recording, a log line or a path are removed.
 
 
 def print_json(value: Any, *, indent: bool = True) -> None:

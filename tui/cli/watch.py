@@ -1,4 +1,4 @@
-"""``ftmon status``: prints the state of one run, as text or as JSON."""
+"""``ftmon attach``, ``replay``, ``ls``, ``status`` and ``logs``: watch, list and print runs, live or recorded."""
 
 import shutil
 import sys
@@ -26,9 +26,6 @@ from .access import check_rank, opened
 from .follow import Standing
 from .narrate import attach_line, closing_lines, evaluation_words, figure_words, job_table
 from .output import print_json
-
-# Watches a run, live or recorded, in the app if the terminal supports it, else in plain lines.
-
 
 _POLL_SECONDS = 0.1
 
@@ -153,16 +150,12 @@ def opens_app(arguments: Namespace) -> bool:
 
 
 def _bring_back_hub(run: RunDir) -> None:
-    """Start a new hub if it is gone; without one the recording can still be shown."""
     from .access import living_hub
 
     try:
         living_hub(run)
     except HubError as error:
         print(f"ftmon: {error}; showing what was recorded", file=sys.stderr)
-
-
-# ``ftmon logs``: prints the output of a run's ranks from its recording.
 
 
 def show_logs(arguments: Namespace) -> int:
@@ -183,9 +176,6 @@ def show_logs(arguments: Namespace) -> int:
             source = "launcher" if line.rank < 0 else f"rank {line.rank}"
             print(f"{source}| {sanitize(line.text)}")
     return 0
-
-
-# ``ftmon ls``: prints the runs of this user, as a table or as JSON.
 
 
 _WIDE = 140
@@ -291,7 +281,6 @@ def show_status(arguments: Namespace) -> int:
 
 
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
-    """Yield the state of a run in a few lines."""
     code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.subject:

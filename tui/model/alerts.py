@@ -1,4 +1,4 @@
-"""The alerts of a run, by id: a later message of the same id replaces the earlier one."""
+"""The alerts of a run, by id, and the latest log lines of its ranks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -46,9 +46,6 @@ class AlertHistory:
             if alert.resolved is None:
                 found[alert.severity] += 1
         return found
-
-
-# The latest log lines of all ranks, bounded, with a filter.
 
 
 LOG_CAPACITY = 10_000

@@ -1,7 +1,7 @@
-"""The out-of-memory errors of a run: the rank's figures, the hub's verdict, and whether the rank is held.
+"""Out-of-memory errors of a run, console sessions with held ranks, and texts about the code that caused a spike.
 
-A fold over messages, live or replayed. If no hub has judged an error (an older recording, or no hub at that time), the
-same rules are applied here to the rank's figures.
+If no hub has judged an error (an older recording, or no hub at that time), the same rules are applied here to the
+rank's figures.
 """
 
 import codeop
@@ -123,9 +123,6 @@ def numbers(oom: Oom) -> list[tuple[str, int, str]]:
     return rows
 
 
-# A console session with one rank: typed code, its output, and the input history.
-
-
 MOST_LINES = 5000
 """Maximum number of output lines kept; the oldest are dropped first."""
 
@@ -242,9 +239,6 @@ def is_complete(code: str) -> bool:
         return codeop.compile_command(code, "<console>", "single") is not None
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return True
-
-
-# Text about the code that caused a spike: its stacks, and the hub's verdict on them.
 
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")

@@ -1,4 +1,4 @@
-"""The state of one rank: a fold over its messages."""
+"""The state of one rank: a fold over its messages, with its phase shares, stacks, memory and allocator history."""
 
 from bisect import bisect_left
 from collections import deque
@@ -29,8 +29,6 @@ from ...protocol.recording.results import PeakMark, PhasePeaks
 from ...protocol.text import ranks_counted, sanitize
 from .peaks import PeakRanking, rank_phases
 from .timeline import EMPTY, Timeline
-
-# Explanations of one rank's memory: composition of its peaks, causes of spikes, and the phase with the peak.
 
 
 class RankMemory:
@@ -103,9 +101,6 @@ def highest_bytes(composition: Composition) -> int:
     return top.peak_bytes if top is not None else 0
 
 
-# The shares of a step's phases in its time.
-
-
 _OWN_SHARE = (*STEP_PHASES, "generate")
 SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
 """The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
@@ -156,9 +151,6 @@ def shares(steps: Iterable[Step]) -> Shares:
 def _on_device(step: Step) -> bool:
     within = [record for record in step.phases if record.name != "init"]
     return bool(within) and all(record.device_us is not None for record in within)
-
-
-# A figure over all steps of a run in bounded memory: buckets of 1, 2, 4, 8 ... steps that merge as the run grows.
 
 
 CAPACITY = 1024
@@ -224,14 +216,10 @@ class StepSeries:
         self._buckets[key] = before[0] + total, before[1] + count
 
     def _halve(self) -> None:
-        """Merge adjacent buckets, doubling the steps per bucket."""
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, (total, count) in old.items():
             self._put(key // 2, total, count)
-
-
-# The stacks of all ranks as rows, grouped by equal stacks, the largest group first.
 
 
 RowKind = Literal["group", "frame", "thread", "native"]
@@ -279,9 +267,6 @@ def _whole(rank: int, stacks: Stacks, native: Stacks | None, ranks: tuple[int, .
 
 def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
     return [Row(kind, sanitize(line), ranks) for line in text.splitlines() if line.strip()]
-
-
-# Allocator events of one rank over its run: rates by phase, the largest allocations, retries, fragmentation.
 
 
 KEPT = 240
@@ -640,9 +625,6 @@ class RankModel:
         self.reserved_bytes = reserved
         self.resident_bytes = resident
         self.timeline.current = (allocated, reserved, resident or EMPTY)
-
-
-# Judges whether a run fits: the highest peak over the ranks relative to their devices' capacity.
 
 
 TIGHT_FRACTION = 0.92

@@ -1,4 +1,4 @@
-"""A run's state as a fold over the frames of its stream, live or replayed."""
+"""A run's state as a fold over the frames of its stream, live or replayed, and the figures derived from it."""
 
 import time
 from collections import deque
@@ -124,9 +124,6 @@ def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
     return Rates(1 / seconds, seconds, tokens * ranks / seconds, flops * ranks / seconds)
 
 
-# The state of a run, and figures derived from it: progress, speed, losses, peaks.
-
-
 DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
 
@@ -236,7 +233,6 @@ class RunState:
 
     @property
     def _first_step(self) -> int:
-        """Number of steps before a resume."""
         return self.plan.first_step if self.plan else 0
 
     @property
@@ -287,7 +283,6 @@ class RunState:
 
     @property
     def _is_standing(self) -> bool:
-        """Whether a rank blocks the run."""
         return any(rank.state in _STANDING for rank in self.ranks.values())
 
     @property
@@ -309,7 +304,6 @@ class RunState:
         return left * (pace + self._pause_per_step())
 
     def _pause_per_step(self) -> float:
-        """Return the seconds per step spent on evaluations and checkpoints, over the recent steps of one rank."""
         steps = next((rank.steps for rank in self.ranks.values() if rank.steps), ())
         return sum(step.host_us - step.training_us for step in steps) / 1e6 / len(steps) if steps else 0.0
 
@@ -361,13 +355,11 @@ class RunState:
         return {name: found[name] for name in self._update_names if name in found}
 
     def _common_number(self) -> int:
-        """Return the last step common to all ranks except those far behind; 0: none."""
         lasts = [rank.last.step for rank in self.ranks.values() if rank.last is not None]
         lead = max(lasts, default=0)
         return min((step for step in lasts if lead - step < FEWEST_STEPS), default=0)
 
     def _at_step(self, number: int) -> Iterator[telemetry.Step]:
-        """Yield each rank's record of a recent step."""
         for rank in self.ranks.values():
             step = next((step for step in reversed(rank.steps) if step.step <= number), rank.last)
             if step is not None and step.step == number:
@@ -631,9 +623,6 @@ class RunModel(RunState):
     }
 
 
-# A run's state as JSON values, for scripts: bytes, seconds, and seconds since the epoch.
-
-
 def status(model: RunModel) -> dict[str, Any]:
     """Return the state of a run as JSON values."""
     info, rates, peak, fit = model.info, model.rates, model.peak, model.fit
@@ -717,7 +706,6 @@ def _evaluations_left(model: RunModel) -> int | None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a struct as a map with all its fields, including those with default values."""
     if isinstance(value, msgspec.Struct):
         return {name: _whole(each) for name, each in msgspec.structs.asdict(value).items()}
     if isinstance(value, list):
@@ -753,9 +741,6 @@ def _rank(rank: RankModel, device: DeviceSample | None, model: RunModel) -> dict
         "tokens_per_second": own.tokens_per_second,
         "mfu": own.flops_per_second / rank.peak_flops if rank.peak_flops and own.flops_per_second else None,
     }
-
-
-# Text about a run's progress: its epoch, and its activity besides steps.
 
 
 _ACTIVITY_SECONDS = 1.0
@@ -797,9 +782,6 @@ def early_stop_words(stop: EarlyStop) -> str:
     return words
 
 
-# Notifications by the terminal that shows a run.
-
-
 class TerminalNotices:
     """Finds events of a run that cause a notification, from its creation on."""
 
@@ -826,9 +808,6 @@ class TerminalNotices:
             )
             if notice is not None:
                 yield notice
-
-
-# Ranks held at an out-of-memory error: which ones, since when, and which error to show first.
 
 
 def held_since(model: RunModel, case: OomCase) -> float:

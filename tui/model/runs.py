@@ -1,4 +1,4 @@
-"""Lists the runs of this user on this host, live and recorded; fast enough to be called every second."""
+"""The runs of this user on this host, live and recorded, and the jobs of a run as rows of a table."""
 
 import os
 import shlex
@@ -188,7 +188,6 @@ def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
 
 
 def _reason(state: str, info: RecordingInfo | None, end: ExitFile | None) -> str:
-    """Return why a run failed or was stopped: the alert that explains it, else its end in words."""
     if state not in ("failed", "stopped"):
         return ""
     text = end.text if end is not None else info.state_text if info is not None else ""
@@ -197,7 +196,6 @@ def _reason(state: str, info: RecordingInfo | None, end: ExitFile | None) -> str
 
 
 def _trained(recipe: Recipe | None, command: list[str], kind: str, info: RecordingInfo | None) -> dict[str, Any]:
-    """Return the entry's fields about model, data, arguments and losses."""
     found: dict[str, Any] = {"model": info.model if info is not None else ""}
     if recipe is not None:
         found |= {"config": recipe.config, "overrides": list(recipe.overrides), "data": list(recipe.data)}
@@ -235,12 +233,10 @@ def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
 
 
 def _size(run: RunDir) -> int:
-    """Return the bytes of the recording including its write-ahead log."""
     return sum(size for _, size in _files(run))
 
 
 def _stamp(run: RunDir) -> tuple[int, int]:
-    """Return a value that changes whenever the recording does."""
     return max((changed for changed, _ in _files(run)), default=0), _size(run)
 
 
@@ -257,9 +253,6 @@ def _sizes(recording: Path) -> list[tuple[int, int]]:
             continue
         found.append((info.st_mtime_ns, info.st_size))
     return found
-
-
-# The jobs of a run as rows of a table: what distinguishes each, its figures, how it ended.
 
 
 _WORDS_LIMIT = 120

@@ -1,4 +1,4 @@
-"""Builds the rows of each view of the explorer from its state."""
+"""State of the snapshot explorer: device, moment, mark, window and view, with the rows of each view."""
 
 import gc
 from bisect import bisect_left, bisect_right
@@ -40,9 +40,6 @@ from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.columns import ACTIONS, OWN_SPAN, Annotation
 from ...protocol.text import gib, sanitize
 
-# Bands over the entries of a trace: ftmon's steps and phases, named spans, user metadata.
-
-
 MOST_BANDS = 20_000
 """Maximum number of bands per row; a profiler may record more annotations than a screen can show."""
 
@@ -72,7 +69,6 @@ def bands_of(replay: Replay) -> list[list[Band]]:
 
 
 def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
-    """Convert times into entries; spans outside the trace are omitted."""
     times = columns(replay.trace.times, "q")
     if not replay.entries or not times[0]:
         return []
@@ -100,7 +96,6 @@ def _outermost(spans: list[Annotation]) -> list[Annotation]:
 
 
 def _notes(replay: Replay) -> list[Band]:
-    """Join neighbouring entries with the same user metadata."""
     notes = replay.snapshot.notes
     if len(notes) < 2:
         return []
@@ -112,9 +107,6 @@ def _notes(replay: Replay) -> list[Band]:
             found.append(Band(at, at + length - 1, notes[note]))
         at += length
     return found[:MOST_BANDS]
-
-
-# State of the snapshot explorer: device, moment, mark, part of the window, view.
 
 
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
@@ -318,7 +310,6 @@ class Rows(Sequence[Row]):
         self._parts, self._make = parts, make
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self._parts)
 
     @overload
@@ -326,7 +317,6 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Build a row, or several."""
         if isinstance(index, slice):
             return [self._make(part) for part in self._parts[index]]
         return self._make(self._parts[index])

@@ -127,7 +127,6 @@ class SweepModel:
 
     @property
     def _wanted(self) -> list[str]:
-        """Figures named in the sweep file; empty: the default ones."""
         plan = self.results.plan if self.results else None
         return plan.columns if plan is not None else []
 

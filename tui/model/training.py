@@ -1,4 +1,4 @@
-"""Training figures over steps (loss, learning rate, gradient norm, throughput), evaluations and checkpoints.
+"""Training figures over steps, evaluations and checkpoints, and the window and cursor of their chart.
 
 All figures of a job are kept in buckets of 1, 2, 4, 8 ... steps, which merge as the run grows. Live steps and pooled
 points of a recording go into the same buckets.
@@ -58,8 +58,6 @@ class HistoryPoint:
 
 
 class _Bucket:
-    """Sums over rank-steps. ``None`` figures are ignored."""
-
     __slots__ = (
         *("count", "data_us", "first_step", "flops", "grad_norm", "high_loss", "labels", "loss", "loss_weight"),
         *("low_loss", "lr", "lr_weight", "max_grad_norm", "norm_weight", "step", "t", "tokens", "training_us"),
@@ -222,7 +220,6 @@ class TrainingHistory:
         return self._buckets.setdefault(key, _Bucket())
 
     def _halve(self) -> None:
-        """Merge adjacent buckets, doubling the steps per bucket."""
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, bucket in old.items():

@@ -1,4 +1,4 @@
-"""Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
+"""The contents of a report, and its sources: a run's recording, a sweep's results, or a CSV file."""
 
 import os
 import shlex
@@ -23,8 +23,6 @@ from ...protocol.sweep.store import Results, is_results, read
 from ...protocol.text import sanitize
 from ..model.runs import recorded_entry
 from ..source.load import find_recording
-
-# The contents of a report: plain data, drawn by ``terminal`` and ``html``.
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -78,9 +76,6 @@ class Report(msgspec.Struct, frozen=True):
     sections: list[Section]
 
 
-# Loads the sides of ``ftmon compare``: a run's recording, or the rows of a sweep.
-
-
 MOST_STEPS = 4096
 """Maximum number of compared steps of a rank: the last ones."""
 CSV_SUFFIXES = (".csv", ".tsv")
@@ -131,7 +126,6 @@ def _last_step(target: str) -> int:
 
 
 def _common_evaluation(before: RecordedRun, after: RecordedRun) -> tuple[str, int] | None:
-    """Return the name and step of the last evaluation of both runs, of the data set evaluated first; None: none."""
     known = {(each.name, each.step) for each in after.evaluations if each.loss is not None}
     both = [(each.name, each.step) for each in before.evaluations if each.loss is not None]
     common = [each for each in both if each in known]
@@ -205,7 +199,6 @@ def losses(found: RecordedRun) -> list[float]:
 
 
 def _config(path: Path) -> dict[str, str]:
-    """Return the trainer's configuration, flat; empty for other scripts."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):

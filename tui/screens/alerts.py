@@ -144,7 +144,6 @@ class AlertsScreen(ListScreen):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
     def _select_rank(self, alert: Alert | None) -> bool:
-        """Select the rank of an alert; show a message if it has none."""
         if alert is None:
             return False
         cause_rank = alert.evidence.get("cause_rank")

@@ -1,4 +1,4 @@
-"""An app with the look of the monitor and one screen."""
+"""Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name."""
 
 import contextlib
 import os
@@ -23,8 +23,6 @@ from ..widgets.screen_output import ScreenOutput
 from ..widgets.state import AppState
 from ..widgets.theme import DARK, LIGHT, Theme
 from .base import HelpScreen, MonitorScreen
-
-# Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name.
 
 
 def ordered_commands() -> "type[Provider]":

@@ -1,4 +1,4 @@
-"""Base of the full screens: summary above, replay bar and keys below, the common keys, and a minimum size."""
+"""Base of the full screens (summary, replay bar, keys, minimum size), and the help screen."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -189,9 +189,6 @@ class SelectedRankScreen(MonitorScreen):
             index = ranks.index(self.app_state.selected) + delta
             self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
         self.tick()
-
-
-# Help: the visible screen in a few sentences, its signs, and its keys.
 
 
 class HelpScreen(Dialog):

@@ -1,4 +1,4 @@
-"""The dialog that asks for a position: a step, a time, a jump or a share."""
+"""Dialogs: a position to go to, one command with its outcome, and commands sent by one key."""
 
 from typing import Any, ClassVar
 
@@ -18,8 +18,6 @@ from ..widgets.drawing import Line, wrap
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
-
-# Base of dialogs: a panel in the middle, drawn line by line, that closes with escape.
 
 
 class Panel(Canvas):
@@ -96,9 +94,6 @@ class Dialog(ModalScreen[Any]):
         self.dismiss(None)
 
 
-# A dialog that sends one command after yes (the default is no), and then shows its outcome.
-
-
 class CommandDialog(Dialog):
     """A subclass draws the question and the progress, binds keys to the actions here, and defines the command."""
 
@@ -156,9 +151,6 @@ class CommandDialog(Dialog):
             self.paint()
 
 
-# Parts of dialogs that send commands: the two buttons, and the answers to a command.
-
-
 def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
     """Draw two buttons; the selected one is filled and in brackets."""
 
@@ -190,12 +182,8 @@ def answer_lines(record: CommandRecord, model: RunModel, width: int, theme: Them
 
 
 def _marked(mark: str, text: str, style: Style, width: int, theme: Theme) -> list[Line]:
-    """Draw text with a mark before its first row."""
     first, *rest = wrap(text, width - len(mark))
     return [Line(mark, style).add(first, theme.base), *(Line(" " * len(mark) + row, theme.base) for row in rest)]
-
-
-# Sends commands by one key from a screen: refused at once if impossible, else their answers are shown.
 
 
 _DONE = {
@@ -281,7 +269,6 @@ def without_native(result: Result) -> dict[str, str]:
 
 
 def _told(result: Result, field: str) -> dict[str, str]:
-    """Return a text field of the ranks' answers, by rank; ranks without it are omitted."""
     answers = result.data.get("answers")
     found: dict[str, str] = {}
     for rank, answer in answers.items() if isinstance(answers, dict) else ():

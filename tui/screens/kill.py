@@ -1,4 +1,4 @@
-"""The dialog that ends ranks or the run: targets, signal, consequences, then the outcome. The default is no."""
+"""The dialogs that end a run or some of its ranks: kill, and stop after the step. The default is no."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,9 +14,6 @@ from ..widgets.drawing import Line, cut, gib, wrap
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
 from .dialogs import CommandDialog, answer_lines, button_line
-
-# Texts of the kill dialog: the targets, the consequences of ending them, and the processes left afterwards.
-
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
@@ -162,7 +159,6 @@ def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set
 
 
 def _held(model: RunModel, rank: RankModel) -> int:
-    """Return the bytes that a rank's own processes hold on its device, by NVML."""
     sample = model.device_of(rank)
     if sample is None or sample.kind != "gpu":
         return 0
@@ -340,9 +336,6 @@ class KillDialog(CommandDialog):
             self.action_yes()
         else:
             self.dismiss(None)
-
-
-# The dialog that stops a run: the trainer saves a checkpoint and ends after the step.
 
 
 class StopDialog(CommandDialog):

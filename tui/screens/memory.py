@@ -1,4 +1,4 @@
-"""The composition of a step's peak: the waterfall of one rank, or the bars of all ranks side by side."""
+"""The memory of one rank or of all ranks side by side, and the allocator screen."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -105,7 +105,6 @@ class MemoryCanvas(Canvas):
         return "Not analysed yet. The probe captures one of the first steps, then another one periodically."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
-        """Draw the peaks of the three highest phases over the recent steps, if there is room."""
         steps = [step for step in rank.steps if step.phases]
         if height < _CHART_LINES or len(steps) < 2:
             return []
@@ -228,9 +227,6 @@ class MemoryScreen(SelectedRankScreen):
     def action_take(self) -> None:
         rank = self.app_state.selected
         self._asking.ask(control.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")
-
-
-# The allocator screen: rates by phase, growth, retries and fragmentation of a rank, and a list of all ranks.
 
 
 _HIGH = 46

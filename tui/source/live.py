@@ -132,13 +132,11 @@ class Feed(threading.Thread):
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _report_gone(self, text: str) -> None:
-        """Report that the hub is gone, unless the run is over; from here on it takes no commands."""
         self.hub = None
         if not self._closing.is_set() and not self._endpoint.ended():
             self._report("hub-gone" if self._joined else "connecting", text)
 
     def _follow(self, hub: Hub) -> None:
-        """Follow one hub until it is gone."""
         stream = peer_socket(self._context, "stream")
         control = peer_socket(self._context, "control")
         # A kill command for a hub that is gone must not be queued and reach the next one.
@@ -181,7 +179,6 @@ class Feed(threading.Thread):
             self._read_older(self.hub)
 
     def _read_older(self, hub: Hub) -> None:
-        """Read the history before the loaded part of the stream, in a thread."""
         if not self._pooled:
             return
 
@@ -231,7 +228,6 @@ class Feed(threading.Thread):
             self._receive(stream, history)
 
     def _receive(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Receive one batch of messages, with any gap before it filled."""
         frames: list[Frame] = []
         while len(frames) < _MAX_BATCH:
             try:
@@ -279,7 +275,6 @@ class Feed(threading.Thread):
             self._report("live")
 
     def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
-        """Fetch recorded frames after one number and before another; return how many there were."""
         last = self._last_seq if after is None else after
         count = 0
         while frames := history.frames(last, _FETCH):
@@ -345,7 +340,6 @@ class Feed(threading.Thread):
         self._refuse_until_closed()
 
     def _refuse_until_closed(self) -> None:
-        """Refuse commands until closed."""
         while not self._closing.wait(_CHECK_S):
             self._refuse_commands()
 
@@ -460,7 +454,6 @@ class LiveSource:
             record.result = answer
 
     def _apply_frames(self, arrival: Arrival, deadline: float) -> bool:
-        """Fold the frames of an arrival; False if time ran out and frames are left in it."""
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)
             message = frame.message
@@ -472,7 +465,6 @@ class LiveSource:
         return True
 
     def _settle_commands(self) -> bool:
-        """Fail commands that were not accepted in time."""
         now = time.time()
         changed = False
         for record in self.commands.values():
@@ -496,7 +488,6 @@ class LiveSource:
             transport.marks = marks(live.alerts)
 
     def _request(self, request: Request) -> None:
-        """Execute a request of the transport; all except ``play`` leave the live end."""
         if request.kind == "live":
             self._to_live()
             return
@@ -533,7 +524,6 @@ class LiveSource:
 
 
 def _info(run: RunDir | None) -> RunInfo:
-    """Return the run's information from its directory."""
     if run is None:
         return RunInfo()
     try:

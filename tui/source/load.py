@@ -1,4 +1,4 @@
-"""Loads the state of a run at any time from its recording, for seeks and late joins."""
+"""Loads the state of a run at any time from its recording, for seeks and late joins; finds runs and recordings."""
 
 import contextlib
 import copy
@@ -28,8 +28,6 @@ from ..model.run import RunInfo, RunModel
 from ..model.timeline import EMPTY, RATIO, Level
 from ..model.training import TrainingHistory
 
-# Interface to a run's history: its recording, opened here or queried through the hub.
-
 
 class History(Protocol):
     """The methods common to ``protocol.recording.Reader``, which documents them, and ``RemoteReader``."""
@@ -50,9 +48,6 @@ class History(Protocol):
     def step_time(self, step: int) -> float | None: ...
     def seq_at(self, t: float) -> int: ...
     def close(self) -> None: ...
-
-
-# Reads a whole run once at a coarse resolution, so that a seek can show the run's past at once.
 
 
 MAX_COLUMNS = 512
@@ -157,7 +152,6 @@ def _read_course(
 def _read_results(
     overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
 ) -> None:
-    """Read evaluations and checkpoints of the first rank, which reports them, into the jobs they belong to."""
     found = [frame for kind in _RESULT_KINDS for frame in history.sampled(kind, min(ranks, default=0), RESULTS_READ)]
     for frame in sorted(found, key=lambda frame: frame.seq):
         for job, (begin, until) in spans.items():
@@ -166,7 +160,6 @@ def _read_results(
 
 
 def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
-    """Return the span of each of the last jobs in the stream; of a run with one job, under 0, all of it."""
     jobs: list[Job] = []
     with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
         jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
@@ -408,9 +401,6 @@ def _adopt(model: RunModel, levels: dict[int, Level]) -> None:
         model.rank(rank).timeline.adopt(level)
 
 
-# Finds the recording that a command-line argument refers to.
-
-
 _SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
 """Suffixes of files that a command-line argument may name."""
 
@@ -459,9 +449,6 @@ def find_run(name: str) -> RunDir | None:
     return None if alone else RunDir(os.path.abspath(recording.parent))
 
 
-# Reads a memory snapshot, and replays its devices.
-
-
 def open_replays(
     path: str | Path,
     choose: Callable[[list[int]], list[int]] = list,
@@ -483,9 +470,6 @@ def open_replays(
     for replay in replays:
         replay.complete(whole)
     return replays
-
-
-# Locates a run's hub, by its run directory on this host or by addresses.
 
 
 @dataclass(frozen=True, slots=True)

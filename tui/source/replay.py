@@ -1,4 +1,4 @@
-"""A recorded run as a source."""
+"""A recorded run as a source: a thread reads ahead of the screen, and plays, seeks and steps on request."""
 
 import os
 import queue
@@ -20,9 +20,6 @@ from ...protocol.recording.results import RecordingInfo
 from ..model.run import RunInfo, RunModel
 from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
 from .load import History, Overview, Superseded, adopt, describe, load, read_overview
-
-# Finds the times of alerts, to seek to them.
-
 
 _LATEST_S = 60.0
 """Maximum seconds between an alert's own time and its first message."""
@@ -50,9 +47,6 @@ def alert_time(history: History, mark: AlertMark) -> float:
         after = frames[-1].seq
         batch = min(2 * batch, _BATCH)
     return mark.time
-
-
-# Parses positions in a recording as typed by a user: ``812``, ``12:03:10``, ``+90s``, ``50%``.
 
 
 _CLOCK = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[ T])?(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?")
@@ -122,9 +116,6 @@ def _within(time_: float, first: float, last: float) -> float:
     return min(max(time_, first), last)
 
 
-# Plays a recording: a thread that reads ahead of the screen, and plays, seeks and steps on request.
-
-
 TICK_S = 0.1
 """Seconds between moves of a playing position."""
 
@@ -143,8 +134,6 @@ _MAX_WAITING = 4
 
 @dataclass(slots=True)
 class _Update:
-    """An update from the thread to the screen: a new model or more frames, and the position."""
-
     model: RunModel | None = None
     frames: list[Frame] = field(default_factory=list[Frame])
     overview: Overview | None = None
@@ -303,7 +292,6 @@ class Playback:
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
     def _read_overview(self) -> None:
-        """Read the whole run coarsely, over this thread's own connection, and pass it to the playback's thread."""
         history: History | None = None
         try:
             history = self._open(self._closing.is_set)
@@ -377,7 +365,6 @@ class Playback:
         self._put(_Update(span=(self._first, self._last), message=message))
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
-        """Return the target of a request, or None if it does not move; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:

@@ -71,7 +71,6 @@ class SshError(FtmonError):
     """Connecting failed: ssh or the program on the other host ended, or sockets are not forwarded."""
 
     def __init__(self, text: str, status: int = 1) -> None:
-        """Keep the last line printed, and the exit status."""
         super().__init__(text)
         self.status = status
 
@@ -356,9 +355,6 @@ def _lines(errors: bytes | bytearray) -> list[str]:
 def _last(lines: Iterable[str]) -> str:
     found = [*lines]
     return sanitize(found[-1], 300) if found else ""
-
-
-# Reads a run's history through the hub's query channel, with the methods of the recording's reader.
 
 
 TIMEOUT_S = 10.0

@@ -1,4 +1,4 @@
-"""Draws one line of a rank's output, for the logs and the rank screen."""
+"""Draws alerts, the code that caused a spike, and lines of a rank's output."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,6 @@ from ..model.oom import (
 from .drawing import UNICODE, Glyphs, Line, gib, spread, wrap
 from .header import time_of_day
 from .theme import Theme
-
-# Draws the code that caused a spike: its size, the cost of recording it, and the stacks with their bytes.
-
 
 SHORT_LIST = 3
 """Stacks shown while the list is folded."""
@@ -93,9 +90,6 @@ def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
 def stack_lines(groups: Sequence[StackGroup], width: int, theme: Theme) -> list[Line]:
     """Draw stacks in short form, as in an alert's evidence."""
     return [_group_line(group, group.bytes, width, theme) for group in groups]
-
-
-# Draws alerts: the strip at the bottom of the overview, the rows of the alert list, and an alert's details.
 
 
 _EPOCH = 1e9
@@ -201,7 +195,6 @@ def evidence_lines(
 
 
 def _shown(key: str, value: Any, of: Shown | None) -> Shown:
-    """Return the words and unit of a key; in a mapping by rank, pid or name those of the mapping's figures."""
     if of is None:
         return shown(key, value)
     if of.by:

@@ -1,4 +1,4 @@
-"""An input line, for the filter after ``/`` and for the position to go to."""
+"""Base of the widgets (line painting, scrolling list, input line), and the fixed parts of a screen."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,6 @@ from .drawing import Line, spread, tail
 from .header import Summary, first_line, scrubber, summary_lines
 from .state import AppState, summary_of
 from .theme import Theme, ruled
-
-# Base class of the widgets: paints lines, and refreshes only lines that changed since the last paint.
 
 
 class Canvas(Widget, can_focus=False):
@@ -121,9 +119,6 @@ def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, i
     return 0, y, max(1, last), 1
 
 
-# A scrolling list with a selection that is kept in view, optionally following the newest item.
-
-
 class Listing(Canvas):
     """A list with one line per item. A subclass counts the items and draws one."""
 
@@ -185,9 +180,6 @@ class Listing(Canvas):
         """Select an item; -1 is the last."""
         self.selected = index if index >= 0 else max(0, self.count() - 1)
         self.tick(force=True)
-
-
-# The fixed parts of a screen: summary at the top; alert strip, replay bar and keys at the bottom.
 
 
 class SummaryBar(Canvas):

@@ -1,4 +1,4 @@
-"""Breaking text into lines."""
+"""Text, numbers and characters for the screen: wrapping, formats, glyphs with ASCII replacements, styled lines."""
 
 import locale
 import os
@@ -14,9 +14,6 @@ from rich.style import Style
 from textual.strip import Strip
 
 from ...protocol.text import sanitize
-
-# Formats numbers for the screen: short, with fixed places, with units at their first appearance.
-
 
 GIB = 2**30
 MIB = 2**20
@@ -118,9 +115,6 @@ def small(value: float) -> str:
     if 1e-2 <= abs(value) < 1e4:
         return f"{value:.3g}"
     return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
-
-
-# The characters of the app, each with an ASCII replacement. All are one cell wide.
 
 
 _STATES = {
@@ -253,9 +247,6 @@ def choose(ascii_only: bool) -> Glyphs:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
-
-
-# Builds screen lines from styled pieces, measured in cells, cut or padded to a width.
 
 
 def width_of(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Draws the bar of a replay, or of a rewound live run: state, speed, time, a track with alerts, step, keys."""
+"""Draws the two lines at the top of every screen, and the bar of a replay or of a rewound live run."""
 
 import time as clock
 from dataclasses import dataclass
@@ -11,9 +11,6 @@ from ..source.base import Transport
 from .drawing import Line, beside, count, gib, loss, spread, step_time
 from .plots import spark
 from .theme import Theme
-
-# Draws the two lines at the top of every screen: state, progress, speed, and peak memory.
-
 
 WITH_EVALUATION = 92
 """Minimum columns of a second line with the evaluation's loss."""
@@ -94,7 +91,6 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
 
 
 def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) -> Line:
-    """Draw name and state; with limited ``room`` (columns; 0: enough) without the word of the state beside trouble."""
     base = theme.base
     left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
     left.add(theme.cut(summary.name, name_width), theme.style(bold=True)).add("   ", base)
@@ -135,7 +131,6 @@ def _time(summary: Summary, theme: Theme) -> Line:
 
 
 def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
-    """Draw the highest peak relative to capacity, and the prediction; empty before the first peak."""
     dim = theme.style("dim")
     if not summary.peak:
         return Line()

@@ -25,8 +25,6 @@ from .memory import PART_FILLS
 from .state import AppState
 from .theme import Theme, ruled
 
-# The input line of a console, continued over several lines as in Python, with a history.
-
 
 class ConsoleInput(Canvas, can_focus=True):
     """Edits one piece of code. Enter posts ``Entered`` once the code is complete; escape posts ``Left``."""
@@ -96,7 +94,6 @@ class ConsoleInput(Canvas, can_focus=True):
         self.tick()
 
     def _put(self, code: str) -> None:
-        """Edit this piece of code, starting with its last line."""
         before, newline, self.text = code.rpartition("\n")
         self.before = before + newline
         self.cursor = len(self.text)
@@ -147,9 +144,6 @@ class ConsoleInput(Canvas, can_focus=True):
             self.post_message(self.Entered(code.rstrip("\n")))
         else:
             self._put(code + "\n")
-
-
-# Draws predicted changes of a run, each from a dry run of its job, as a table below an out-of-memory verdict.
 
 
 _NAME = 24
@@ -210,9 +204,6 @@ def _row(name: str, fits: bool | None, needs: int, slower: float, change: str, w
     return line.add(theme.cut(change, width - line.width - 1), theme.style("dim"))
 
 
-# Draws the report of an out-of-memory error: verdict, remedies, figures, batch, other ranks, failing code.
-
-
 _FRAMES, _HOLDERS = 16, 8
 _TWO_COLUMNS = 150
 """Minimum width for the evidence beside the verdict."""
@@ -244,7 +235,6 @@ def report_lines(
 
 
 def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, theme: Theme) -> list[Line]:
-    """Draw the reason, the present state, and the remedies."""
     lines = [Line(" " + row, theme.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
     sure = "certain from the figures" if case.verdict.sure else "most likely from the figures"
     lines.append(Line(f" {sure}", theme.style("dim")))
@@ -259,7 +249,6 @@ def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: i
 
 
 def _rest(case: OomCase, place: str, width: int, theme: Theme) -> list[Line]:
-    """Draw the composition of memory, and the places of all ranks."""
     oom, lines = case.oom, list[Line]()
     if oom.parts:
         lines += _section("allocated was", _parts(oom, width, theme), theme)
@@ -322,7 +311,6 @@ def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _parts(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
-    """Draw allocated bytes by part, each with a bar relative to the largest."""
     total = max(1, sum(oom.parts.values()))
     largest = max(1, *oom.parts.values())
     labels = LABELS | (CPU_LABELS if oom.measure != "cuda" else {})
@@ -355,7 +343,6 @@ def _holders(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _place(frames: list[str]) -> str:
-    """Return the place of a stack: its innermost frame, and the innermost one in user code."""
     parts = [split_frame(frame) for frame in reversed(frames)]
     if not parts:
         return "no Python stack recorded"

@@ -1,4 +1,4 @@
-"""Draws the waterfall: composition of a peak, one row per part, each bar starting at the end of the one above."""
+"""Draws the pictures: step charts, memory graph, phase bar, bands, plots, sparkline, waterfall."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,6 @@ from ..model.waterfall import Waterfall
 from ..plotext_figure import draw, new_figure, rows
 from .drawing import Line, gib_fixed, mib_fixed
 from .theme import Theme
-
-# Charts of a rank's steps, drawn by plotext (imported at the first chart) and coloured by the palette.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,6 @@ def chart_lines(chart: Chart, width: int, height: int, theme: Theme) -> list[Lin
 
 
 def _markers(theme: Theme) -> tuple[list[str], list[str]]:
-    """Return plotext's marker of each series, and its sign in the legend."""
     if theme.glyphs.is_ascii:
         return ["*", "o", "."], ["*", "o", "."]
     return (["braille"] * 3, ["━", "━", "━"]) if theme.color else (["braille", "+", "x"], ["⠶", "+", "x"])
@@ -85,7 +82,6 @@ def _rgb(color: str) -> tuple[int, int, int]:
 
 
 def _line(ansi: str, width: int, theme: Theme) -> Line:
-    """Return a row of plotext's output as a line: its colours on the theme's background, the rest dim."""
     text = Text.from_ansi(ansi)
     dim = theme.style("dim")
     line = Line()
@@ -167,7 +163,6 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
 
 
 def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell from both parts' heights above its bottom, in eighths."""
     blocks = theme.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
@@ -184,7 +179,6 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, them
 
 
 def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell with characters alone, for terminals without colour or block characters."""
     del spike
     glyphs = theme.glyphs
     if allocated > 0:
@@ -192,9 +186,6 @@ def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme
     if reserved > 0:
         return glyphs.reserved, theme.style("allocated")
     return (glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
-
-
-# Draws the phase bar: the shares of a step, each in its phase's colour and labelled if it is wide enough.
 
 
 SHORT = {
@@ -254,9 +245,6 @@ def _label(name: str, share: float, cells: int, figures: bool) -> str:
     initial = short[:1] if name in FILLS else ""
     candidates = [f" {short} {percent} % ", f"{short} {percent}", short, initial] if figures else [short, initial]
     return next((text for text in candidates if len(text) <= cells), "")
-
-
-# Draws a row of named bands below a timeline: phases in their colours, other spans in two alternating tones.
 
 
 def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
@@ -380,9 +368,6 @@ def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
     return line
 
 
-# Draws a sparkline of one row, for figures without a natural maximum (the loss, a step's time).
-
-
 def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
     """Draw the newest values, oldest left, scaled to their own range; None and NaN leave a gap."""
     shown = pool_mean(values, width)
@@ -444,7 +429,6 @@ def waterfall_lines(
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
     def beside(size: int, predicted: int | None) -> Line:
-        """Draw the prediction of a row and the difference to it; blanks without a prediction."""
         if expected is None:
             return Line()
         if predicted is None:
@@ -574,7 +558,6 @@ def _plain_bar(first: int, last: int, width: int, theme: Theme) -> Line:
 
 
 def _beside(line: Line, note: str, end: int, extent: int, width: int, theme: Theme, figures: int) -> Line:
-    """Add words after a bar, or before it, if they fit."""
     text = f"{theme.glyphs.spike} {note}"
     after = figures + 4 + int(end / extent * (width - figures - 2))
     if after + len(text) < width:

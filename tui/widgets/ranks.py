@@ -17,9 +17,6 @@ from .plots import SHORT, Column, Scale, memory_graph, phase_bar
 from .state import AppState, History, RankView, rank_views, scale_of
 from .theme import Theme
 
-# Draws the card of one rank: title in the rule, memory graph, figures, phase shares, the device's health.
-
-
 FIXED_LINES = 4
 """Lines of a card besides its graph: title, figures, phases, health."""
 
@@ -141,9 +138,6 @@ def health_words(view: RankView, width: int, theme: Theme) -> str:
     return fitting(words, "  ", width)
 
 
-# Draws the heat map: a cell per rank, with colour and figure for peak memory, and a glyph for its state.
-
-
 GROUP = 8
 """Ranks between gaps: the devices of a usual node."""
 
@@ -218,7 +212,6 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, the
 
 
 def _text(view: RankView, width: int, theme: Theme) -> str:
-    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell only its tens."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
@@ -230,7 +223,6 @@ def _text(view: RankView, width: int, theme: Theme) -> str:
 
 
 def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
-    """Return foreground and background of a cell."""
     palette = theme.palette
     if view.state in ("finished", "starting"):
         return palette.dim, palette.raised
@@ -262,9 +254,6 @@ def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
         ramp.add("0..9", theme.base)
     ramp.add(" 100 % ", theme.style("dim"))
     return spread(line, ramp, width, theme.base) if line.width + ramp.width < width else line
-
-
-# Draws the figures of one rank: process, batch, loss, memory, device, allocator, and ftmon's own cost.
 
 
 Pairs = list[tuple[str, str]]
@@ -355,9 +344,6 @@ def _monitor(rank: RankModel) -> Pairs:
     if events is not None:
         found.append(("allocator", f"{allocations(events):,} allocations in step {events.step:,}"))
     return found
-
-
-# Draws one line per rank if cards do not fit: state, a small graph, figures, phase shares, health.
 
 
 NARROWEST = 76
@@ -701,7 +687,6 @@ class RankGrid(Container):
             self._waiting.tick()
 
     def _rebuild(self, width: int, height: int) -> None:
-        """Make the widgets of the layout."""
         self.remove_children()
         self._cards, self._parts, self._heat, self._waiting = [], [], None, None
         if self.plan.mode == "cards":
@@ -752,7 +737,6 @@ class RankGrid(Container):
         return next((i for i, view in enumerate(self._views) if view.rank == self.app_state.selected), 0)
 
     def _scroll(self) -> None:
-        """Keep the selection in view."""
         if self.plan.mode == "cards":
             line, shown = self._index() // self.plan.columns, self.plan.rows
             total = -(-len(self._views) // self.plan.columns)

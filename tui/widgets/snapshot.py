@@ -1,4 +1,4 @@
-"""Draws the timeline of a snapshot: allocated and reserved, and below them cursor, marks, peak and errors."""
+"""Draws the timeline of a memory snapshot, and the list of the selected view below it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,9 +14,6 @@ from .drawing import Line, beside, gib, spread
 from .plots import Column, Scale, band_row, memory_graph
 from .state import AppState, nice_top
 from .theme import ruled
-
-# The list below the timeline: the rows of the selected view.
-
 
 _TITLES = {
     "stacks": "1 live stacks",
@@ -122,7 +119,6 @@ class SnapshotList(Listing):
         line.add(theme.cut(words, width - line.width), theme.style("dim", ground))
 
     def _map(self, piece: Piece, room: int, line: Line) -> None:
-        """Draw a segment's blocks by the fill of each cell; blocks that wait for a stream have the warning colour."""
         theme = self.theme
         full, waiting = [0.0] * room, [False] * room
         scale = room / max(1, piece.size)
@@ -190,7 +186,6 @@ class SnapshotTimeline(Canvas):
         return min(width - 1, self._column(moment, width))
 
     def _column(self, moment: int, width: int) -> int:
-        """Return a moment's column, below 0 or beyond ``width`` if it is out of view."""
         explorer = self.explorer
         span = explorer.last - explorer.first + 1
         return ((moment - explorer.first + 1) * width - 1) // span

@@ -22,9 +22,6 @@ from .header import Summary
 from .plots import Column, Scale
 from .theme import Theme
 
-# The values of one rank for a card, a row or a heat cell.
-
-
 TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
 """Rank states shown in place of power and temperature."""
 
@@ -75,9 +72,6 @@ class RankView:
     def words(self) -> tuple[str, str]:
         """Names of the solid and the lighter part of its memory."""
         return ("alloc", "rsvd") if self.measure == "cuda" else ("in use", "resident")
-
-
-# Converts the model to the widgets' values: rank views, memory columns, summary.
 
 
 _NICE = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)

@@ -1,4 +1,4 @@
-"""The parts of the sweep screen: head with remaining time and cost, table, and curve."""
+"""Draws the jobs of a run, and the parts of the sweep screen: head, table, curve."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +16,6 @@ from .drawing import Line, gib_fixed, spread, step_time, width_of, wrap
 from .plots import Curve, plot_cells, row_line, sign_of, spark
 from .state import AppState
 from .theme import Theme
-
-# Draws the jobs of a run: a line each, and the selected one's peaks by rank and phase.
-
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """State of a run or rank whose sign is used for a job's state."""
@@ -95,7 +92,6 @@ def _without_steps(job: Job, width: int, style: Style) -> list[Line]:
 
 
 def _ending(rank: JobRank, words: Callable[[int | None, int | None], str]) -> str:
-    """Return how a rank's process ended, by exit code and signal, or else the rank's state."""
     known = rank.exit_code is not None or rank.signal
     return words(rank.exit_code, rank.signal) if known else rank.state
 

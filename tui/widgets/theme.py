@@ -1,4 +1,4 @@
-"""Settings of drawing: palette, glyphs, and whether colour is used."""
+"""Palettes for dark and light terminals, and the settings of drawing: palette, glyphs, colour."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,8 +6,6 @@ from functools import lru_cache
 from rich.style import Style
 
 from .drawing import UNICODE, Glyphs, Line, cut, spread
-
-# The colours of the app, one set for dark terminals and one for light: one accent, one warning, one error.
 
 
 @dataclass(frozen=True)

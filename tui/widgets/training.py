@@ -1,4 +1,4 @@
-"""Draws the course of loss, tokens per second and step time beside the ranks, where the overview has room for them."""
+"""Draws the training screen, and the strip of training charts below the overview's ranks."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -29,9 +29,6 @@ from .drawing import loss as loss_words
 from .header import time_of_day
 from .plots import Curve, plot_cells, pool_mean, put_cursor, row_line, sign_of
 from .theme import Theme, ruled
-
-# State shared by the parts of one drawing of the training screen: window, columns, displayed step.
-
 
 GUTTER = 9
 """Columns before a plot, for the values of its rows."""
@@ -78,15 +75,11 @@ class Scene:
         return self.seen[min(place, len(self.seen) - 1)]
 
 
-# Draws the lines under the plots of the training screen: marks of events, the axis, the events at the cursor.
-
-
 _TICK_CELLS = 14
 _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
 
 
 def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
-    """Return the marks in the window: column, sign, tone, words; the most important last."""
     theme = scene.theme
     found: list[tuple[int, str, str, str]] = []
     for checkpoint in scene.model.training.checkpoints:
@@ -197,9 +190,6 @@ def foot(scene: Scene) -> Line:
     return line.add(" " * max(0, gap), dim).join(right)
 
 
-# Draws the training screen: loss with evaluations, a second figure, marks, and the values at the cursor.
-
-
 _FIXED = 6
 """Rows besides the plots: head, two titles, marks, axis, foot."""
 _EACH = 1
@@ -207,8 +197,6 @@ _EACH = 1
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """Name and format of a figure of the second pane."""
-
     title: str
     write: Callable[[float], str]
     floor: bool = False
@@ -250,17 +238,12 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
 
 
 def _rooms(rows: int, panes: int) -> list[int]:
-    """Divide the rows among the panes; the loss has the most."""
     rows = max(rows, 2 * (panes + 1))
     each = max(2, rows * 2 // (2 * panes + 3))
     return [rows - each * panes, *([each] * panes)]
 
 
-# The head -------------------------------------------------------------------------------------------------------------
-
-
 def _head(scene: Scene) -> Line:
-    """Draw the rule with the displayed step: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
     line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
@@ -278,9 +261,6 @@ def _head(scene: Scene) -> Line:
             line.add(f" {theme.glyphs.dot} {word}", dim)
     line.add(" ", dim)
     return line.add(theme.glyphs.rule * max(0, scene.width - line.width), rule)
-
-
-# The loss -------------------------------------------------------------------------------------------------------------
 
 
 def _loss_pane(scene: Scene, rows: int) -> list[Line]:
@@ -337,15 +317,11 @@ def _loss_title(scene: Scene) -> Line:
 
 
 def _evaluation_at(scene: Scene) -> Evaluation | None:
-    """Return the latest evaluation at the displayed moment."""
     evaluations = with_loss(scene.model.training.evaluations)
     if scene.moment is None or not evaluations:
         return None
     name = evaluations[0].name
     return next((e for e in reversed(evaluations) if e.name == name and e.step <= scene.moment.step), None)
-
-
-# The other figures ----------------------------------------------------------------------------------------------------
 
 
 def _figure_pane(scene: Scene, index: int, rows: int) -> list[Line]:
@@ -408,9 +384,6 @@ def _unknown(scene: Scene, rows: int, why: str) -> list[Line]:
     return lines
 
 
-# Plots ----------------------------------------------------------------------------------------------------------------
-
-
 def _plot(
     scene: Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
 ) -> list[Line]:
@@ -431,7 +404,6 @@ def _plot(
 
 
 def _pooled(scene: Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Return the last value of each half column of the window, with its coordinate."""
     found: dict[int, tuple[float, float]] = {}
     for moment, value in zip(scene.seen, values, strict=True):
         if value is not None and isfinite(value):
