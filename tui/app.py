@@ -18,7 +18,6 @@ from .source.base import Source, Transport
 from .widgets.state import AppState
 
 FPS = 4
-"""Paints per second."""
 
 FIRST_POLLS = 100
 """Polls per second until the first ranks have reported, so that they are painted at once."""

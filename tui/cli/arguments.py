@@ -113,7 +113,6 @@ GROUPS = {
     "set up": ("doctor", "keys", "completion"),
 }
 INTERNAL = ("relay",)
-"""Commands that other commands run; help leaves them out."""
 
 
 class GroupedParser(argparse.ArgumentParser):

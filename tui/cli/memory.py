@@ -199,7 +199,6 @@ _WHOLE = 1 << 30
 """A limit above any number of samples of a rank."""
 
 _DRAIN_SECONDS = 5.0
-"""Time limit of waiting for the rest of the stream after the run's end."""
 
 
 def show_events(arguments: Namespace) -> int:

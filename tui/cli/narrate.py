@@ -94,7 +94,6 @@ class Narrator:
         self._activities = 0
         """Number of the job's activities that were printed or skipped."""
         self._printed_jobs: set[int] = set()
-        """Jobs whose end was printed."""
 
     def new_lines(self, model: RunModel) -> Iterator[str]:
         """Yield the lines, often none, about changes of ``model`` since the last call."""

@@ -214,7 +214,6 @@ _URL = re.compile(
 )
 _NOT_FOUND, _SSH_FAILED = 127, 255
 _NO_COMMAND = "there is no command"
-"""Error of the remote parser for an unknown command."""
 
 
 class Place(NamedTuple):

@@ -20,7 +20,6 @@ from . import output
 from .output import draws_ascii, print_json
 
 _MOST = 10
-"""Maximum number of configurations that are all shown; of more, only those that differ."""
 
 
 def show_comparison(arguments: Namespace) -> int:

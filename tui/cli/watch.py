@@ -247,7 +247,6 @@ def _loss(value: float | None) -> str:
 
 
 _SHOWN = 16
-"""Maximum number of listed ranks, and of alerts."""
 
 
 def show_status(arguments: Namespace) -> int:

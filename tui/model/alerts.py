@@ -70,7 +70,6 @@ class LogHistory:
     def __init__(self, capacity: int = LOG_CAPACITY) -> None:
         self._entries: deque[LogEntry] = deque(maxlen=capacity)
         self.ranks: set[int] = set()
-        """Ranks that printed; -1 is the launcher."""
         self.version = 0
 
     def __len__(self) -> int:

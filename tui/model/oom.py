@@ -63,7 +63,6 @@ class OomCases:
     def __init__(self) -> None:
         self._cases: dict[CaseKey, OomCase] = {}
         self.version = 0
-        """Incremented with every change."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -252,7 +251,6 @@ class SpikeVerdict:
     """Such as ``foreach temporaries``; empty if unknown."""
     where: str = ""
     remedy: str = ""
-    """What to try."""
     saves_bytes: int = 0
 
 

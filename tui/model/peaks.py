@@ -43,7 +43,6 @@ class PeakRanking:
     """A rank's phases ranked by their peaks, the highest first."""
 
     standing: tuple[PeakMark, ...]
-    """The highest mark of each phase."""
     crossing: Crossing | None = None
     slopes: dict[str, float] | None = None
     """Bytes per element of the batch, by phase, over the longest batches; 0 for a phase with the same peak at every
@@ -287,10 +286,8 @@ class WhatIf:
     done: list[str] = field(default_factory=list[str])
     """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""
-    """Reason of a missing answer; else empty."""
     answer: Answer | None = None
     version: int = 0
-    """Incremented with every change."""
 
 
 def capacity_of(oom: Oom) -> int:

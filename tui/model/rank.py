@@ -38,11 +38,8 @@ class RankMemory:
 
     def __init__(self) -> None:
         self.latest: Composition | None = None
-        """The last analysed step."""
         self.highest: Composition | None = None
-        """The analysed step with the highest peak so far."""
         self.causes: dict[str, Cause] = {}
-        """The last cause found for each phase."""
         self.version = 0
         self._peaks = PhasePeaks()
         self._past: Sequence[PeakMark] = ()
@@ -154,7 +151,6 @@ def _on_device(step: Step) -> bool:
 
 
 CAPACITY = 1024
-"""Maximum number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +170,6 @@ class StepSeries:
         """Steps per bucket."""
         self.version = 0
         self._buckets: dict[int, tuple[float, int]] = {}
-        """Sum and number of the values."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -270,7 +265,6 @@ def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
 
 
 KEPT = 240
-"""Maximum number of sampled steps kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +276,9 @@ class PhaseRates:
     frees: int
     allocated_bytes: int
     largest: int
-    """The largest single allocation, bytes."""
     segments: int
     """cudaMalloc calls minus cudaFree calls."""
     segment_bytes: int
-    """Growth of reserved memory."""
     allocations_per_second: float | None
     """None if the phase's duration is unknown."""
     bytes_per_second: float | None
@@ -302,7 +294,6 @@ class AllocatorHistory:
         self._past: Sequence[AllocatorEvents] = ()
         """Samples of the whole run, also those after this state."""
         self.last: AllocatorEvents | None = None
-        """The latest sampled step."""
         self.retries: int | None = None
         """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
@@ -420,26 +411,18 @@ class RankModel:
         self.hello: Hello | None = None
         self.state: RankStateName = "starting"
         self.state_text = ""
-        """Reason of its state, in a few words."""
         self.state_since = 0.0
         """When the state began, seconds since the epoch; 0 while unknown."""
         self.exit_code: int | None = None
         self.signal: int | None = None
         self.beat: Heartbeat | None = None
-        """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
-        """The last finished step."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
-        """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
-        """The run's peak on this rank."""
         self.reserved_peak = 0
-        """Highest reserved bytes of the run."""
         self.timeline = Timeline()
         self.memory = RankMemory()
-        """Explanations of its memory."""
         self.allocator = AllocatorHistory()
-        """Allocator activity in the sampled steps."""
         self.oom: Oom | None = None
         self.failure: Failure | None = None
         self.goodbye: Goodbye | None = None
@@ -449,12 +432,10 @@ class RankModel:
         """The latest stacks read by py-spy."""
         self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
         self.allocated_bytes = 0
-        """Latest known allocated bytes."""
         self.reserved_bytes = 0
         self.resident_bytes = 0
         """Latest known resident set size; 0 on CUDA."""
         self.dropped = 0
-        """Number of messages that its probe has dropped."""
         self.clock_offset = 0.0
         """Seconds to add to its host's times for the hub's time."""
         self.version = 0

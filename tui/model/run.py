@@ -31,7 +31,6 @@ from .training import HistoryPoint, Training, TrainingHistory, perplexity_of, se
 
 
 RATE_STEPS = 8
-"""Steps over which a speed is measured."""
 
 _NEWEST = 3
 _CHANGE = 1.5
@@ -52,7 +51,6 @@ class Rates:
     seconds_per_step: float = 0.0
     """Time between the ends of two steps; a stall does not increase it, so that time left stays realistic."""
     tokens_per_second: float = 0.0
-    """Of all ranks together."""
     flops_per_second: float = 0.0
     """Model FLOP/s of all ranks together; 0 unless known for every rank."""
 
@@ -134,7 +132,6 @@ _NEAR_STEPS = 4
 """Maximum difference in steps between synchronous ranks of one training."""
 
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
-"""Rank states in which the run makes no progress."""
 
 
 @dataclass(slots=True)
@@ -173,36 +170,27 @@ class RunState:
         self.prediction: Prediction | None = None
         """The run's prediction, or the reason for a missing one; None: not received."""
         self.ranks: dict[int, RankModel] = {}
-        """By rank, in rank order."""
         self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}
-        """The latest sample of each device and host."""
         self.alerts = AlertHistory()
         self.logs = LogHistory()
         self.ooms = OomCases()
         self.hub: control.HubStats | None = None
         self.hosts: dict[str, hosts.HostState] = {}
-        """The run's other hosts, by name."""
         self.results: deque[control.Result] = deque(maxlen=100)
-        """Results of commands, newest last."""
         self.losses = StepSeries()
         """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
-        """Training figures of the job over its steps, its evaluations and checkpoints."""
         self.job = 0
         """Number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs."""
         self.jobs: dict[int, hosts.Job] = {}
-        """The latest state of each job, by number."""
         self.job_losses: dict[int, StepSeries] = {}
-        """Losses of previous jobs (the latest ones), by number."""
         self.first_t = 0.0
         """Hub time of the first frame; 0 before any."""
         self.now = 0.0
         """Time of this state, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
         self.last_t = 0.0
-        """Hub time of the latest frame."""
         self.last_seq = 0
         self.version = 0
-        """Incremented with every frame."""
         self.damaged = 0
         """Number of ignored messages with impossible figures (an infinite time, a rank out of range)."""
         self._update_names: list[str] = []
@@ -410,7 +398,6 @@ _ALL_STEPS = 20_000
 """Maximum number of steps kept in full for all ranks together (about 40 MB)."""
 
 KEPT_JOBS = 64
-"""Maximum number of jobs whose losses are kept."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""

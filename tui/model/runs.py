@@ -28,7 +28,6 @@ class RunEntry(msgspec.Struct, frozen=True):
     id: str
     name: str
     kind: str
-    """``demo``, ``train``, ``run`` or ``watch``."""
     state: str
     """The run's state, or ``lost``: its end was not recorded."""
     live: bool
@@ -42,12 +41,10 @@ class RunEntry(msgspec.Struct, frozen=True):
     step: int
     exit_code: int | None
     recording: str
-    """Path of the recording; empty if there is none."""
     recording_bytes: int
     problem: str
     """Reason why its recording cannot be read; empty if it can, or if there is none yet."""
     missing: str
-    """Missing parts of the recording, in words."""
     open_errors: list[str] = []
     """Kinds of its alerts of severity ``error`` that are not resolved, while it is live."""
     model: str = ""
@@ -57,14 +54,11 @@ class RunEntry(msgspec.Struct, frozen=True):
     config: str = ""
     """The configuration file of ftmon's trainer, as given."""
     overrides: list[str] = []
-    """The arguments ``key.sub=value`` of ftmon's trainer."""
     script: list[str] = []
     """Another script and its own arguments, without its launcher; empty for ftmon's trainer."""
     loss: float | None = None
-    """The last loss, mean over ranks."""
     evaluation_loss: float | None = None
     reason: str = ""
-    """Why it failed, or was stopped; empty otherwise."""
 
     @property
     def condition(self) -> str:
@@ -257,7 +251,6 @@ def _sizes(recording: Path) -> list[tuple[int, int]]:
 
 _WORDS_LIMIT = 120
 _RANK_OPTIONS = ("--local_rank=", "--local-rank=")
-"""Options that a launcher adds to the command line of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +262,6 @@ class JobRow:
     """The words of its command line that differ from other jobs; for a single job, its script."""
     state: str
     text: str
-    """Why it failed."""
     ranks: int
     steps: int
     step_seconds: float | None
@@ -281,7 +273,6 @@ class JobRow:
     allocated_peak: int
     reserved_peak: int
     seconds: float
-    """Duration so far, seconds."""
     shown: bool
 
     @property

@@ -111,7 +111,6 @@ def _notes(replay: Replay) -> list[Band]:
 
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
 NARROWEST_WINDOW = 16
-"""Minimum number of moments shown by the timeline."""
 
 
 def freeze_garbage_collector() -> None:
@@ -139,7 +138,6 @@ class Explorer:
         self.opened: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Branches that were opened or closed by hand, by their path."""
         self.version = 0
-        """Incremented with every visible change."""
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
@@ -292,7 +290,6 @@ class Row(NamedTuple):
     size: int | None = None
     blocks: int = 0
     share: float = 0.0
-    """Share of all bytes, 0 to 1."""
     depth: int = 0
     path: tuple[tuple[int, ...], ...] = ()
     branch: bool = False

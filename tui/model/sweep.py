@@ -48,7 +48,6 @@ class Dots(NamedTuple):
     predicted: list[list[tuple[int, float]]]
     """A curve for each combination of the other axes."""
     failed: list[int]
-    """Values that did not fit."""
 
 
 class SweepModel:

@@ -20,7 +20,6 @@ KEEP = 512
 """Minimum number of columns that a level keeps; at twice that number the oldest half is dropped."""
 
 RATIO = 4
-"""Ratio of the spans of two adjacent levels."""
 
 
 class Level:
@@ -108,13 +107,11 @@ class Columns:
     start: float
     """Seconds since the epoch at which the first column begins."""
     span: int
-    """Seconds per column."""
     allocated: list[int]
     reserved: list[int]
     resident: list[int]
     """Resident set size; ``EMPTY`` throughout on CUDA."""
     marks: list[Mark | None]
-    """The most severe mark in each column."""
 
 
 class Timeline:
@@ -128,12 +125,10 @@ class Timeline:
         self._dirty: int | None = None
         """Oldest column of the finest level that is not merged into coarser levels yet."""
         self.marks: list[Mark] = []
-        """Oldest first."""
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
         """The latest allocated, reserved and resident bytes, shown in columns after the newest data."""
         self.version = 0
-        """Incremented with every change, so that a widget can skip drawing."""
 
     @property
     def start(self) -> float | None:

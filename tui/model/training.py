@@ -16,10 +16,8 @@ from ...protocol.messages.throughput import mfu
 from ...protocol.recording.results import TrainingPoint
 
 CAPACITY = 4096
-"""Maximum number of buckets."""
 
 RESULTS = 4096
-"""Maximum number of evaluations, and of checkpoints, that are kept."""
 
 _PAUSES_KEPT = 5
 
@@ -44,12 +42,10 @@ class HistoryPoint:
     grad_norm: float | None = None
     max_grad_norm: float | None = None
     tokens_per_second: float | None = None
-    """Tokens per second of all ranks, without the time of evaluations and checkpoints."""
     mfu: float | None = None
     data_share: float | None = None
     """Share of the step in which a rank waits for data."""
     step_seconds: float | None = None
-    """Mean time of a step, without evaluations and checkpoints."""
 
     @property
     def steps(self) -> int:
@@ -127,7 +123,6 @@ class TrainingHistory:
         self.version = 0
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
-        """The lowest and the highest bucket."""
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
         self._mean = (-1, (0.0, 0.0, 0.0))
         """The version for which ``mean_step`` was computed, and its value."""
@@ -239,11 +234,8 @@ class Training:
         self.activity: Activity | None = None
         """The run's current activity besides steps; None if unknown."""
         self.early_stop: EarlyStop | None = None
-        """The early end of the training, or None."""
         self.begun: list[Activity] = []
-        """All activities, each from its first message."""
         self.version = 0
-        """Incremented with evaluations, checkpoints, an early stop and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
 
     def on_step(self, step: Step, point: TrainingPoint) -> None:
@@ -414,9 +406,7 @@ class ChartView:
     def __init__(self) -> None:
         self.axis: Axis = "steps"
         self.figure = 0
-        """Index into ``FIGURES``."""
         self.smoothing: int | None = None
-        """One of ``SMOOTHINGS``."""
         self.span: int | None = None
         """Steps in view; None: all."""
         self.end: int | None = None

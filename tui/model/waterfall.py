@@ -10,7 +10,6 @@ from ...protocol.messages.telemetry import PHASES, DeviceSample, MemoryMeasure, 
 from .rank import RankModel
 
 LABELS = PART_LABELS | {"other": "other, held by torch", "untraced": "not attributed"}
-"""Labels of the parts on screen."""
 
 REASONS = {
     "first": "one of the first steps",
@@ -20,7 +19,6 @@ REASONS = {
     "leak": "after a leak",
     "oom": "at an out-of-memory error",
 }
-"""Reasons of a step's capture, in words."""
 
 CPU_LABELS = {"other": "other, in the process"}
 
@@ -62,7 +60,6 @@ class Waterfall:
     context: int | None = None
     """CUDA context, NCCL and other memory of the process outside PyTorch; None if NVML has no figure."""
     others: int | None = None
-    """Held by other processes on the device."""
     unexplained: int | None = None
     """Used memory according to NVML that belongs to none of the other parts."""
     used: int | None = None
@@ -70,7 +67,6 @@ class Waterfall:
     since: int = 0
     """Growth of reserved memory from the peak to that sample."""
     total: int = 0
-    """Memory of the device; 0 if unknown."""
     ended: bool = False
     """Whether the rank has ended, so that its device's current use is unrelated to the peak."""
     taken_apart: bool = True

@@ -42,7 +42,6 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 OUT_OF_MEMORY = "out of memory"
-"""Mark of a run that ran out of memory."""
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -55,7 +54,6 @@ class Chart(msgspec.Struct, frozen=True):
     marks: list[tuple[float, str]] = []
     """Positions on the horizontal axis with text: crossovers, ``OUT_OF_MEMORY``."""
     notes: list[str] = []
-    """Sentences below the chart, such as the fitted pieces."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -65,7 +63,6 @@ class Section(msgspec.Struct, frozen=True):
     facts: list[tuple[str, str]] = []
     charts: list[Chart] = []
     table: list[list[str]] = []
-    """The first line is its head."""
     notes: list[str] = []
 
 

@@ -28,7 +28,6 @@ class AlertList(Listing):
         return "no alert in this recording" if replay else "no alerts: nothing to report"
 
     def alerts(self) -> list[Alert]:
-        """Return the alerts that pass the filter."""
         wanted = self.text.casefold()
         found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]

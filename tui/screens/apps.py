@@ -42,10 +42,8 @@ SCREENS = ("open", "training", "alerts", "memory", "logs", "stacks", "events", "
 """Actions that open a screen, in the palette's order."""
 
 ENDS = ("kill", "stop")
-"""Actions that end the run."""
 
 LAST = ("theme", "suspend_process", "redraw", "detach")
-"""Actions on the app itself."""
 
 
 def palette_place(action: str) -> tuple[int, int]:

@@ -46,15 +46,12 @@ class Dialog(ModalScreen[Any]):
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
-        """Return the panel."""
         yield self.panel
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the dialog."""
         raise NotImplementedError
 
     def wanted_height(self) -> int:
-        """Return the number of lines that the dialog needs."""
         return len(self.lines(self.inner_width, 1000))
 
     @property
@@ -71,15 +68,12 @@ class Dialog(ModalScreen[Any]):
         styles.height = min(self.wanted_height() + 2, self.app.size.height)
 
     def on_mount(self) -> None:
-        """Lay out and paint."""
         self.fit()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         self.fit()
 
     def tick(self) -> None:
-        """Paint changes."""
         self.panel.tick()
 
     def action_leave(self) -> None:
@@ -90,7 +84,6 @@ class Dialog(ModalScreen[Any]):
             self.dismiss(None)
 
     def action_close(self) -> None:
-        """Close."""
         self.dismiss(None)
 
 
@@ -103,7 +96,6 @@ class CommandDialog(Dialog):
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
     ]
     yes = False
-    """Whether yes is selected."""
     sent = ""
     """The command's id; empty until it is sent."""
 
@@ -113,35 +105,29 @@ class CommandDialog(Dialog):
 
     @property
     def record(self) -> CommandRecord | None:
-        """The sent command, or None."""
         source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
     def tick(self) -> None:
-        """Show progress."""
         if self.sent:
             self.fit()
         super().tick()
 
     def paint(self) -> None:
-        """Draw at once, in the needed size."""
         self.fit()
         self.panel.tick(force=True)
 
     def action_other(self) -> None:
-        """Select the other answer."""
         self.yes = not self.yes
         self.panel.tick()
 
     def action_answer(self) -> None:
-        """Run the selected answer."""
         if self.sent or not self.yes:
             self.dismiss(None)
         else:
             self.action_yes()
 
     def action_yes(self) -> None:
-        """Send the command."""
         source = self.app_state.source
         if source is None or self.sent:
             return
@@ -190,7 +176,6 @@ _DONE = {
     "compose": "a step was analysed",
     "arm": "stacks were recorded: the cause is below",
 }
-"""Text when a verb is done."""
 
 
 def refusal(app_state: AppState, verb: str) -> str:
@@ -303,7 +288,6 @@ class GotoDialog(Dialog):
         ]
 
     def fit(self) -> None:
-        """Lay out text and input line."""
         self.panel.styles.height = 3
         box = self.query_one("#goto")
         if self.theme.glyphs.is_ascii:

@@ -46,7 +46,6 @@ class Targets:
 
     @property
     def any(self) -> bool:
-        """Whether anything is marked."""
         return self.whole or bool(self.marked)
 
     @property
@@ -229,7 +228,6 @@ SIGNALS = ("", "INT", "TERM", "KILL")
 """Signals to choose from; empty escalates: INT, then TERM, then KILL."""
 
 _LISTED = 6
-"""Number of visible targets."""
 
 
 class KillDialog(CommandDialog):

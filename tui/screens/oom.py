@@ -137,9 +137,7 @@ class JobOfRun(NamedTuple):
     """The job to predict."""
 
     config: str
-    """YAML."""
     words: list[str]
-    """Options of ``ftmon predict``."""
     environment: dict[str, str]
     cwd: Path | None
 
@@ -247,7 +245,6 @@ class OomScreen(MonitorScreen):
 
     @property
     def case(self) -> OomCase | None:
-        """The visible error."""
         return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:

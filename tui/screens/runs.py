@@ -20,7 +20,6 @@ from ..widgets.tables import detail_lines, head_line, job_line
 from .base import COMMON_KEYS, ListScreen, MonitorScreen, key
 
 POLL_SECONDS = 1.0
-"""Seconds between reads of the run directories."""
 
 NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)

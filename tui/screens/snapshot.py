@@ -103,12 +103,10 @@ class SnapshotScreen(ListScreen, inherit_bindings=False):
 
     @property
     def rows(self) -> SnapshotList:
-        """The list."""
         return self.query_one(SnapshotList)
 
     @property
     def timeline(self) -> SnapshotTimeline:
-        """The timeline."""
         return self.query_one(SnapshotTimeline)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

@@ -36,7 +36,6 @@ class StackList(Listing):
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
     def stacks(self) -> dict[int, Stacks]:
-        """Return the latest stacks by rank."""
         return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
     def rows(self) -> list[Row]:
@@ -49,7 +48,6 @@ class StackList(Listing):
         return self._made[1]
 
     def row(self) -> Row | None:
-        """Return the selected row."""
         found = self.rows()
         return found[min(self.selected, len(found) - 1)] if found else None
 

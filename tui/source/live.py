@@ -33,13 +33,11 @@ from .ssh import RemoteReader
 
 
 _CHECK_S = 0.5
-"""Seconds between checks of the hub's process."""
 
 _SILENCE_S = 15.0
 """Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
 
 _FETCH = 2000
-"""Frames per query."""
 
 _MAX_FETCHED = 40_000
 """A gap of more frames is not fetched: the state is reloaded."""
@@ -71,7 +69,6 @@ class Feed(threading.Thread):
         super().__init__(name="feed", daemon=True)
         self.arrivals: deque[Arrival] = deque()
         self.hub: Hub | None = None
-        """The connected hub; None if there is none."""
         self._context = context
         self._endpoint = endpoint
         self._info = info

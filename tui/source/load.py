@@ -71,7 +71,6 @@ RESULTS_READ = 1000
 """Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
 
 SERIES_RANKS = 64
-"""Maximum number of ranks whose losses are read."""
 
 
 _RESULT_KINDS = ("evaluation", "checkpoint")
@@ -84,7 +83,6 @@ class Curves:
         self.losses = StepSeries()
         self.course = TrainingHistory()
         self.results: list[Frame] = []
-        """Evaluations and checkpoints, in the order of the stream."""
 
 
 class Overview:
@@ -103,14 +101,12 @@ class Overview:
         self.first = floor(begin / self.span)
         self.columns = floor(end / self.span) - self.first + 1
         self.end = end
-        """Time up to which it was read."""
         self.memory: dict[int, Level] = {}
         self.curves: dict[int, Curves] = {}
         """By job; a run without jobs has one part, under 0."""
         self.marks: dict[int, list[PeakMark]] = {}
         """By rank: the steps in which a phase reached a new peak."""
         self.events: dict[int, list[AllocatorEvents]] = {}
-        """By rank: sampled steps, by step."""
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:

@@ -117,7 +117,6 @@ def _within(time_: float, first: float, last: float) -> float:
 
 
 TICK_S = 0.1
-"""Seconds between moves of a playing position."""
 
 MAX_FRAMES = 3000
 """Playing over more frames at once becomes a seek, because the screen could not fold them in time."""
@@ -145,7 +144,6 @@ class _Update:
     playing: bool = False
     speed: float = 1.0
     handled: int = 0
-    """Number of requests executed so far."""
 
 
 class Playback:
@@ -174,7 +172,6 @@ class Playback:
         self.reached_live = False
         """Whether a live run's past was played up to the live end."""
         self.error = ""
-        """Reason why the history cannot be read; else empty."""
         self._open = open_history
         self._info = info
         self._transport = transport
@@ -203,7 +200,6 @@ class Playback:
         self._handled = 0
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self, wait: bool = True) -> None:

@@ -27,7 +27,6 @@ from .header import time_of_day
 from .theme import Theme
 
 SHORT_LIST = 3
-"""Stacks shown while the list is folded."""
 
 
 def cause_lines(

@@ -83,23 +83,19 @@ class Canvas(Widget, can_focus=False):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        """Return one line for Textual."""
         if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
             return self._strips[y]
         return Strip.blank(self.size.width, self.theme.base)
 
     def on_resize(self) -> None:
-        """Draw for the new size."""
         self.tick(force=True)
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Show or hide the cursor."""
         super().watch_has_focus(has_focus)
         self.tick(force=True)
 
     @property
     def plain(self) -> str:
-        """The present drawing as text."""
         return "\n".join(line.plain.rstrip() for line in self._lines)
 
 
@@ -129,15 +125,12 @@ class Listing(Canvas):
     empty = "nothing here"
 
     def count(self) -> int:
-        """Return the number of items."""
         raise NotImplementedError
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one item."""
         raise NotImplementedError
 
     def head(self, width: int) -> list[Line]:
-        """Draw the lines above the items."""
         return []
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -166,14 +159,12 @@ class Listing(Canvas):
             line.add(self.theme.glyphs.scroll if inside else " ", style)
 
     def move(self, delta: int) -> None:
-        """Move the selection, which ends following."""
         total = self.count()
         self.selected = max(0, min(self.selected + delta, total - 1))
         self.follow = False
         self.tick(force=True)
 
     def page(self, direction: int) -> None:
-        """Move by one screen."""
         self.move(direction * max(1, self.size.height - 2))
 
     def go_to(self, index: int) -> None:
@@ -303,10 +294,8 @@ class KeyBar(Canvas):
 
 
 _ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
-"""Actions whose keys are on the bar at every width."""
 
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
-"""Actions that need a hub."""
 
 
 _NAMES = {

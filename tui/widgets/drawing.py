@@ -148,9 +148,7 @@ class Glyphs:
     rule: str = "─"
     cross: str = "┼"
     bar: str = "│"
-    """Separator of columns."""
     dot: str = "·"
-    """Separator of words."""
     selected: str = "▸"
     marked: str = "◉"
     unmarked: str = "○"
@@ -165,7 +163,6 @@ class Glyphs:
     track: str = "─"
     track_past: str = "━"
     back: str = "◂"
-    """Pointer to the left."""
     ellipsis: str = "…"
     scroll: str = "┃"
     degree: str = "°C"
@@ -306,7 +303,6 @@ class Line:
         return self
 
     def join(self, other: "Line") -> "Line":
-        """Append another line's pieces."""
         for text, style in other.parts:
             self.add(text, style)
         return self
@@ -330,11 +326,9 @@ class Line:
 
     @property
     def plain(self) -> str:
-        """The text without styles."""
         return "".join(text for text, _ in self.parts)
 
     def strip(self) -> Strip:
-        """Return the line as Textual's strip."""
         return Strip([Segment(text, style) for text, style in self.parts], self.width)
 
 

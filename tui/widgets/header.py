@@ -13,7 +13,6 @@ from .plots import spark
 from .theme import Theme
 
 WITH_EVALUATION = 92
-"""Minimum columns of a second line with the evaluation's loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,12 @@ class Summary:
     stalled_seconds: int | None = None
     """Seconds for which ranks have blocked the run; None while it makes progress."""
     ended: str = ""
-    """How the run ended; empty before."""
     loss: float | None = None
     losses_by_name: tuple[tuple[str, float], ...] = ()
-    """Loss of each engine or optimizer if several train."""
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1."""
     step_seconds: float | None = None
     peak: int = 0
     capacity: int = 0
@@ -55,7 +51,6 @@ class Summary:
     setup: str = ""
     """Parameters, ZeRO stage, ranks; shown if there is room."""
     connection: str = ""
-    """Problem of the source, such as ``the hub is gone: reconnecting``."""
 
 
 def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:

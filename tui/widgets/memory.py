@@ -23,7 +23,6 @@ from .state import nice_top
 from .theme import Theme, ruled
 
 _LABEL = 33
-"""Cells before a graph, for its name and latest figure."""
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
@@ -376,7 +375,6 @@ PART_FILLS = {
     "untraced": "?",
     "unused": "-",
 }
-"""Characters of the parts without colour."""
 
 _AXIS = 8
 _WIDEST = 20
@@ -534,7 +532,6 @@ def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
 
 
 _SMALL = 2 * 2**30
-"""Peaks below this are shown in MiB."""
 
 
 def phase_table(table: Sequence[PhaseRecord], width: int, theme: Theme) -> list[Line]:

@@ -459,9 +459,7 @@ class OomReportView(OomCanvas):
 
     top = 0
     place = ""
-    """Place of the snapshot, in words."""
     acts = False
-    """Whether commands to the rank are possible."""
 
     def key(self) -> object:
         model, case = self.app_state.model, self.case
@@ -491,7 +489,6 @@ class OomReportView(OomCanvas):
         return shown
 
     def scroll(self, lines: int) -> None:
-        """Scroll by lines."""
         self.top = max(0, self.top + lines)
         self.tick(force=True)
 
@@ -503,7 +500,6 @@ class ConsoleOutput(OomCanvas):
     refusal = ""
     """Reason why there is no console; empty if there is one."""
     back = 0
-    """Lines scrolled back from the newest."""
 
     def key(self) -> object:
         session = self.session

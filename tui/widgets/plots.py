@@ -204,7 +204,6 @@ SHORT = {
 """Short names of phases; ``wait`` is time inside collective calls, subtracted from the phases it fell in."""
 
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
-"""Characters of the phases' parts without colour."""
 
 
 def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
@@ -304,7 +303,6 @@ class Curve:
 
 
 Cell = tuple[str, str]
-"""A character and its tone."""
 
 
 def sign_of(kind: Kind, theme: Theme) -> str:
@@ -398,7 +396,6 @@ _FIGURE = 8
 _PREDICTED = 11
 _DIFFERENCE = 10
 _SMALL = 2**30
-"""A waterfall of a smaller extent is in MiB."""
 
 
 def unit_of(fall: Waterfall) -> str:

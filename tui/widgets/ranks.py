@@ -142,14 +142,12 @@ GROUP = 8
 """Ranks between gaps: the devices of a usual node."""
 
 LABEL = 5
-"""Cells of the rank number at the left of a row."""
 
 _SIZES = sorted(
     ((width, height) for width in range(2, 10) for height in range(1, 5) if height * 1.5 < width or height == 1),
     key=lambda size: (size[0] * size[1], size[0]),
     reverse=True,
 )
-"""Cell sizes, the largest first."""
 
 
 class Grid(NamedTuple):
@@ -449,10 +447,8 @@ def heading(widths: Parts, view: RankView | None, theme: Theme) -> list[Line]:
 
 
 CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
-"""Size of the smallest card with all figures."""
 
 _RATIO = 6.0
-"""Preferred ratio of width to height of a card."""
 
 
 class Plan(NamedTuple):
@@ -749,7 +745,6 @@ class RankGrid(Container):
         self.first = max(0, min(self.first, total - shown))
 
     def move(self, dx: int, dy: int) -> None:
-        """Move the selection by cells of the present layout."""
         if not self._views:
             return
         if self.plan.mode == "cards":

@@ -48,7 +48,6 @@ class SnapshotList(Listing):
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
-        """Return the rows, cached until the explorer changes."""
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
@@ -59,7 +58,6 @@ class SnapshotList(Listing):
         return len(self.rows())
 
     def current(self) -> Row | None:
-        """Return the selected row."""
         rows = self.rows()
         return rows[self.selected] if self.selected < len(rows) else None
 
@@ -138,7 +136,6 @@ class SnapshotList(Listing):
 
 _AXIS = 7
 _BANDS, _BANDS_TALL, _TALL = 1, 3, 14
-"""Rows of bands, rows in a tall timeline, and its minimum height."""
 
 
 class _Pooled(NamedTuple):

@@ -30,9 +30,7 @@ class Palette:
     spike_behind: str
     """Background of a spike's column, which itself has the warning colour."""
     peak: str
-    """The line at the run's highest peak."""
     on_color: str
-    """Text on a coloured bar."""
     phases: dict[str, str]
     parts: dict[str, str]
     """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
@@ -160,7 +158,6 @@ STATE_TONES = {
     "finished": "dim",
     "failed": "error",
 }
-"""The palette's colour of each rank or run state."""
 
 SEVERITY_TONES = {"info": "accent", "warning": "warning", "error": "error"}
 
@@ -203,7 +200,6 @@ class Theme:
         return _style(self.tone(tone), self.tone(on), bold, False, reverse)
 
     def phase(self, name: str) -> str:
-        """Return a phase's colour."""
         return self.palette.phases.get(name, self.palette.dim)
 
     def part(self, name: str) -> str:

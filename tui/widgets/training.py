@@ -31,7 +31,6 @@ from .plots import Curve, plot_cells, pool_mean, put_cursor, row_line, sign_of
 from .theme import Theme, ruled
 
 GUTTER = 9
-"""Columns before a plot, for the values of its rows."""
 
 
 class Scene:
@@ -57,7 +56,6 @@ class Scene:
         return x_of(moment, self.view.axis, self.begun)
 
     def column(self, moment: HistoryPoint) -> int:
-        """Return a moment's column."""
         return column_of(self.x(moment), *self.xs, self.columns)
 
     @property
@@ -201,7 +199,6 @@ class _Figure:
     write: Callable[[float], str]
     floor: bool = False
     zero: bool = False
-    """Whether the axis always begins at zero."""
     extreme: str = ""
     """Attribute with the highest value of a moment's steps."""
 
@@ -447,11 +444,9 @@ class Course(NamedTuple):
 
     name: str
     now: str
-    """Its present value, formatted; empty: unknown."""
     values: Sequence[float | None]
     form: Callable[[float], str]
     floor: bool
-    """Whether the scale begins at zero."""
 
 
 def courses(model: RunModel, points: Sequence[HistoryPoint]) -> list[Course]:
