@@ -95,11 +95,11 @@ _POLL_SECONDS = 0.1
 def end_at_once(run: RunDir) -> None:
     """End a run through its launcher, which needs no hub, by INT, TERM, then KILL; wait for the end."""
     # The launcher escalates: the second INT ends the whole run by TERM, the third by KILL.
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGINT):
+    for _ in range(3):
         launcher = run.read_run().launcher
         if launcher is None or not is_alive(launcher):
             return
-        os.kill(launcher.pid, number)
+        os.kill(launcher.pid, signal.SIGINT)
         if wait_for_end(run, _END_SECONDS / 6):
             return
 
@@ -145,7 +145,6 @@ SCRIPT = "ftmon.trainer.launch.start"
 _FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
-_TRAINER_PROCESS_POLL_SECONDS = 0.05
 _SILENT_SECONDS = 2.0
 """Time after which a terminal shows that a start is still under way."""
 _PREFIX_COLUMNS = 10
@@ -197,8 +196,8 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
     except KeyboardInterrupt:
         _give_up(process)
     if process.returncode:
-        words_of_it = errors.decode(errors="replace").strip()
-        raise StartFailedError(words_of_it or "the run was not started", max(process.returncode, 1))
+        words = errors.decode(errors="replace").strip()
+        raise StartFailedError(words or "the run was not started", max(process.returncode, 1))
     return _started(output)
 
 
@@ -290,5 +289,5 @@ def living_hub(run: RunDir) -> HubFile:
 def _wait_for_hub(run: RunDir, seconds: float) -> HubFile | None:
     deadline = time.monotonic() + seconds
     while (found := run.living_hub()) is None and time.monotonic() < deadline:
-        time.sleep(_TRAINER_PROCESS_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return found

@@ -62,7 +62,7 @@ def _confirmed(run: RunDir, arguments: Namespace) -> bool:
 
 def _act(run: RunDir, verb: control.Verb) -> int:
     try:
-        result = ask(living_hub(run), verb, on_accepted=_print_accepted)
+        result = ask(living_hub(run), verb, on_accepted=lambda text: print(text or "accepted", flush=True))
     except FtmonError:
         if not _is_over(run):  # the run may have ended meanwhile
             raise
@@ -72,7 +72,3 @@ def _act(run: RunDir, verb: control.Verb) -> int:
     if result.ok and isinstance(verb, control.Kill) and not verb.ranks:
         wait_for_end(run, _WRITTEN_SECONDS)  # so that the next command sees that it is over
     return 0 if result.ok else 1
-
-
-def _print_accepted(text: str) -> None:
-    print(text or "accepted", flush=True)

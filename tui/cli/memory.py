@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.load import describe, find_recording, find_run, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
-from .follow import POLL_SECONDS, Standing, kept
+from .follow import DRAIN_SECONDS, POLL_SECONDS, Standing, kept
 from .output import print_json
 
 _LABEL = 24
@@ -163,9 +164,17 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
         )
 
 
+_OUTSIDE = ("unused", "context", "others", "unexplained", "used")
+
+
 def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     """Return one rank's memory as JSON values."""
     fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
+    lead = ranking and {
+        "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
+        "by_bytes": ranking.by,
+        "words": ranking_sentences(ranking),
+    }
     return {
         "rank": rank.rank,
         "measure": rank.hello.memory_measure if rank.hello else "",
@@ -175,21 +184,13 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
         "taken_apart": fall.taken_apart if fall else False,
         "parts": {part.name: part.bytes for part in fall.parts} if fall and fall.taken_apart else {},
         "phases": [{"phase": name, "peak_bytes": size} for name, size in (fall.standing if fall else ())],
-        "unused_bytes": fall.unused if fall else None,
-        "context_bytes": fall.context if fall else None,
-        "others_bytes": fall.others if fall else None,
-        "unexplained_bytes": fall.unexplained if fall else None,
-        "used_bytes": fall.used if fall else None,
+        **{f"{name}_bytes": getattr(fall, name, None) for name in _OUTSIDE},
         "total_bytes": fall.total if fall else 0,
-        "lead": None
-        if ranking is None
-        else {
-            "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
-            "by_bytes": ranking.by,
-            "words": ranking_sentences(ranking),
+        "lead": lead,
+        **{
+            name: each and msgspec.to_builtins(each)
+            for name, each in (("latest", memory.latest), ("highest", memory.highest))
         },
-        "latest": msgspec.to_builtins(memory.latest) if memory.latest else None,
-        "highest": msgspec.to_builtins(memory.highest) if memory.highest else None,
         "causes": [msgspec.to_builtins(cause) for cause in memory.causes.values()],
         "snapshots": [msgspec.to_builtins(each) for each in rank.snapshots],
     }
@@ -197,8 +198,6 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
 
 _WHOLE = 1 << 30
 """A limit above any number of samples of a rank."""
-
-_DRAIN_SECONDS = 5.0
 
 
 def show_events(arguments: Namespace) -> int:
@@ -259,7 +258,7 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
                 sys.stdout.flush()
                 end = standing.end() or standing.end_without_launcher(source.model)
                 if end is not None:
-                    drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
+                    drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
                         return exits.of_run(end)
                 time.sleep(POLL_SECONDS)
@@ -339,7 +338,10 @@ def explore(arguments: Namespace) -> int:
             print(f"ftmon: {reason}; text instead", file=sys.stderr)
     files = [arguments.file, *([arguments.second] if arguments.second else [])]
     in_app = not arguments.json and not as_text
-    opened = [_replays(file, arguments.device, _load_app if in_app else None) for file in files]
+    opened = [
+        _replays(file, arguments.device, (lambda: import_module("..screens.snapshot", __package__)) if in_app else None)
+        for file in files
+    ]
     if in_app:
         from ..screens.snapshot import run_explorer
 
@@ -363,13 +365,7 @@ def explore(arguments: Namespace) -> int:
     return 0
 
 
-def _load_app() -> None:
-    from ..screens import snapshot
-
-    del snapshot
-
-
-def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None) -> list[Replay]:
+def _replays(file: str, device: int | None, meanwhile: Callable[[], object] | None) -> list[Replay]:
     def choose(devices: list[int]) -> list[int]:
         if device is not None and device not in devices:
             raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")

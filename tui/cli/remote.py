@@ -43,14 +43,9 @@ def relay(arguments: Namespace) -> int:
     greeting = Greeting(
         ftmon=__version__,
         protocol=wire.VERSION,
-        id=content.id,
-        name=content.name,
-        kind=content.kind,
-        command=content.command,
-        created=content.created,
-        host=content.host,
         read_only=hub.read_only,
         sockets={channel: run.ipc_address(channel).removeprefix("ipc://") for channel in APP_CHANNELS},
+        **{name: getattr(content, name) for name in ("id", "name", "kind", "command", "created", "host")},
     )
     print(msgspec.json.encode(greeting).decode(), flush=True)
     while not _is_over(run):

@@ -27,7 +27,7 @@ from . import output as terminal
 from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run, words_of
 from .narrate import attach_line
 from .output import OutputError, draws_ascii
-from .watch import opens_app
+from .watch import opens_app, watch
 
 MODULE = "ftmon.trainer.recipe.chat"
 
@@ -212,7 +212,6 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
 
 
 def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
-    from .watch import opens_app, watch
 
     line = None if arguments.detach else CommandEnd()
     stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)

@@ -18,13 +18,13 @@ from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start import CommandEnd
 from ...protocol.text import cells_of, duration, gib, sanitize
-from ..model.run import RunModel, activity_words, early_stop_words, epoch_words, status
+from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, find_recording, load, read_overview, recording_file
 from . import output
-from .access import check_rank, opened
-from .follow import Standing
-from .narrate import attach_line, closing_lines, evaluation_words, figure_words, job_table
+from .access import check_rank, living_hub, opened
+from .follow import Standing, follow, passed_on
+from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table
 from .output import print_json
 
 _POLL_SECONDS = 0.1
@@ -67,8 +67,6 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
         if run.read_exit() is not None and not owned:
             return print_recording(run.recording, arguments)
         from ..source.live import LiveSource
-        from .follow import follow
-        from .narrate import Narrator
 
         narrator = Narrator(ascii_only=output.draws_ascii(arguments), with_output=run.read_run().kind == "run")
         return follow(LiveSource(run), run, narrator, standing=Standing(run, line), owned=owned)
@@ -78,9 +76,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
 def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) -> int:
     """Watch in the app. The run outlives it, unless SIGTERM ends the app, which ends the run too."""
     from ..app import run_app
-    from ..model.run import TerminalNotices
     from ..source.live import LiveSource
-    from .follow import passed_on
 
     standing.let_go()
     source = LiveSource(run)
@@ -122,9 +118,6 @@ def print_recording(path: Path, arguments: Namespace) -> int:
     Raises:
         RecordingError: it is not a recording, or cannot be read.
     """
-    from ..model.run import RunModel
-    from .narrate import Narrator
-
     model = RunModel()
     narrator = Narrator(ascii_only=output.draws_ascii(arguments))
     with opened(path) as reader:
@@ -150,7 +143,6 @@ def opens_app(arguments: Namespace) -> bool:
 
 
 def _bring_back_hub(run: RunDir) -> None:
-    from .access import living_hub
 
     try:
         living_hub(run)

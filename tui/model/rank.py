@@ -446,9 +446,7 @@ class RankModel:
     @property
     def step(self) -> int:
         """The last finished step's number; 0 before the first."""
-        last = self.last
-        beat = self.beat
-        return max(last.step if last else 0, beat.step - 1 if beat else 0)
+        return max(self.last.step if self.last else 0, self.beat.step - 1 if self.beat else 0)
 
     @property
     def phase(self) -> str:

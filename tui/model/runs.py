@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -86,7 +86,11 @@ class RunList:
 
     def entries(self) -> list[RunEntry]:
         """List the runs, the newest first; runs being created or removed are skipped."""
-        return list(self._entries())
+        found: list[RunEntry] = []
+        for run in rundir.all_runs():
+            with suppress(FtmonError):
+                found.append(self.entry(run))
+        return found
 
     def entry(self, run: RunDir) -> RunEntry:
         """Describe one run.
@@ -98,45 +102,30 @@ class RunList:
         launched = content.launcher is not None and is_alive(content.launcher)
         live = end is None and (launched or run.living_hub() is not None)
         info, problem = self._info(run)
-        recorded = info.state if info else ""
-        state = end.state if end is not None else run_state(recorded, live)
         last = max(info.last_t if info else 0.0, content.created)
-        size = _size(run)
+        size = sum(size for _, size in _files(run.recording))
         return RunEntry(
             id=run.id,
             name=content.name,
             kind=content.kind,
-            state=state,
             live=live,
             created=content.created,
             ended=None if live else end.time if end else last,
             host=content.host,
             command=list(content.command),
-            ranks=len(info.ranks) if info else 0,
-            step=info.last_step if info else 0,
-            exit_code=end.exit_code if end else info.exit_code if info else None,
             recording=str(run.recording) if size else "",
             recording_bytes=size,
             problem=problem if size else "",
-            missing=info.missing if info and not live else "",
-            open_errors=info.open_errors if info and live else [],
-            reason=_reason(state, info, end),
+            **_recorded(info, end, live=live),
             **_trained(content.recipe, list(content.command), content.kind, info),
         )
 
-    def _entries(self) -> Iterator[RunEntry]:
-        for run in rundir.all_runs():
-            try:
-                yield self.entry(run)
-            except FtmonError:
-                continue
-
     def _info(self, run: RunDir) -> tuple[RecordingInfo | None, str]:
-        stamp = _stamp(run)
+        files = _files(run.recording)
+        stamp = max((changed for changed, _ in files), default=0), sum(size for _, size in files)
         known = self._known.get(run.id)
         if known is None or known[0] != stamp:
-            info, problem = _read_info(run)
-            known = self._known[run.id] = (stamp, info, problem)
+            known = self._known[run.id] = (stamp, *_read_info(run))
         return known[1], known[2]
 
 
@@ -149,29 +138,34 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     if info is None:
         with Reader(path, once=True) as reader:
             info = reader.info()
-    state = run_state(info.state, info.live)
-    size = sum(found for _, found in _sizes(path))
     return RunEntry(
         id=info.run_id or path.parent.name,
         name=info.name,
         kind=info.kind,
-        state=state,
         live=info.live,
         created=info.started,
         ended=None if info.live else max(info.last_t, info.started),
         host=info.host,
         command=list(info.command),
-        ranks=len(info.ranks),
-        step=info.last_step,
-        exit_code=info.exit_code,
         recording=str(path),
-        recording_bytes=size,
+        recording_bytes=sum(size for _, size in _files(path)),
         problem="",
-        missing="" if info.live else info.missing,
-        open_errors=info.open_errors if info.live else [],
-        reason=_reason(state, info, None),
+        **_recorded(info, None, live=info.live),
         **_trained(_recipe_beside(path, info), list(info.command), info.kind, info),
     )
+
+
+def _recorded(info: RecordingInfo | None, end: ExitFile | None, *, live: bool) -> dict[str, Any]:
+    state = end.state if end is not None else run_state(info.state if info else "", live)
+    return {
+        "state": state,
+        "ranks": len(info.ranks) if info else 0,
+        "step": info.last_step if info else 0,
+        "exit_code": end.exit_code if end else info.exit_code if info else None,
+        "missing": info.missing if info and not live else "",
+        "open_errors": info.open_errors if info and live else [],
+        "reason": _reason(state, info, end),
+    }
 
 
 def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
@@ -226,26 +220,13 @@ def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
         return None, str(error)
 
 
-def _size(run: RunDir) -> int:
-    return sum(size for _, size in _files(run))
-
-
-def _stamp(run: RunDir) -> tuple[int, int]:
-    return max((changed for changed, _ in _files(run)), default=0), _size(run)
-
-
-def _files(run: RunDir) -> list[tuple[int, int]]:
-    return _sizes(run.recording)
-
-
-def _sizes(recording: Path) -> list[tuple[int, int]]:
+def _files(recording: Path) -> list[tuple[int, int]]:
+    """Return the time of change and the size of a recording and of its write-ahead log, as far as they exist."""
     found: list[tuple[int, int]] = []
     for suffix in ("", "-wal"):
-        try:
+        with suppress(OSError):
             info = recording.with_name(recording.name + suffix).stat()
-        except OSError:
-            continue
-        found.append((info.st_mtime_ns, info.st_size))
+            found.append((info.st_mtime_ns, info.st_size))
     return found
 
 

@@ -1,6 +1,5 @@
 """State of a sweep for its screen, rebuilt from the results file whenever the file has grown."""
 
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,11 +202,6 @@ class SweepModel:
             return self.path.name
         running = self.results.running if self.alive else None
         return self.results.header.name + (f": {settings_text(running.settings)}" if running is not None else "")
-
-
-def now() -> float:
-    """Return the time, for the screen."""
-    return time.time()
 
 
 def _at(settings: Settings, axis: str) -> int:

@@ -53,12 +53,14 @@ class HistoryPoint:
         return self.step - self.first_step + 1
 
 
+_SUMS = (
+    *("count", "data_us", "flops", "grad_norm", "loss", "loss_weight", "lr", "lr_weight", "norm_weight"),
+    *("tokens", "training_us", "whole_us"),
+)
+
+
 class _Bucket:
-    __slots__ = (
-        *("count", "data_us", "first_step", "flops", "grad_norm", "high_loss", "labels", "loss", "loss_weight"),
-        *("low_loss", "lr", "lr_weight", "max_grad_norm", "norm_weight", "step", "t", "tokens", "training_us"),
-        "whole_us",
-    )
+    __slots__ = (*_SUMS, "first_step", "high_loss", "low_loss", "max_grad_norm", "step", "t")
 
     def __init__(self) -> None:
         self.count = self.training_us = self.tokens = self.data_us = self.whole_us = 0
@@ -95,9 +97,7 @@ class _Bucket:
             )
 
     def merge(self, other: "_Bucket") -> None:
-        for name in ("count", "training_us", "tokens", "flops", "data_us", "whole_us", "loss", "loss_weight"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("lr", "lr_weight", "grad_norm", "norm_weight"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.t = max(self.t, other.t)
         self.first_step, self.step = min(self.first_step, other.first_step), max(self.step, other.step)
@@ -372,11 +372,6 @@ def with_loss(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     return [each for each in evaluations if each.loss is not None and isfinite(each.loss)]
 
 
-# The view of a training chart: its axis, its window and its cursor, without a terminal.
-#
-# Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
-
-
 Axis = Literal["steps", "tokens", "time"]
 AXES: tuple[Axis, ...] = ("steps", "tokens", "time")
 
@@ -401,7 +396,10 @@ def x_of(moment: HistoryPoint, axis: Axis, begun: float) -> float:
 
 
 class ChartView:
-    """The user's choices, without data of the run."""
+    """The user's choices, without data of the run.
+
+    Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
+    """
 
     def __init__(self) -> None:
         self.axis: Axis = "steps"

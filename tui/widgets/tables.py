@@ -1,5 +1,6 @@
 """Draws the jobs of a run, and the parts of the sweep screen: head, table, curve."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from ...protocol.messages.hosts import Job, JobRank
 from ...protocol.run.end import ending_in_words, signal_name
 from ...protocol.text import duration, gib
 from ..model.runs import JobRow, phases_of
-from ..model.sweep import Dots, SweepModel, TableRow, now
+from ..model.sweep import Dots, SweepModel, TableRow
 from .base import Canvas
 from .drawing import Line, gib_fixed, spread, step_time, width_of, wrap
 from .plots import Curve, plot_cells, row_line, sign_of, spark
@@ -117,7 +118,7 @@ class SweepHead(SweepCanvas):
     """Two lines: name, state and progress; used and remaining budget."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        return head_lines(self._model, now(), width, self.theme)
+        return head_lines(self._model, time.time(), width, self.theme)
 
 
 class SweepTable(SweepCanvas):
@@ -132,7 +133,7 @@ class SweepTable(SweepCanvas):
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        rows = self._model.table(now())
+        rows = self._model.table(time.time())
         below = rows_below_current(rows, height) if self._below is None else self._below
         self._shown_below = max(0, min(below, len(rows) - height + 1))
         return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.theme)
