@@ -101,10 +101,10 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
     on_cpu = composition.measure == "glibc"
     standing = tuple((each.name, each.peak_bytes) for each in ordered)
     parts = tuple(_parts(chosen.parts, shown, on_cpu))
-    if on_cpu:
-        return Waterfall(rank.rank, composition.step, chosen.name, "glibc", chosen.peak_bytes, parts, standing)
+    measure = "glibc" if on_cpu else "cuda"
+    made = Waterfall(rank.rank, composition.step, chosen.name, measure, chosen.peak_bytes, parts, standing)
     reserved = max(chosen.reserved_bytes, chosen.peak_bytes)
-    return _on_device(rank, composition.step, chosen.name, chosen.peak_bytes, parts, standing, reserved, sample)
+    return made if on_cpu else _on_device(made, rank, reserved, sample)
 
 
 def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
@@ -119,9 +119,9 @@ def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Wate
     assert record is not None
     on_cpu = rank.on_cpu or record.resident is not None
     parts = (Part(UNTRACED if on_cpu else "unattributed", "not analysed", peak, 0),)
-    if on_cpu:
-        return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
-    return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)
+    measure = "glibc" if on_cpu else "cuda"
+    made = Waterfall(rank.rank, step.step, chosen, measure, peak, parts, standing, taken_apart=False)
+    return made if on_cpu else _on_device(made, rank, record.reserved.peak, sample)
 
 
 def step_standing(step: Step) -> list[tuple[str, int]]:
@@ -149,30 +149,9 @@ def _parts(parts: dict[str, int], shown: set[str], on_cpu: bool) -> Iterable[Par
             begin += size
 
 
-def _on_device(
-    rank: RankModel,
-    step: int,
-    phase: str,
-    peak: int,
-    parts: tuple[Part, ...],
-    standing: tuple[tuple[str, int], ...],
-    reserved: int,
-    sample: DeviceSample | None,
-    taken_apart: bool = True,
-) -> Waterfall:
-    made = Waterfall(
-        rank=rank.rank,
-        step=step,
-        phase=phase,
-        measure="cuda",
-        peak=peak,
-        parts=parts,
-        standing=standing,
-        unused=max(0, reserved - peak),
-        total=rank.capacity_bytes,
-        ended=not rank.alive,
-        taken_apart=taken_apart,
-    )
+def _on_device(made: Waterfall, rank: RankModel, reserved: int, sample: DeviceSample | None) -> Waterfall:
+    peak = made.peak
+    made = replace(made, unused=max(0, reserved - peak), total=rank.capacity_bytes, ended=not rank.alive)
     if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
@@ -180,14 +159,8 @@ def _on_device(
     now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made
-    since = rank.reserved_bytes - max(reserved, peak)
-    return replace(
-        made,
-        context=max(0, now.context),
-        others=now.others,
-        unexplained=now.unexplained + min(0, now.context),
-        since=since,
-    )
+    unexplained, since = now.unexplained + min(0, now.context), rank.reserved_bytes - max(reserved, peak)
+    return replace(made, context=max(0, now.context), others=now.others, unexplained=unexplained, since=since)
 
 
 @dataclass(frozen=True, slots=True)

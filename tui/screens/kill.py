@@ -55,8 +55,9 @@ class Targets:
 
     @property
     def first_marked(self) -> int:
-        """Position of the first marked rank in the list."""
-        return next((index for index, rank in enumerate(self.ranks) if rank in self.marked), 0)
+        """The first marked row: 0 is the whole run, then the ranks."""
+        marked = (row for row, rank in enumerate(self.ranks, 1) if rank in self.marked and not self.whole)
+        return next(marked, 0)
 
     @property
     def words(self) -> str:
@@ -278,7 +279,7 @@ class KillDialog(CommandDialog):
         if self.record is not None:
             return [*head, *self._progress(self.record, width)]
         rows = range(len(self.targets.ranks) + 1)
-        marked_row = self.cursor if self.cursor in rows else self._first_marked()
+        marked_row = self.cursor if self.cursor in rows else self.targets.first_marked
         self.top = max(marked_row - _LISTED + 1, min(self.top, marked_row))
         self.top = max(0, min(self.top, len(rows) - _LISTED))
         shown = rows[self.top : self.top + _LISTED]
@@ -290,9 +291,6 @@ class KillDialog(CommandDialog):
         lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, theme)]
         lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
         return [*head, *lines]
-
-    def _first_marked(self) -> int:
-        return 0 if self.targets.whole or not self.targets.marked else self.targets.first_marked + 1
 
     def _progress(self, record: CommandRecord, width: int) -> list[Line]:
         theme, model = self.theme, self.app_state.model

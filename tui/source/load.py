@@ -73,9 +73,6 @@ RESULTS_READ = 1000
 SERIES_RANKS = 64
 
 
-_RESULT_KINDS = ("evaluation", "checkpoint")
-
-
 class Curves:
     """Losses, training figures and results of one job."""
 
@@ -148,7 +145,8 @@ def _read_course(
 def _read_results(
     overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
 ) -> None:
-    found = [frame for kind in _RESULT_KINDS for frame in history.sampled(kind, min(ranks, default=0), RESULTS_READ)]
+    rank = min(ranks, default=0)
+    found = [frame for kind in ("evaluation", "checkpoint") for frame in history.sampled(kind, rank, RESULTS_READ)]
     for frame in sorted(found, key=lambda frame: frame.seq):
         for job, (begin, until) in spans.items():
             if begin <= frame.t <= until:
@@ -239,6 +237,24 @@ class Superseded(Exception):  # noqa: N818 - no error: the state is not needed a
     """Loading was cancelled by another request."""
 
 
+@contextmanager
+def _without_collections() -> Generator[None, None, None]:
+    """Pause the garbage collector.
+
+    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
+    long as the load itself.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collections()
 def load(
     history: History,
     t: float,
@@ -258,35 +274,7 @@ def load(
         RecordingError: the recording cannot be read.
         HubError: the hub does not answer.
     """
-    with _without_collections():
-        return _load(history, t, info, overview, quick, superseded)
 
-
-@contextmanager
-def _without_collections() -> Generator[None, None, None]:
-    """Pause the garbage collector.
-
-    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
-    long as the load itself.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _load(
-    history: History,
-    t: float,
-    info: RunInfo,
-    overview: Overview | None,
-    quick: bool,
-    superseded: Callable[[], bool],
-) -> RunModel:
     def go_on() -> None:
         if superseded():
             raise Superseded
@@ -298,37 +286,46 @@ def _load(
     if quick:
         ranks = len({frame.message.rank for frame in frames.values() if isinstance(frame.message, Step)})
         length = min(max(QUICK_TAIL, QUICK_TAIL_A_RANK * ranks), TAIL_FRAMES)
-    begin = max(seq - length, 0)
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
     go_on()
+    begin, tail = _tail(history, seq, length, t)
+    go_on()
+    frames.update((frame.seq, frame) for frame in tail)
+    if begin:
+        _load_memory(history, tail[0].t if tail else t, t, model, overview)
+        go_on()
+    _fold(model, [frames[number] for number in sorted(frames)], begin)
+    if overview is not None:
+        adopt_steps(model, overview)
+    model.last_seq = max(model.last_seq, seq)
+    model.tick(t)
+    return model
+
+
+def _tail(history: History, seq: int, length: int, t: float) -> tuple[int, list[Frame]]:
+    begin = max(seq - length, 0)
     tail = history.frames(begin, length, t)
     if seq > RESTART_LEAP:
         # The sequence numbers jump after a hub restart, and some of the wanted frames may be before that jump.
         across = max(seq - length - RESTART_LEAP, 0)
         wide = history.frames(across, length, t)
         if wide and tail and wide[-1].seq == tail[-1].seq:
-            begin, tail = across, wide
-    go_on()
-    frames.update((frame.seq, frame) for frame in tail)
-    if begin:
-        _load_memory(history, tail[0].t if tail else t, t, model, overview)
-        go_on()
+            return across, wide
+    return begin, tail
+
+
+def _fold(model: RunModel, frames: list[Frame], begin: int) -> None:
     # Charts and rates need steps without gaps; of older steps only results, such as the run's peak, are kept.
-    apply_all(model, (frames[number] for number in sorted(frames) if number <= begin))
+    apply_all(model, (frame for frame in frames if frame.seq <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
     model.training.forget_course()
-    apply_all(model, (frames[number] for number in sorted(frames) if number > begin))
+    apply_all(model, (frame for frame in frames if frame.seq > begin))
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
             rank.remember_step(last)
-    if overview is not None:
-        adopt_steps(model, overview)
-    model.last_seq = max(model.last_seq, seq)
-    model.tick(t)
-    return model
 
 
 def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:

@@ -1,6 +1,6 @@
 """Draws alerts, the code that caused a spike, and lines of a rank's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...protocol import text
@@ -86,11 +86,6 @@ def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
     return lines
 
 
-def stack_lines(groups: Sequence[StackGroup], width: int, theme: Theme) -> list[Line]:
-    """Draw stacks in short form, as in an alert's evidence."""
-    return [_group_line(group, group.bytes, width, theme) for group in groups]
-
-
 _EPOCH = 1e9
 """Smallest figure that is a time of day: seconds since 1970, in 2001."""
 
@@ -167,7 +162,7 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
     lines = [Line(), Line("   cause", theme.style("accent", bold=True))]
     for words in verdict_words(verdict) if verdict is not None else []:
         lines += [Line("   " + row, theme.base) for row in wrap(words, width - 5)]
-    return [*lines, *stack_lines(groups, width, theme)]
+    return [*lines, *(_group_line(group, group.bytes, width, theme) for group in groups)]
 
 
 def evidence_lines(

@@ -234,9 +234,7 @@ def names_c_locale(environ: Mapping[str, str] = os.environ) -> bool:
 
 def choose(ascii_only: bool) -> Glyphs:
     """Return the glyphs for this terminal: ASCII on request, or if the locale cannot print block characters."""
-    if ascii_only:
-        return ASCII
-    if names_c_locale():
+    if ascii_only or names_c_locale():
         return ASCII
     encoding = locale.getpreferredencoding(False)
     try:

@@ -27,14 +27,12 @@ _LABEL = 33
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank and the latest sampled step."""
-    line = Line(" allocator of ", theme.style("dim"))
-    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
     right = Line()
     last = rank.allocator.last
     if last is not None:
         cost = f", read in {milliseconds(last.read_us)} ms" if last.read_us and width >= 100 else ""
         right.add(f" step {last.step:,}: {last.entries:,} entries{cost} ", theme.style("dim"))
-    return ruled(line, right, width, theme)
+    return _title("allocator", name, right, width, theme)
 
 
 def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
@@ -353,12 +351,13 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
 
 def memory_title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank."""
-    line = Line(" memory of ", theme.style("dim"))
-    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
-    right = Line()
-    if rank.on_cpu:
-        right.add(" resident set, on the CPU ", theme.style("warning"))
-    return ruled(line, right, width, theme)
+    right = Line(" resident set, on the CPU ", theme.style("warning")) if rank.on_cpu else Line()
+    return _title("memory", name, right, width, theme)
+
+
+def _title(what: str, name: str, right: Line, width: int, theme: Theme) -> Line:
+    line = Line(f" {what} of ", theme.style("dim"))
+    return ruled(line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True)), right, width, theme)
 
 
 PART_FILLS = {

@@ -218,15 +218,12 @@ def report_lines(
 
     ``place``: of its snapshot, in words. ``acts``: whether commands to the rank are possible.
     """
-    asked = what_if or WhatIf()
-    if width < _TWO_COLUMNS:
-        return [
-            *_meaning(case, model, acts, asked, width, theme),
-            *_numbers(case.oom, width, theme),
-            *_rest(case, place, width, theme),
-        ]
-    room = (width - 3) // 2
-    left = [*_meaning(case, model, acts, asked, room, theme), *_numbers(case.oom, room, theme)]
+    two = width >= _TWO_COLUMNS
+    room = (width - 3) // 2 if two else width
+    left = _meaning(case, model, acts, what_if or WhatIf(), room, theme)
+    left += _section("the numbers at that moment", _number_rows(case.oom, room, theme), theme)
+    if not two:
+        return [*left, *_rest(case, place, width, theme)]
     right = _rest(case, place, width - room - 3, theme)[1:]
     blank = [Line() for _ in range(abs(len(left) - len(right)))]
     left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
@@ -297,10 +294,6 @@ def _remedy_sentences(remedies: list[Remedy], width: int, theme: Theme) -> Itera
             line.add(f"frees {frees}", theme.style("good", bold=True)).add("   " if remedy.setting else "", theme.base)
         line.add(theme.cut(sanitize(remedy.setting), width - line.width - 1), theme.style("dim"))
         yield line
-
-
-def _numbers(oom: Oom, width: int, theme: Theme) -> list[Line]:
-    return _section("the numbers at that moment", _number_rows(oom, width, theme), theme)
 
 
 def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:

@@ -96,11 +96,7 @@ def _line(ansi: str, width: int, theme: Theme) -> Line:
     return Line(" ", dim).join(line).fit(width, theme.base)
 
 
-# Draws the memory graph: allocated solid, reserved in a lighter tone behind it, capacity at the top, the peak a line.
 #
-# A character cell has two colours, and block characters fill it from below in eighths. So the background is the tone of
-# reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved memory ends. Both
-# boundaries are drawn to an eighth of a row unless they fall into the same cell.
 
 
 class Column(NamedTuple):
@@ -163,6 +159,9 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
 
 
 def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
+    # A character cell has two colours, and block characters fill it from below in eighths. So the background is the
+    # tone of reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved
+    # memory ends. Both boundaries are drawn to an eighth of a row unless they fall into the same cell.
     blocks = theme.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
@@ -171,11 +170,10 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, them
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
         return blocks[allocated], theme.style(solid, back if behind else "background")
-    if reserved >= 8:
-        return (theme.glyphs.peak, theme.style("peak", back)) if at_peak else (" ", theme.style("text", back))
-    if reserved > 0:
+    if 0 < reserved < 8:
         return blocks[reserved], theme.style(back)
-    return (theme.glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
+    ground = back if reserved > 0 else "background"
+    return (theme.glyphs.peak, theme.style("peak", ground)) if at_peak else (" ", theme.style("text", ground))
 
 
 def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
@@ -281,11 +279,6 @@ def _band(line: Line, band: Band, number: int, cells: int, theme: Theme) -> None
         line.add(label.ljust(cells), theme.style("on_color", theme.phase(band.phase)))
     else:
         line.add(label.ljust(cells), theme.style("text", "raised" if number % 2 else "rule"))
-
-
-# Draws a plot without axes as cells of a known size, by plotext (imported at the first plot).
-#
-# Columns span the window's coordinates, so a cursor and marks can be drawn over the cells.
 
 
 Kind = Literal["points", "line", "marks"]
@@ -440,9 +433,13 @@ def waterfall_lines(
     def row(
         label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
     ) -> Line:
-        figure = "-" if size is None else size_words(fall, size)
-        more = beside(size or 0, predicted)
-        return _row(label, figure, begin, size or 0, fall.extent, width, theme, tone, bold, more)
+        style = theme.style("text" if size else "dim", bold=bold)
+        line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
+        figure, more = "-" if size is None else size_words(fall, size), beside(size or 0, predicted)
+        line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
+        if more.width:
+            line.join(more).add("  ", theme.base)
+        return line.join(bar(begin, size or 0, max(1, fall.extent), width - line.width - 1, theme, tone))
 
     lines: list[Line] = []
     if expected is not None:
@@ -494,26 +491,6 @@ def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
         line.add("   unexplained ", theme.style("dim"))
         line.add(size_words(fall, fall.unexplained), theme.style("warning" if much else "dim"))
     return line.fit(width, theme.base) if line.width > width else line
-
-
-def _row(
-    label: str,
-    figure: str,
-    begin: int,
-    length: int,
-    extent: int,
-    width: int,
-    theme: Theme,
-    tone: str,
-    bold: bool,
-    more: Line,
-) -> Line:
-    style = theme.style("text" if length else "dim", bold=bold)
-    line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
-    line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
-    if more.width:
-        line.join(more).add("  ", theme.base)
-    return line.join(bar(begin, length, max(1, extent), width - line.width - 1, theme, tone))
 
 
 def bar(begin: int, length: int, extent: int, width: int, theme: Theme, tone: str) -> Line:

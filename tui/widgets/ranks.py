@@ -259,9 +259,7 @@ Pairs = list[tuple[str, str]]
 
 def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, theme: Theme) -> list[Line]:
     """Draw the figures as name and value pairs, as many per line as fit."""
-    lines = [_pairs(_process(rank), width, theme)]
-    lines.append(_pairs(_training(rank), width, theme))
-    lines.append(_pairs(_memory(rank, view), width, theme))
+    lines = [_pairs(pairs, width, theme) for pairs in (_process(rank), _training(rank), _memory(rank, view))]
     if view.in_trouble or view.text:
         glyph, tone = theme.state(view.state)
         text = f" {glyph} {state_words(view)}: {view.text or 'no more is known'}"
@@ -539,17 +537,18 @@ class Card(Canvas):
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return ()
-        model = app_state.model
-        columns = self._history.columns(model.ranks[view.rank], max(1, self.size.width - 2), model.now, app_state.span)
+        columns = self._columns(view, max(1, self.size.width - 2))
         return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
+
+    def _columns(self, view: RankView, width: int) -> list[Column | None]:
+        model = self.app_state.model
+        return self._history.columns(model.ranks[view.rank], width, model.now, self.app_state.span)
 
     def draw(self, width: int, height: int) -> list[Line]:
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return []
-        columns = self._history.columns(
-            app_state.model.ranks[view.rank], max(1, width - 2), app_state.model.now, app_state.span
-        )
+        columns = self._columns(view, max(1, width - 2))
         scale = scale_of(view, app_state.zoom, app_state.run_peak)
         return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
 

@@ -16,20 +16,12 @@ from .state import AppState, nice_top
 from .theme import ruled
 
 _TITLES = {
-    "stacks": "1 live stacks",
-    "blocks": "2 largest blocks",
-    "between": "3 between marks",
-    "segments": "4 segments",
-    "report": "5 report",
-    "difference": "6 difference",
-}
-_SHORT = {
-    "stacks": "1 stacks",
-    "blocks": "2 blocks",
-    "between": "3 between",
-    "segments": "4 segments",
-    "report": "5 report",
-    "difference": "6 diff",
+    "stacks": ("1 live stacks", "1 stacks"),
+    "blocks": ("2 largest blocks", "2 blocks"),
+    "between": ("3 between marks", "3 between"),
+    "segments": ("4 segments", "4 segments"),
+    "report": ("5 report", "5 report"),
+    "difference": ("6 difference", "6 diff"),
 }
 
 
@@ -63,14 +55,11 @@ class SnapshotList(Listing):
 
     def head(self, width: int) -> list[Line]:
         theme, explorer = self.theme, self.explorer
-        titles = _TITLES if width >= 100 else _SHORT
         left = Line()
         for view in explorer.views:
             chosen = view == explorer.view
-            left.add(
-                f" {titles[view]} ",
-                theme.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not theme.color),
-            )
+            style = theme.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not theme.color)
+            left.add(f" {_TITLES[view][width < 100]} ", style)
         right = Line()
         if explorer.find:
             right.add(f" with {explorer.find!r}", theme.style("accent"))

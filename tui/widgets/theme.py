@@ -146,17 +146,10 @@ LIGHT = Palette(
 
 
 STATE_TONES = {
-    "starting": "dim",
+    **dict.fromkeys(("starting", "finished"), "dim"),
     "training": "good",
-    "waiting": "warning",
-    "hung": "error",
-    "held": "error",
-    "stopped": "warning",
-    "stopping": "warning",
-    "gone": "error",
-    "unreachable": "error",
-    "finished": "dim",
-    "failed": "error",
+    **dict.fromkeys(("waiting", "stopped", "stopping"), "warning"),
+    **dict.fromkeys(("hung", "held", "gone", "unreachable", "failed"), "error"),
 }
 
 SEVERITY_TONES = {"info": "accent", "warning": "warning", "error": "error"}

@@ -25,7 +25,6 @@ from ..model.training import (
 )
 from .base import Canvas
 from .drawing import Line, count, cut, loss, small, step_time, wrap
-from .drawing import loss as loss_words
 from .header import time_of_day
 from .plots import Curve, plot_cells, pool_mean, put_cursor, row_line, sign_of
 from .theme import Theme, ruled
@@ -282,7 +281,7 @@ def _loss_pane(scene: Scene, rows: int) -> list[Line]:
     if scene.over > 1:
         curves.append(Curve("line", "accent", [place for place, _ in line], [value for _, value in line]))
     curves.append(Curve("marks", "warning", [scene.x(moment) for _, moment in shown], losses))
-    return [title, *_plot(scene, curves, rows, (low, high), loss_words)]
+    return [title, *_plot(scene, curves, rows, (low, high), loss)]
 
 
 def _loss_title(scene: Scene) -> Line:
@@ -290,23 +289,23 @@ def _loss_title(scene: Scene) -> Line:
     dim, strong = theme.style("dim"), theme.style(bold=True)
     line = Line(" loss", theme.style(bold=True))
     value = moment.loss if moment is not None else None
-    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss_words(value), strong)
+    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss(value), strong)
     if scene.over > 1 and scene.smooth_at is not None:
         line.add(f"   {sign_of('line', theme)} ", theme.style("accent")).add("smoothed ", dim)
-        line.add(loss_words(scene.smooth_at), strong)
+        line.add(loss(scene.smooth_at), strong)
         if scene.width >= 100:
             line.add(f" (moving average over {scene.over:,} steps)", dim)
     evaluation = _evaluation_at(scene)
     if evaluation is not None and evaluation.loss is not None:
         line.add(f"   {sign_of('marks', theme)} ", theme.style("warning"))
-        line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss_words(evaluation.loss), strong)
+        line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss(evaluation.loss), strong)
         at = f" at step {evaluation.step:,}" if scene.width >= 100 else f" @{evaluation.step:,}"
         line.add(at, dim)
         ppl = perplexity_of(evaluation)
         best = scene.model.training.best
         more = [f", perplexity {ppl:.4g}" if ppl is not None and isfinite(ppl) else ""]
         if best is not None and best.loss is not None:
-            more.append(f"   best {loss_words(best.loss)} at step {best.step:,}")
+            more.append(f"   best {loss(best.loss)} at step {best.step:,}")
         for words in more:
             if line.width + len(words) < scene.width:
                 line.add(words, dim)
@@ -451,29 +450,14 @@ class Course(NamedTuple):
 
 def courses(model: RunModel, points: Sequence[HistoryPoint]) -> list[Course]:
     """Return what the strip shows of a run."""
-    rates = model.rates
+    speed, seconds = model.rates.tokens_per_second, model.rates.seconds_per_step
+    present = loss(model.loss) if model.loss is not None else ""
+    rate = count(float(f"{speed:.3g}")) if speed else ""
+    time = step_time(float(f"{seconds:.2g}")) if seconds else ""
     return [
-        Course(
-            "loss",
-            loss(model.loss) if model.loss is not None else "",
-            [point.loss for point in points],
-            loss,
-            False,
-        ),
-        Course(
-            "tokens/s",
-            count(float(f"{rates.tokens_per_second:.3g}")) if rates.tokens_per_second else "",
-            [point.tokens_per_second for point in points],
-            count,
-            True,
-        ),
-        Course(
-            "step time",
-            step_time(float(f"{rates.seconds_per_step:.2g}")) if rates.seconds_per_step else "",
-            [point.step_seconds for point in points],
-            step_time,
-            True,
-        ),
+        Course("loss", present, [point.loss for point in points], loss, False),
+        Course("tokens/s", rate, [point.tokens_per_second for point in points], count, True),
+        Course("step time", time, [point.step_seconds for point in points], step_time, True),
     ]
 
 
