@@ -102,7 +102,9 @@ class FtmonApp(ThemedApp):
             if not screen.is_modal:
                 break
         self._show_held()
-        self._give_notice()
+        if self._notices is not None and self._driver is not None:
+            for notice in self._notices.fresh(self.app_state.model):
+                self._driver.write(terminal_sequence(notice))
 
     def _tick(self, screen: Screen[Any]) -> None:
         tick: Callable[[], None] | None = getattr(screen, "tick", None)
@@ -120,11 +122,6 @@ class FtmonApp(ThemedApp):
         fresh = self.app_state.held.fresh(self.app_state.model)
         if fresh is not None:
             self.action_oom(fresh.oom.rank)
-
-    def _give_notice(self) -> None:
-        if self._notices is not None and self._driver is not None:
-            for notice in self._notices.fresh(self.app_state.model):
-                self._driver.write(terminal_sequence(notice))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return False for actions without a meaning on the visible screen, which hides their keys."""

@@ -327,7 +327,8 @@ def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
     if explorer.view == "stacks":
         return _stacks(explorer)
     if explorer.view == "segments":
-        return _segments(explorer)
+        pieces = layout_at(explorer.replay, explorer.cursor)
+        return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
     if explorer.view == "between":
         return _between(explorer)
     make = {"blocks": _blocks, "difference": _difference}.get(explorer.view)
@@ -420,11 +421,6 @@ def _between(explorer: Explorer) -> Sequence[Row]:
 def _part_row(replay: Replay, part: _Part) -> Row:
     words, one = place(replay.snapshot, part.stack), part.tally
     return Row(words, part.sign * one.bytes, one.blocks, one.bytes / part.whole, 1, signed=True)
-
-
-def _segments(explorer: Explorer) -> Sequence[Row]:
-    pieces = layout_at(explorer.replay, explorer.cursor)
-    return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
 
 
 def _segment_row(piece: Piece) -> Row:

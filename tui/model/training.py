@@ -156,9 +156,8 @@ class TrainingHistory:
     def moments(self, ranks: int, peak: float | None = None) -> list[HistoryPoint]:
         """Return the buckets in order.
 
-        Args:
-            ranks: number of ranks of the job; unread ranks count with the mean tokens of those read.
-            peak: data-sheet peak of a rank's device, FLOP/s; None: no MFU.
+        ``ranks``: of the job; unread ones count with the mean tokens of those read. ``peak``: data-sheet peak of a
+        rank's device, FLOP/s; None: no MFU.
         """
         key = (self.version, ranks, peak)
         if self._made[0] != key:
@@ -342,12 +341,8 @@ def seconds_of_pauses_left(training: Training, plan: Plan, step: int) -> float:
 def smoothed(moments: Sequence[HistoryPoint], decay: float) -> list[float | None]:
     """Return the loss smoothed by an exponential moving average with bias correction (Kingma & Ba, Adam, 2015).
 
-    Args:
-        moments: buckets in order; a bucket of n steps decays the previous average by ``decay ** n``.
-        decay: weight of the previous average at each step, 0 to 1.
-
-    Returns:
-        A value for each bucket; None if it, and all before, have no loss.
+    ``decay``: weight of the previous average at each step, 0 to 1; a bucket of n steps decays it by ``decay ** n``. The
+    value of a bucket is None if it, and all before, have no loss.
     """
     found: list[float | None] = []
     total = weight = 0.0

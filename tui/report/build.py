@@ -49,19 +49,17 @@ def _together(sections: Sequence[Section]) -> Section | None:
     by_axis: dict[tuple[str, str, str], list[Chart]] = {}
     for one in sections:
         for chart in one.charts:
-            by_axis.setdefault((chart.title, chart.x_name, chart.unit), []).append(
-                Chart(chart.title, chart.x_name, chart.unit, [_named(curve, one.title) for curve in chart.curves])
-            )
+            curves = [
+                msgspec.structs.replace(curve, name=f"{one.title} {curve.name}".strip()) for curve in chart.curves
+            ]
+            key = chart.title, chart.x_name, chart.unit
+            by_axis.setdefault(key, []).append(Chart(*key, curves))
     shared = [
         Chart(title, x_name, unit, [curve for chart in charts for curve in chart.curves])
         for (title, x_name, unit), charts in by_axis.items()
         if len(charts) > 1
     ]
     return Section("in one picture", charts=shared) if shared else None
-
-
-def _named(curve: Curve, name: str) -> Curve:
-    return msgspec.structs.replace(curve, name=f"{name} {curve.name}".strip())
 
 
 def _run(data: RunData, price: float | None) -> Section:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,12 +124,8 @@ class ThemedApp(App[None]):
             sign = format_key(binding.key)  # "?" of question_mark
             name = sign if len(sign) == 1 and sign.isascii() else binding.key
             action = binding.action if "." in binding.action else f"screen.{binding.action}"
-            yield SystemCommand(
-                f"{binding.description}  ({name})", tooltip or binding.tooltip, lambda a=action: self._do(a)
-            )
-
-    def _do(self, action: str) -> None:
-        self.call_later(self.run_action, action)
+            title, run = f"{binding.description}  ({name})", partial(self.call_later, self.run_action, action)
+            yield SystemCommand(title, tooltip or binding.tooltip, run)
 
     def action_detach(self) -> None:
         self.exit()

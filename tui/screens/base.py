@@ -36,6 +36,13 @@ HELP_KEYS: list[BindingType] = [
 
 FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", show=False), *HELP_KEYS]
 """Keys of every screen on a file: a snapshot, the results of a sweep."""
+LINE_KEYS: list[BindingType] = [
+    key("up", "move(-1)", "up", "one line up", show=False),
+    key("down", "move(1)", "down", "one line down", show=False),
+    key("pageup", "page(-1)", "page up", "a screen up", show=False),
+    key("pagedown", "page(1)", "page down", "a screen down", show=False),
+]
+"""Keys of a list of lines."""
 
 COMMON_KEYS: list[BindingType] = [
     key("k", "app.kill", "kill", "end ranks, or the run; asks first"),

@@ -10,7 +10,7 @@ from textual.widget import Widget
 from ...protocol.messages import control
 from ..model.oom import spike_alert, verdict_of
 from ..model.rank import RankModel
-from ..model.waterfall import next_phase, rank_bars
+from ..model.waterfall import Waterfall, next_phase, rank_bars
 from ..widgets.base import Canvas
 from ..widgets.drawing import Line, wrap
 from ..widgets.memory import (
@@ -174,21 +174,21 @@ class MemoryScreen(SelectedRankScreen):
         self._canvas.top = 0
         self.tick()
 
-    def _phases(self) -> list[str]:
+    def _fall(self) -> Waterfall | None:
         rank = self.app_state.rank
-        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
-        return [phase for phase, _ in fall.standing] if fall is not None else []
+        return fall_of(rank, self._canvas.choice, None) if rank is not None else None
 
     @property
     def phase(self) -> str:
         """The visible phase; empty before the first step."""
-        rank = self.app_state.rank
-        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
+        fall = self._fall()
         return fall.phase if fall is not None else ""
 
     def action_phase(self, direction: int) -> None:
         """Select another phase; with the bars of all ranks, left and right select another rank."""
-        self._choose(phase=next_phase(self._phases(), self.phase, direction))
+        fall = self._fall()
+        phases = [phase for phase, _ in fall.standing] if fall is not None else []
+        self._choose(phase=next_phase(phases, self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
         self._canvas.top = 0

@@ -215,14 +215,10 @@ class Feed(threading.Thread):
                 checked = now
                 silent = not self._endpoint.local and now - received > _SILENCE_S
                 if silent or not self._endpoint.is_alive(hub):
-                    self._drain(stream, history)
+                    while stream.poll(0):  # the last messages of the hub
+                        self._receive(stream, history)
                     self._report_gone(self._endpoint.trouble or _GONE)
                     return
-
-    def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Receive the last messages of a hub."""
-        while stream.poll(0):
-            self._receive(stream, history)
 
     def _receive(self, stream: "zmq.Socket[Any]", history: History) -> None:
         frames: list[Frame] = []
@@ -334,9 +330,6 @@ class Feed(threading.Thread):
                 history.close()
         self._refuse_commands()
         self._report("ended", text)
-        self._refuse_until_closed()
-
-    def _refuse_until_closed(self) -> None:
         while not self._closing.wait(_CHECK_S):
             self._refuse_commands()
 
@@ -349,12 +342,8 @@ class LiveSource:
     """Follows a run.
 
     Live messages are applied continuously, also while the past is shown, so that returning to the end is immediate.
-
-    Args:
-        run: the run's directory on this host; or
-        addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere; or
-        endpoint: another way to locate the hub.
-        info: information about the run, if there is no directory.
+    The hub is found by the run's directory on this host, by ``addresses`` of its channels (``sockets.CHANNELS``), or by
+    another ``endpoint``; ``info`` describes the run if there is no directory.
     """
 
     def __init__(

@@ -66,14 +66,10 @@ class Position:
 
 
 def parse(text: str, position: float, first: float, last: float) -> Position:
-    """Parse a position from the "go to" dialog.
+    """Parse a position from the "go to" dialog; ``position``, ``first``, ``last``: seconds since the epoch.
 
-    Args:
-        text: the typed text; ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the
-            recording that is nearest to the position.
-        position: the displayed time, seconds since the epoch.
-        first: the recording's first time.
-        last: the recording's last time.
+    ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the recording (``first`` to
+    ``last``) that is nearest to the displayed ``position``.
 
     Raises:
         UsageError: the text has none of these forms; the message lists them.
@@ -149,14 +145,10 @@ class _Update:
 class Playback:
     """Plays a history into a model.
 
-    Args:
-        open_history: opens the history, in the thread that uses it; its argument returns True once the result is no
-            longer needed.
-        info: initial information about the run for the models.
-        transport: the transport to update; its requests are passed to ``request``.
-        start: start position, seconds since the epoch; None for the beginning.
-        live_end: for the past of a live run, the time of the live end; playing ends there (see ``reached_live``).
-        model: the model to show until something was read.
+    ``open_history`` is called in the thread that uses the history; its argument returns True once the result is no
+    longer needed. Requests of ``transport`` are passed to ``request``. ``start``: seconds since the epoch; None for the
+    beginning. ``live_end``: for the past of a live run, the time of the live end; playing ends there (see
+    ``reached_live``). ``model`` is shown until something was read.
     """
 
     def __init__(
@@ -273,7 +265,9 @@ class Playback:
                 history.close()
 
     def _begin(self, history: History) -> None:
-        self._read_span(history)
+        info = history.info()
+        self._first = info.first_t
+        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
         start = self._first if self._position < 0 else self._position
         if self._live_end is not None:  # the live end's clock is ahead of the last message
             self._last = max(self._last, start)
@@ -299,11 +293,6 @@ class Playback:
         finally:
             if history is not None:
                 history.close()
-
-    def _read_span(self, history: History) -> None:
-        info = history.info()
-        self._first = info.first_t
-        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
 
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
@@ -515,14 +504,10 @@ def ended_badly(info: RecordingInfo) -> bool:
 
 
 class ReplaySource:
-    """Plays a recording.
+    """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
-    Args:
-        path: the recording file.
-        start: start position, seconds since the epoch; None for the end of a run that failed, else for the first ranks'
-            first messages (nothing is shown before them; seeking to the beginning remains possible).
-        at_end: start at its end instead.
-        play: start playing at once.
+    That is the end of a run that failed, else the first ranks' first messages: nothing is shown before them, and
+    seeking to the beginning remains possible. ``play``: start playing at once.
 
     Raises:
         RecordingError: the file is missing, or is not a recording this version can read.

@@ -67,7 +67,8 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
     base = theme.base
     progress = _progress(summary, theme)
     both = beside([progress, _time(summary, theme)], "    ", base).add(" ", base)
-    whole = beside([progress, _epochs(summary, theme), _time(summary, theme)], "    ", base).add(" ", base)
+    epochs = Line("epoch ", theme.style("dim")).add(summary.epochs, base) if summary.epochs else Line()
+    whole = beside([progress, epochs, _time(summary, theme)], "    ", base).add(" ", base)
     left, right = Line(), both
     for name_width, brief, right in (
         (max(12, width // 4), False, whole),
@@ -108,10 +109,6 @@ def _progress(summary: Summary, theme: Theme) -> Line:
         f"{summary.step:,}", theme.style(bold=True)
     )
     return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
-
-
-def _epochs(summary: Summary, theme: Theme) -> Line:
-    return Line("epoch ", theme.style("dim")).add(summary.epochs, theme.base) if summary.epochs else Line()
 
 
 def _time(summary: Summary, theme: Theme) -> Line:

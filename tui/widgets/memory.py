@@ -393,7 +393,9 @@ def peak_bars(
     top = nice_top(extent)
     cell = max(1, min(_WIDEST, (width - _AXIS) // len(groups)))
     gap = 1 if cell >= 3 else 0
-    fills = [_fill(_shown(group), top, rows, theme.plain_graphs) for group in groups]
+    # A group is represented by the rank with the highest peak.
+    shown = [max(group, key=lambda bar: bar.peak) for group in groups]
+    fills = [_fill(bar, top, rows, theme.plain_graphs) for bar in shown]
     lines: list[Line] = [_scale_line(phase, top, capacity, bars, groups, theme)]
     for row in range(rows - 1, -1, -1):
         lines.append(_row(fills, row, rows, cell - gap, gap, top, theme))
@@ -406,10 +408,6 @@ def grouped(bars: Sequence[RankBar], columns: int) -> list[Sequence[RankBar]]:
     """Return ranks in at most ``columns`` groups of neighbours, all but the last of equal size."""
     size = max(1, -(-len(bars) // max(1, columns)))
     return [bars[at : at + size] for at in range(0, len(bars), size)]
-
-
-def _shown(group: Sequence[RankBar]) -> RankBar:
-    return max(group, key=lambda bar: bar.peak)
 
 
 def _fill(bar: RankBar, top: int, rows: int, plain: bool) -> list[tuple[str, int, int]]:
