@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from textual.screen import Screen
@@ -11,20 +12,27 @@ from ..protocol.run.notices import terminal_sequence
 from ..protocol.run.rundir import RunDir
 from .model.run import TerminalNotices
 from .screens.apps import ThemedApp
-from .screens.base import MonitorScreen
-from .screens.dialogs import refusal
-from .screens.overview import OverviewScreen
+from .screens.base import HelpScreen, MonitorScreen
+from .screens.dialogs import GotoDialog, refusal
+from .screens.kill import KillDialog, StopDialog
+from .screens.overview import OverviewScreen, RankScreen
 from .source.base import Source, Transport
 from .widgets.state import AppState
 
 FPS = 4
-"""Paints per second."""
 
 FIRST_POLLS = 100
 """Polls per second until the first ranks have reported, so that they are painted at once."""
 
 FIRST_SECONDS = 3.0
 """Time limit of that polling in seconds."""
+
+
+def _opening(module: str, screen: str) -> "Callable[[FtmonApp], None]":
+    def action(app: "FtmonApp") -> None:
+        app.show(getattr(import_module(f".screens.{module}", __package__), screen)(app.app_state))
+
+    return action
 
 
 class FtmonApp(ThemedApp):
@@ -94,7 +102,9 @@ class FtmonApp(ThemedApp):
             if not screen.is_modal:
                 break
         self._show_held()
-        self._give_notice()
+        if self._notices is not None and self._driver is not None:
+            for notice in self._notices.fresh(self.app_state.model):
+                self._driver.write(terminal_sequence(notice))
 
     def _tick(self, screen: Screen[Any]) -> None:
         tick: Callable[[], None] | None = getattr(screen, "tick", None)
@@ -112,11 +122,6 @@ class FtmonApp(ThemedApp):
         fresh = self.app_state.held.fresh(self.app_state.model)
         if fresh is not None:
             self.action_oom(fresh.oom.rank)
-
-    def _give_notice(self) -> None:
-        if self._notices is not None and self._driver is not None:
-            for notice in self._notices.fresh(self.app_state.model):
-                self._driver.write(terminal_sequence(notice))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return False for actions without a meaning on the visible screen, which hides their keys."""
@@ -166,7 +171,6 @@ class FtmonApp(ThemedApp):
             await self.pop_screen()
 
     def action_open(self) -> None:
-        from .screens.overview import RankScreen
 
         if self.app_state.model.ranks:
             self.show(RankScreen(self.app_state))
@@ -183,30 +187,15 @@ class FtmonApp(ThemedApp):
                 self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
         self.show(AlertsScreen(self.app_state))
 
-    def action_logs(self) -> None:
-        from .screens.logs import LogsScreen
-
-        self.show(LogsScreen(self.app_state))
-
-    def action_stacks(self) -> None:
-        from .screens.stacks import StacksScreen
-
-        self.show(StacksScreen(self.app_state))
+    action_logs = _opening("logs", "LogsScreen")
+    action_stacks = _opening("stacks", "StacksScreen")
+    action_events = _opening("memory", "EventsScreen")
+    action_training = _opening("training", "TrainingScreen")
 
     def action_memory(self, phase: str = "") -> None:
         from .screens.memory import MemoryScreen
 
         self.show(MemoryScreen(self.app_state, phase))
-
-    def action_events(self) -> None:
-        from .screens.memory import EventsScreen
-
-        self.show(EventsScreen(self.app_state))
-
-    def action_training(self) -> None:
-        from .screens.training import TrainingScreen
-
-        self.show(TrainingScreen(self.app_state))
 
     def action_jobs(self) -> None:
         from .screens.runs import JobsScreen
@@ -241,7 +230,6 @@ class FtmonApp(ThemedApp):
         return source.transport if source is not None and source.transport.mode == "replay" else None
 
     def action_help(self) -> None:
-        from .screens.base import HelpScreen
         from .screens.snapshot import SnapshotHelp, SnapshotScreen
 
         if isinstance(self.screen, MonitorScreen):
@@ -249,13 +237,11 @@ class FtmonApp(ThemedApp):
             self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
-        from .screens.dialogs import GotoDialog
 
         if self.app_state.source is not None:
             self.push_screen(GotoDialog(self.app_state))
 
     def action_kill(self) -> None:
-        from .screens.kill import KillDialog
 
         if self._may_act("kill"):
             screen = self.screen
@@ -263,7 +249,6 @@ class FtmonApp(ThemedApp):
             self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
-        from .screens.kill import StopDialog
 
         if self._may_act("stop"):
             self.push_screen(StopDialog(self.app_state))

@@ -1,4 +1,4 @@
-"""Starts processes of the training side: a run, and a new hub for a run whose hub is gone.
+"""What the commands share to reach a run: processes of the training side, commands to its hub, its recording.
 
 The command line imports nothing of the trainer; it starts ``python -m ftmon.trainer...`` and reads one line of JSON.
 """
@@ -29,9 +29,6 @@ from .set_up import INSTALL, missing_training_packages
 
 if TYPE_CHECKING:
     from ...protocol.recording.reader import Reader
-
-
-# Sends a command to a hub and receives its two replies.
 
 
 ACCEPT_SECONDS = 10.0
@@ -93,9 +90,6 @@ def ask(
     raise HubError(f"the hub (pid {hub.process.pid}) gave no {'result' if accepted else 'answer'} in {waited:.0f} s")
 
 
-# Ends a run through its launcher, and waits for a run's end.
-
-
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 
@@ -103,11 +97,11 @@ _POLL_SECONDS = 0.1
 def end_at_once(run: RunDir) -> None:
     """End a run through its launcher, which needs no hub, by INT, TERM, then KILL; wait for the end."""
     # The launcher escalates: the second INT ends the whole run by TERM, the third by KILL.
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGINT):
+    for _ in range(3):
         launcher = run.read_run().launcher
         if launcher is None or not is_alive(launcher):
             return
-        os.kill(launcher.pid, number)
+        os.kill(launcher.pid, signal.SIGINT)
         if wait_for_end(run, _END_SECONDS / 6):
             return
 
@@ -120,9 +114,6 @@ def wait_for_end(run: RunDir, seconds: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-# Opens recordings for one command, and checks its rank argument.
 
 
 def check_rank(ranks: Collection[int], rank: int | None) -> None:
@@ -156,7 +147,6 @@ SCRIPT = "ftmon.trainer.launch.start"
 _FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
-_TRAINER_PROCESS_POLL_SECONDS = 0.05
 _SILENT_SECONDS = 2.0
 """Time after which a terminal shows that a start is still under way."""
 _PREFIX_COLUMNS = 10
@@ -169,12 +159,10 @@ class StartFailedError(FtmonError):
     """The process that should start a run ended without one."""
 
     def __init__(self, text: str, status: int) -> None:
-        """Keep the process's output, and its exit status as the command's."""
         super().__init__(text)
         self.exit_status = status
 
     def __str__(self) -> str:
-        """Return the process's output, with all its lines."""
         return "\n".join(sanitize(line) for line in str(self.args[0]).splitlines()[-_MOST_LINES:])
 
 
@@ -210,8 +198,8 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
     except KeyboardInterrupt:
         _give_up(process)
     if process.returncode:
-        words_of_it = errors.decode(errors="replace").strip()
-        raise StartFailedError(words_of_it or "the run was not started", max(process.returncode, 1))
+        words = errors.decode(errors="replace").strip()
+        raise StartFailedError(words or "the run was not started", max(process.returncode, 1))
     return _started(output)
 
 
@@ -255,7 +243,6 @@ def _with_own_programs() -> dict[str, str]:
 
 
 def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
-    """End an interrupted start, and everything that it has started."""
     process.terminate()
     output, _ = process.communicate()
     if process.returncode == 0:
@@ -304,5 +291,5 @@ def living_hub(run: RunDir) -> HubFile:
 def _wait_for_hub(run: RunDir, seconds: float) -> HubFile | None:
     deadline = time.monotonic() + seconds
     while (found := run.living_hub()) is None and time.monotonic() < deadline:
-        time.sleep(_TRAINER_PROCESS_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return found

@@ -4,8 +4,9 @@ Each command names its handler as ``module:function`` of this package; ``main`` 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import __version__
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
     Container = argparse._ActionsContainer
 
 
-# Types of command-line arguments: each parses one word, or raises ``ArgumentTypeError`` with the valid form.
+def _whole_number(least: int, what: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
+        return int(text)
+
+    return parse
 
 
-def positive(text: str) -> int:
-    """Parse a whole number of 1 or more."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
-    return number
+positive = _whole_number(1, "a whole number of 1 or more")
+whole = _whole_number(0, "a whole number of 0 or more")
+device = _whole_number(0, "a device's number")
 
 
 _LONGEST = 100_000_000
@@ -52,15 +56,22 @@ def byte_size(text: str) -> int:
     return size
 
 
-def seconds(text: str) -> float:
-    """Parse finite seconds, more than 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds, more than 0, not {text!r}")
-    return number
+def _above_zero(what: str, *, below: float = float("inf"), percent: bool = False) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text.removesuffix("%")) / 100 if percent and text.endswith("%") else float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 < number < below:
+            raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
+        return number
+
+    return parse
+
+
+seconds = _above_zero("seconds, more than 0")
+price = _above_zero("a number above 0")
+share = _above_zero("a share such as 3% or 0.03", below=1, percent=True)
 
 
 def rank(text: str) -> int:
@@ -72,45 +83,6 @@ def rank(text: str) -> int:
     return int(text)
 
 
-def device(text: str) -> int:
-    """Parse a device's number."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a device's number, not {text!r}")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """Return a whole number of 0 or more."""
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
-    return int(text)
-
-
-def price(text: str) -> float:
-    """Return a price above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return found
-
-
-def share(text: str) -> float:
-    """Return a share between 0 and 1, given as ``3%`` or ``0.03``."""
-    try:
-        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1:
-        raise argparse.ArgumentTypeError(f"must be a share such as 3% or 0.03, not {text!r}")
-    return found
-
-
-# Help of the whole ``ftmon`` command, with its commands grouped by purpose.
-
-
 GROUPS = {
     "train": ("predict", "demo", "train", "resume", "sweep", "data", "chat"),
     "watch": ("run", "attach", "replay", "ls", "status", "logs"),
@@ -119,14 +91,12 @@ GROUPS = {
     "set up": ("doctor", "keys", "completion"),
 }
 INTERNAL = ("relay",)
-"""Commands that other commands run; help leaves them out."""
 
 
 class GroupedParser(argparse.ArgumentParser):
     """A parser whose help lists its commands under ``GROUPS``."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Refuse an unknown command with a suggestion, instead of the list of all commands."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = [name for names in GROUPS.values() for name in names]
             near = get_close_matches(value, known, n=1, cutoff=0.7)
@@ -154,7 +124,8 @@ class GroupedParser(argparse.ArgumentParser):
         return formatter.format_help()
 
 
-# Adds commands, and declares the arguments that several commands share.
+Add = Callable[..., argparse.ArgumentParser]
+"""``add_command`` for one parser."""
 
 
 class Argument(NamedTuple):
@@ -271,17 +242,13 @@ START_OPTIONS = (
 """Options of every command that starts a run."""
 
 
-# The commands of the group "end" of ``ftmon --help``.
-
-
 SIGNALS = ("INT", "TERM", "KILL")
 
 
-def add_end(commands: "Commands") -> None:
+def add_end(add: Add) -> None:
     """Add the group's commands."""
-    add_command(commands, "stop", "end:stop", "save a checkpoint and end the run after its current step", RUN)
-    add_command(
-        commands,
+    add("stop", "end:stop", "save a checkpoint and end the run after its current step", RUN)
+    add(
         "kill",
         "end:kill",
         "end a run, or some of its ranks, by signals",
@@ -290,16 +257,14 @@ def add_end(commands: "Commands") -> None:
         argument("--signal", None, "send only this signal (default: INT, then TERM, then KILL)", choices=SIGNALS),
         YES,
     )
-    add_command(
-        commands,
+    add(
         "release",
         "oom:release",
         "release ranks that are held at an out-of-memory error",
         RUN,
         ranks_option("this rank (default: all held)"),
     )
-    add_command(
-        commands,
+    add(
         "cleanup",
         "end:cleanup",
         "find and end processes that finished runs left behind",
@@ -309,22 +274,10 @@ def add_end(commands: "Commands") -> None:
     )
 
 
-# The commands of the group "investigate" of ``ftmon --help``.
-
-
-def add_investigate(commands: "Commands") -> None:
+def add_investigate(add: Add) -> None:
     """Add the group's commands."""
-    add_command(
-        commands,
-        "memory",
-        "memory:show_memory",
-        "show what the memory peak of a step consists of",
-        FILE_OR_RUN,
-        RANK,
-        JSON,
-    )
-    add_command(
-        commands,
+    add("memory", "memory:show_memory", "show what the memory peak of a step consists of", FILE_OR_RUN, RANK, JSON)
+    add(
         "events",
         "memory:show_events",
         "print the allocator events of a run's ranks",
@@ -333,8 +286,7 @@ def add_investigate(commands: "Commands") -> None:
         flag("--follow -f", "print new events until the run ends"),
         json_flag("one JSON object a line, for scripts"),
     )
-    add_command(
-        commands,
+    add(
         "oom",
         "oom:show_oom",
         "explain an out-of-memory error, with remedies",
@@ -342,17 +294,15 @@ def add_investigate(commands: "Commands") -> None:
         RANK,
         json_flag("one JSON object for scripts (docs/protocol.md, oom_report)"),
     )
-    _snapshot(commands)
-    add_command(
-        commands,
+    _snapshot(add)
+    add(
         "capture",
         "memory:capture",
         "capture memory snapshots of ranks and print their paths",
         RUN,
         ranks_option("this rank (default: all)"),
     )
-    add_command(
-        commands,
+    add(
         "stacks",
         "oom:show_stacks",
         "show the Python stacks of a run's ranks",
@@ -362,8 +312,7 @@ def add_investigate(commands: "Commands") -> None:
         flag("--native", "native frames too, where py-spy is installed and allowed"),
         JSON,
     )
-    add_command(
-        commands,
+    add(
         "console",
         "oom:console",
         "run Python in the failing frame of a held rank",
@@ -371,13 +320,12 @@ def add_investigate(commands: "Commands") -> None:
         argument("--rank", "R", "a rank held at an out-of-memory error", type=rank, required=True),
         argument("-c --code", "CODE", "run this code and exit (default: read from standard input)"),
     )
-    _report(commands)
-    _compare(commands)
+    _report(add)
+    _compare(add)
 
 
-def _snapshot(commands: "Commands") -> None:
-    snapshot = add_command(
-        commands,
+def _snapshot(add: Add) -> None:
+    snapshot = add(
         "snapshot",
         "memory:explore",
         "open a PyTorch memory snapshot, or compare two",
@@ -397,9 +345,8 @@ def _snapshot(commands: "Commands") -> None:
     )
 
 
-def _report(commands: "Commands") -> None:
-    add_command(
-        commands,
+def _report(add: Add) -> None:
+    add(
         "report",
         "report:show_report",
         "show runs, sweeps and CSV files as charts and tables",
@@ -424,9 +371,8 @@ def _report(commands: "Commands") -> None:
     )
 
 
-def _compare(commands: "Commands") -> None:
-    add_command(
-        commands,
+def _compare(add: Add) -> None:
+    add(
         "compare",
         "report:show_comparison",
         "compare two runs or sweeps, relative to their noise",
@@ -440,17 +386,13 @@ def _compare(commands: "Commands") -> None:
     )
 
 
-# The commands of the group "set up" of ``ftmon --help``.
-
-
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add_set_up(commands: "Commands") -> None:
+def add_set_up(add: Add) -> None:
     """Add the group's commands."""
-    add_command(commands, "doctor", "set_up:doctor", "check what works on this machine, with fixes for the rest", JSON)
-    add_command(
-        commands,
+    add("doctor", "set_up:doctor", "check what works on this machine, with fixes for the rest", JSON)
+    add(
         "keys",
         "remote:manage_keys",
         "show and change which hosts may attach",
@@ -458,8 +400,7 @@ def add_set_up(commands: "Commands") -> None:
         argument("--remark", "TEXT", "a note about the owner of the key", default=""),
         argument("--remove", "KEY", "revoke this public key"),
     )
-    add_command(
-        commands,
+    add(
         "completion",
         "set_up:completion",
         "write a completion script for a shell",
@@ -467,17 +408,13 @@ def add_set_up(commands: "Commands") -> None:
     )
 
 
-# The commands of the group "train" of ``ftmon --help``.
-
-
 _NO_PREDICT = flag("--no-predict", "do not predict the run's memory in the background (GPU runs)")
 
 
-def add_train(commands: "Commands") -> None:
+def add_train(add: Add) -> None:
     """Add the group's commands."""
-    _predict(commands)
-    add_command(
-        commands,
+    _predict(add)
+    add(
         "demo",
         "train:demo",
         "fine-tune a small model and watch it",
@@ -488,8 +425,7 @@ def add_train(commands: "Commands") -> None:
         _NO_PREDICT,
         *START_OPTIONS,
     )
-    add_command(
-        commands,
+    add(
         "train",
         "train:train",
         "train with a configuration of your own, and watch it",
@@ -500,8 +436,7 @@ def add_train(commands: "Commands") -> None:
         _NO_PREDICT,
         *START_OPTIONS,
     )
-    add_command(
-        commands,
+    add(
         "resume",
         "train:resume",
         "continue a run of 'ftmon train' from its newest complete checkpoint",
@@ -512,14 +447,13 @@ def add_train(commands: "Commands") -> None:
         epilog="The new run has the configuration of RUN with the given keys changed. A change with which training "
         "would not continue exactly is refused by name; checkpoint.allow=[NAME] accepts it (docs/training.md).",
     )
-    _sweep(commands)
-    _data(commands)
-    _chat(commands)
+    _sweep(add)
+    _data(add)
+    _chat(add)
 
 
-def _predict(commands: "Commands") -> None:
-    predict = add_command(
-        commands,
+def _predict(add: Add) -> None:
+    predict = add(
         "predict",
         "train:predict",
         "predict the memory of a training step, without a GPU",
@@ -569,9 +503,8 @@ def _predict(commands: "Commands") -> None:
     )
 
 
-def _sweep(commands: "Commands") -> None:
-    add_command(
-        commands,
+def _sweep(add: Add) -> None:
+    add(
         "sweep",
         "train:sweep",
         "measure many configurations, each in a run of its own",
@@ -588,8 +521,8 @@ def _sweep(commands: "Commands") -> None:
     )
 
 
-def _data(commands: "Commands") -> None:
-    data = add_command(commands, "data", "train:check", "check what the model will see of the training data")
+def _data(add: Add) -> None:
+    data = add("data", "train:check", "check what the model will see of the training data")
     add_command(
         data.add_subparsers(metavar="ACTION", required=True),
         "check",
@@ -605,9 +538,8 @@ def _data(commands: "Commands") -> None:
     )
 
 
-def _chat(commands: "Commands") -> None:
-    add_command(
-        commands,
+def _chat(add: Add) -> None:
+    add(
         "chat",
         "train:chat",
         "chat with a trained model, or with a checkpoint of a live run",
@@ -631,9 +563,6 @@ def _chat(commands: "Commands") -> None:
     )
 
 
-# The commands of the group "watch" of ``ftmon --help``.
-
-
 _RUN_EPILOG = (
     "Exit status: the training's own (128 + N if signal N killed it), or\n"
     + "\n".join(f"  {code}  {meaning}" for code, meaning in end.OWN.items())
@@ -644,10 +573,9 @@ leaving the app, it keeps running."""
 )
 
 
-def add_watch(commands: "Commands") -> None:
+def add_watch(add: Add) -> None:
     """Add the group's commands."""
-    add_command(
-        commands,
+    add(
         "run",
         "train:run",
         "run an unmodified training script and watch it",
@@ -659,8 +587,7 @@ def add_watch(commands: "Commands") -> None:
         epilog=_RUN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_command(
-        commands,
+    add(
         "attach",
         "watch:attach",
         "watch a live run, with its whole history",
@@ -670,25 +597,22 @@ def add_watch(commands: "Commands") -> None:
         flag("--read-only", "watch only: this app cannot stop or kill"),
         ASCII,
     )
-    add_command(
-        commands,
+    add(
         "relay",
         "remote:relay",
         "report a run's sockets and wait for its end (started by 'attach ssh://')",
         run_argument(nargs="?"),
     )
-    add_command(commands, "replay", "watch:replay", "replay a recording", FILE_OR_RUN, PLAIN, ASCII)
-    add_command(
-        commands,
+    add("replay", "watch:replay", "replay a recording", FILE_OR_RUN, PLAIN, ASCII)
+    add(
         "ls",
         "watch:list_runs",
         "list live and recorded runs",
         argument("runs", "FILE|RUN", "these runs only (default: all of this user)", nargs="*"),
         json_flag("one JSON array for scripts"),
     )
-    add_command(commands, "status", "watch:show_status", "print the state of a run in a few lines", FILE_OR_RUN, JSON)
-    add_command(
-        commands,
+    add("status", "watch:show_status", "print the state of a run in a few lines", FILE_OR_RUN, JSON)
+    add(
         "logs",
         "watch:show_logs",
         "print the output of a run's ranks",
@@ -738,6 +662,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
     parser.set_defaults(handler="watch:choose", parser=parser, plain=False, read_only=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
-    for add in (add_train, add_watch, add_investigate, add_end, add_set_up):
-        add(commands)
+    for add_group in (add_train, add_watch, add_investigate, add_end, add_set_up):
+        add_group(partial(add_command, commands))
     return parser

@@ -1,4 +1,4 @@
-"""``ftmon kill`` and ``ftmon stop``: end a run or some of its ranks, and print the outcome."""
+"""``ftmon kill``, ``stop`` and ``cleanup``: end a run, some of its ranks, or what earlier runs left behind."""
 
 import subprocess
 import sys
@@ -9,8 +9,6 @@ from ...protocol.messages import control
 from ...protocol.run import rundir
 from ...protocol.run.rundir import RunDir
 from .access import ask, living_hub, wait_for_end, words_of
-
-# ``ftmon cleanup``: finds processes that earlier runs left, and ends them.
 
 
 def cleanup(arguments: Namespace) -> int:
@@ -50,7 +48,6 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _confirmed(run: RunDir, arguments: Namespace) -> bool:
-    """Ask for confirmation on a terminal, default no; without a terminal, return True."""
     if arguments.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     ranks = ", ".join(map(str, sorted(set(arguments.rank))))
@@ -64,9 +61,8 @@ def _confirmed(run: RunDir, arguments: Namespace) -> bool:
 
 
 def _act(run: RunDir, verb: control.Verb) -> int:
-    """Send one command and print both of its answers."""
     try:
-        result = ask(living_hub(run), verb, on_accepted=_print_accepted)
+        result = ask(living_hub(run), verb, on_accepted=lambda text: print(text or "accepted", flush=True))
     except FtmonError:
         if not _is_over(run):  # the run may have ended meanwhile
             raise
@@ -76,7 +72,3 @@ def _act(run: RunDir, verb: control.Verb) -> int:
     if result.ok and isinstance(verb, control.Kill) and not verb.ranks:
         wait_for_end(run, _WRITTEN_SECONDS)  # so that the next command sees that it is over
     return 0 if result.ok else 1
-
-
-def _print_accepted(text: str) -> None:
-    print(text or "accepted", flush=True)

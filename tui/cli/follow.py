@@ -1,6 +1,5 @@
-"""Follows a run in plain lines, without the terminal app."""
+"""Follows a run in plain lines, without the terminal app: its signals, its end, its lines."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...protocol.errors import HubError, RunDirError
@@ -22,9 +22,6 @@ from ...protocol.run.start import CommandEnd
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
 from .narrate import Narrator, attach_line, closing_lines
-
-# Handles signals to a command that follows a run: keeps them, so that none interrupts a fold.
-
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ``ftmon run`` forwards to the run."""
@@ -40,7 +37,6 @@ def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"
 
 @contextmanager
 def _handled(numbers: Iterable[signal.Signals], handle: Callable[[signal.Signals], object]) -> Generator[None]:
-    """Call ``handle`` for received signals; those ignored at the start stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -95,7 +91,7 @@ class Standing:
     def content(self) -> RunFile:
         """``run.json``, as last read."""
         if self._content.launcher is None:
-            with contextlib.suppress(RunDirError):
+            with suppress(RunDirError):
                 self._content = self._run.read_run()
         return self._content
 
@@ -118,7 +114,7 @@ class Standing:
             self._line.read()
             if self._line.end is not None:
                 return self._line.end
-        with contextlib.suppress(RunDirError):
+        with suppress(RunDirError):
             return self._run.read_exit()
         return None
 
@@ -143,7 +139,7 @@ class Standing:
 
     def living_hub(self) -> HubFile | None:
         """Return the connection file of the run's living hub."""
-        with contextlib.suppress(RunDirError):
+        with suppress(RunDirError):
             return self._run.living_hub()
         return None
 
@@ -162,7 +158,7 @@ class Standing:
         unsent, self._unsent = self._unsent, []
         if is_alive(launcher):
             for number in unsent:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(launcher.pid, number)
 
     def let_go(self) -> None:
@@ -172,7 +168,7 @@ class Standing:
 
 
 POLL_SECONDS = 0.1
-_DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 5.0
 """Time limit of waiting for the rest of the stream after the run's end."""
 _LATE_SECONDS = 25.0
 """Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
@@ -248,83 +244,72 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
         return exits.INTERRUPTED if asked else exits.of_run(end)
 
 
+@dataclass
 class _Following:
-    """State of the loop of ``follow``."""
+    source: Source
+    run: RunDir
+    narrator: Narrator
+    standing: Standing
+    lines: Lines
+    signals: "deque[signal.Signals]"
+    owned: bool
+    interrupts: int = 0
+    outages: Outages = field(default_factory=Outages)
+    narrates: bool = True
 
-    def __init__(
-        self,
-        source: Source,
-        run: RunDir,
-        narrator: Narrator,
-        standing: Standing,
-        lines: Lines,
-        signals: "deque[signal.Signals]",
-        owned: bool,
-    ) -> None:
-        self._source = source
-        self._run = run
-        self._narrator = narrator
-        self._standing = standing
-        self._lines = lines
-        self._signals = signals
-        self._owned = owned
-        self._outages = Outages()
-        self._narrates = True
-        self._notices = TerminalNotices(run) if sys.stdout.isatty() else None
-        self.interrupts = 0
-        self.foreign = standing.content.kind not in ("demo", "train")
+    def __post_init__(self) -> None:
+        self.notices = TerminalNotices(self.run) if sys.stdout.isatty() else None
+        self.foreign = self.standing.content.kind not in ("demo", "train")
         """Whether the job is a script without ftmon, which handles ctrl-c itself."""
 
     def until_the_end(self) -> ExitFile | None:
-        """Print lines until the run has ended; return None if the user quit before."""
         drained_by, left_at = 0.0, 0.0
         while True:
             self._print_new()
             if self._left():
                 return None
-            self._standing.send_waiting()
-            end = self._standing.end() or self._standing.end_without_launcher(self._source.model)
+            self.standing.send_waiting()
+            end = self.standing.end() or self.standing.end_without_launcher(self.source.model)
             if end is not None:
                 now = time.monotonic()
-                drained_by = drained_by or now + _DRAIN_SECONDS
-                waits = self._narrates and self._standing.launcher_lives and self._run.path.exists()
+                drained_by = drained_by or now + DRAIN_SECONDS
+                waits = self.narrates and self.standing.launcher_lives and self.run.path.exists()
                 if not waits and not left_at:
                     left_at = now
                 # The launcher leaves after the hub: what the hub published last may be on its way.
-                late = now > drained_by + _LATE_SECONDS if waits else now > left_at + _DRAIN_SECONDS
-                if self._source.model.ended or late:
+                late = now > drained_by + _LATE_SECONDS if waits else now > left_at + DRAIN_SECONDS
+                if self.source.model.ended or late:
                     return end
             time.sleep(POLL_SECONDS)
 
     def _print_new(self) -> None:
         """Print new lines. An error here must not end a run that this command started."""
-        if not self._narrates:
+        if not self.narrates:
             return
         try:
-            self._source.pump(POLL_SECONDS)
-            for line in self._narrator.new_lines(self._source.model):
-                self._lines.print(line)
-            for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
-                self._lines.print(terminal_sequence(notice), end="")
-            for line in self._outages.new_lines(self._source.connection):
-                self._lines.print(line)
+            self.source.pump(POLL_SECONDS)
+            for line in self.narrator.new_lines(self.source.model):
+                self.lines.print(line)
+            for notice in self.notices.fresh(self.source.model) if self.notices is not None else ():
+                self.lines.print(terminal_sequence(notice), end="")
+            for line in self.outages.new_lines(self.source.connection):
+                self.lines.print(line)
         except Exception as error:
-            if not self._owned or isinstance(error, HubError):
+            if not self.owned or isinstance(error, HubError):
                 raise
-            self._narrates = False
+            self.narrates = False
             _warn(
                 f"the run continues, and is not shown any more: {''.join(traceback.format_exception(error)).rstrip()}"
             )
 
     def _left(self) -> bool:
-        """Handle received signals; return whether the user quits."""
-        while self._signals:
-            number = self._signals.popleft()
-            if not self._owned:
+        while self.signals:
+            number = self.signals.popleft()
+            if not self.owned:
                 return True
             if number != signal.SIGINT:
                 _warn(f"{number.name} is passed on to the run")
-                self._standing.send(number)
+                self.standing.send(number)
                 continue
             self.interrupts += 1
             if self.interrupts > _INTERRUPTS - (not self.foreign):
@@ -337,13 +322,13 @@ class _Following:
         first = self.interrupts == 1
         if self.foreign:
             _warn(_INTERRUPT_WORDS[self.interrupts - 1])
-            self._standing.send(signal.SIGINT)
+            self.standing.send(signal.SIGINT)
             return
         _warn("stopping after this step; ctrl-c again kills the run" if first else "killing the run; again leaves it")
-        if self._source.can_command:
-            self._source.send(control.Stop() if first else control.Kill())
+        if self.source.can_command:
+            self.source.send(control.Stop() if first else control.Kill())
             return
-        self._standing.send(signal.SIGINT)
+        self.standing.send(signal.SIGINT)
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""``ftmon memory RUN``: prints the composition of memory peaks of a recorded or live run."""
+"""``ftmon memory``, ``events``, ``snapshot`` and ``capture``: the memory of a run's ranks, and memory snapshots."""
 
 import os
 import shlex
@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.load import describe, find_recording, find_run, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
-from .follow import POLL_SECONDS, Standing, kept
+from .follow import DRAIN_SECONDS, POLL_SECONDS, Standing, kept
 from .output import print_json
 
 _LABEL = 24
@@ -163,9 +164,17 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
         )
 
 
+_OUTSIDE = ("unused", "context", "others", "unexplained", "used")
+
+
 def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     """Return one rank's memory as JSON values."""
     fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
+    lead = ranking and {
+        "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
+        "by_bytes": ranking.by,
+        "words": ranking_sentences(ranking),
+    }
     return {
         "rank": rank.rank,
         "measure": rank.hello.memory_measure if rank.hello else "",
@@ -175,34 +184,20 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
         "taken_apart": fall.taken_apart if fall else False,
         "parts": {part.name: part.bytes for part in fall.parts} if fall and fall.taken_apart else {},
         "phases": [{"phase": name, "peak_bytes": size} for name, size in (fall.standing if fall else ())],
-        "unused_bytes": fall.unused if fall else None,
-        "context_bytes": fall.context if fall else None,
-        "others_bytes": fall.others if fall else None,
-        "unexplained_bytes": fall.unexplained if fall else None,
-        "used_bytes": fall.used if fall else None,
+        **{f"{name}_bytes": getattr(fall, name, None) for name in _OUTSIDE},
         "total_bytes": fall.total if fall else 0,
-        "lead": None
-        if ranking is None
-        else {
-            "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
-            "by_bytes": ranking.by,
-            "words": ranking_sentences(ranking),
+        "lead": lead,
+        **{
+            name: each and msgspec.to_builtins(each)
+            for name, each in (("latest", memory.latest), ("highest", memory.highest))
         },
-        "latest": msgspec.to_builtins(memory.latest) if memory.latest else None,
-        "highest": msgspec.to_builtins(memory.highest) if memory.highest else None,
         "causes": [msgspec.to_builtins(cause) for cause in memory.causes.values()],
         "snapshots": [msgspec.to_builtins(each) for each in rank.snapshots],
     }
 
 
-# ``ftmon events RUN``: prints the allocator statistics of a run, one line per phase of each sampled step.
-
-
 _WHOLE = 1 << 30
 """A limit above any number of samples of a rank."""
-
-_DRAIN_SECONDS = 5.0
-"""Time limit of waiting for the rest of the stream after the run's end."""
 
 
 def show_events(arguments: Namespace) -> int:
@@ -237,7 +232,6 @@ def show_events(arguments: Namespace) -> int:
 
 
 def _has_ended(run: RunDir | None) -> bool:
-    """Return whether no more samples can follow: the run has ended, or its directory is unreadable or missing."""
     try:
         return run is None or run.read_exit() is not None
     except RunDirError:
@@ -264,7 +258,7 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
                 sys.stdout.flush()
                 end = standing.end() or standing.end_without_launcher(source.model)
                 if end is not None:
-                    drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
+                    drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
                         return exits.of_run(end)
                 time.sleep(POLL_SECONDS)
@@ -326,9 +320,6 @@ def events_data(events: AllocatorEvents) -> dict[str, Any]:
     return {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
 
 
-# ``ftmon snapshot``: explores a PyTorch memory snapshot in the terminal, or prints it as JSON or text.
-
-
 _LARGE = 4 * 2**20
 """Minimum size of a file, bytes, for which a message is shown while it is read."""
 
@@ -347,7 +338,10 @@ def explore(arguments: Namespace) -> int:
             print(f"ftmon: {reason}; text instead", file=sys.stderr)
     files = [arguments.file, *([arguments.second] if arguments.second else [])]
     in_app = not arguments.json and not as_text
-    opened = [_replays(file, arguments.device, _load_app if in_app else None) for file in files]
+    opened = [
+        _replays(file, arguments.device, (lambda: import_module("..screens.snapshot", __package__)) if in_app else None)
+        for file in files
+    ]
     if in_app:
         from ..screens.snapshot import run_explorer
 
@@ -371,14 +365,7 @@ def explore(arguments: Namespace) -> int:
     return 0
 
 
-def _load_app() -> None:
-    """Import the app, which is as slow as reading a small file."""
-    from ..screens import snapshot
-
-    del snapshot
-
-
-def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None) -> list[Replay]:
+def _replays(file: str, device: int | None, meanwhile: Callable[[], object] | None) -> list[Replay]:
     def choose(devices: list[int]) -> list[int]:
         if device is not None and device not in devices:
             raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
@@ -390,7 +377,6 @@ def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None
 
 @contextmanager
 def _patience(file: str) -> Generator[None, None, None]:
-    """Show a message on a terminal while a large file is read, and erase it afterwards."""
     text = f"ftmon: reading {file} ..."
     try:
         says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE
@@ -403,9 +389,6 @@ def _patience(file: str) -> Generator[None, None, None]:
     finally:
         if says:
             print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
-
-
-# Renders a snapshot as lines of text.
 
 
 _STACKS_SHOWN, _DEPTH = 8, 12
@@ -450,7 +433,6 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
 
 
 def _tree(root: Node, most: int) -> Iterator[str]:
-    """Yield the largest branches, ``most`` lines altogether."""
     left = most
     waiting = [(node, 0) for node in reversed(root.ordered())]
     while waiting and left:
@@ -489,9 +471,6 @@ def difference_lines(before: list[Replay], after: list[Replay], top: int) -> lis
 
 def _signed(count: int) -> str:
     return ("+" if count > 0 else "") + gib(count)
-
-
-# ``ftmon capture RUN``: captures memory snapshots of ranks and prints their paths.
 
 
 def capture(arguments: Namespace) -> int:

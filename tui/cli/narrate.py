@@ -1,4 +1,4 @@
-"""Makes plain lines of a run's events, the same for a live run and its replay."""
+"""Plain lines of a run: its events, the same for a live run and its replay; its jobs; its end and results."""
 
 import shlex
 import time
@@ -15,9 +15,6 @@ from ...protocol.text import counted, duration, gib, sanitize
 from ..model.run import RunModel, early_stop_words
 from ..model.runs import JobRow, failed, job_rows
 from ..model.training import perplexity_of
-
-# Renders the jobs of a run as plain lines: the table of ``ftmon status``, and a line each for a followed run.
-
 
 _SHOWN = 40
 """Maximum number of listed jobs: the last ones."""
@@ -97,7 +94,6 @@ class Narrator:
         self._activities = 0
         """Number of the job's activities that were printed or skipped."""
         self._printed_jobs: set[int] = set()
-        """Jobs whose end was printed."""
 
     def new_lines(self, model: RunModel) -> Iterator[str]:
         """Yield the lines, often none, about changes of ``model`` since the last call."""
@@ -131,7 +127,6 @@ class Narrator:
                 yield _at(model.state_time or model.now, f"{model.state}{why}")
 
     def _results(self, model: RunModel) -> Iterator[str]:
-        """Return lines about evaluations, checkpoints, and other activities that have begun."""
         training = model.training
         if training.version == self._results_version:
             return
@@ -164,7 +159,6 @@ class Narrator:
         return step >= latest
 
     def _jobs(self, model: RunModel) -> Iterator[str]:
-        """Return lines about a job's end and the next one's start, once there are several."""
         if model.job == self._job and not model.has_jobs:
             return
         for number, job in model.jobs.items() if model.has_jobs else ():
@@ -276,9 +270,6 @@ def _at(t: float, text: str) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(t))} {text}"
 
 
-# The end of a run: the exit status, and the closing lines of the output.
-
-
 _LOG_LINES = 15
 _LINE_LENGTH = 400
 
@@ -322,10 +313,6 @@ def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
 
 
 def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
-    """Yield the places of the trainer's results: the final model, and the newest checkpoint.
-
-    If training is finished, no line says how to resume from the checkpoint.
-    """
     model = output / "model"
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         yield f"model:      {model}"

@@ -1,4 +1,4 @@
-"""``ftmon oom``: prints the report of an out-of-memory error from a run, a recording or a memory snapshot."""
+"""``ftmon oom``, ``console``, ``release`` and ``stacks``: out-of-memory errors, held ranks, and ranks' stacks."""
 
 import codeop
 import sys
@@ -24,9 +24,6 @@ from ...protocol.text import duration, gib, ranks_counted, sanitize
 from ..source.load import find_recording, find_run, recording_file
 from .access import ask, check_rank, living_hub, opened
 from .output import print_json
-
-# Renders the report of an out-of-memory error as lines of text.
-
 
 _FRAMES = 8
 _HOLDERS = 5
@@ -185,9 +182,6 @@ def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
     return reports
 
 
-# ``ftmon console`` and ``ftmon release``: inspects and releases a rank that is held at an out-of-memory error.
-
-
 _WELCOME = (
     "Python in the frame in which the allocation of rank {rank} failed; help() lists helpers, ctrl-d leaves.\n"
     "Leaving does not release the rank: ftmon release does."
@@ -246,7 +240,6 @@ def _run(hub: HubFile, rank: int, code: str) -> int:
 
 
 def _read() -> str | None:
-    """Read one statement of one or more lines; None at the end of the input."""
     lines: list[str] = []
     while True:
         try:
@@ -264,9 +257,6 @@ def _read() -> str | None:
                 return text
         except (SyntaxError, ValueError, OverflowError):
             return text
-
-
-# ``ftmon stacks RUN``: prints the ranks' stacks, grouped by equal stacks.
 
 
 _STACKS_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""Capabilities of the terminal: whether the app can open in it, and whether it shows more than ASCII."""
+"""Output of the commands: sanitised streams, JSON, and what the terminal can show."""
 
 import io
 import json
@@ -10,8 +10,6 @@ from typing import Any, TextIO
 
 from ...protocol.errors import FtmonError
 from ...protocol.text import escape_json, names_c_locale, sanitize
-
-# Sanitises standard output and error: control sequences from a recording, a log line or a path are removed.
 
 
 def print_json(value: Any, *, indent: bool = True) -> None:

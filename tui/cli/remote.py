@@ -1,4 +1,4 @@
-"""``ftmon attach tcp://HOST:PORT --key KEY``: watches a run of another host, over TCP with CURVE; ``ftmon keys``."""
+"""Runs of other hosts: ``ftmon attach`` over tcp:// (CURVE) and ssh:// (no open ports), ``relay`` and ``keys``."""
 
 import os
 import re
@@ -29,9 +29,6 @@ from .access import living_hub
 from .follow import POLL_SECONDS, Outages, kept
 from .narrate import Narrator, attach_line
 
-# ``ftmon relay [RUN]``: prints the paths of a run's sockets, and waits for its end; for ``attach ssh://``.
-
-
 _POLL_SECONDS = 0.5
 
 
@@ -46,14 +43,9 @@ def relay(arguments: Namespace) -> int:
     greeting = Greeting(
         ftmon=__version__,
         protocol=wire.VERSION,
-        id=content.id,
-        name=content.name,
-        kind=content.kind,
-        command=content.command,
-        created=content.created,
-        host=content.host,
         read_only=hub.read_only,
         sockets={channel: run.ipc_address(channel).removeprefix("ipc://") for channel in APP_CHANNELS},
+        **{name: getattr(content, name) for name in ("id", "name", "kind", "command", "created", "host")},
     )
     print(msgspec.json.encode(greeting).decode(), flush=True)
     while not _is_over(run):
@@ -64,7 +56,6 @@ def relay(arguments: Namespace) -> int:
 
 
 def _is_over(run: RunDir) -> bool:
-    """Return whether the job has ended and its hub has sent its last message."""
     try:
         return run.read_exit() is not None and run.living_hub() is None
     except FtmonError:
@@ -82,7 +73,6 @@ class RemoteSource(LiveSource):
     """Follows a run whose hub listens on TCP, as a local one, with CURVE on every socket."""
 
     def __init__(self, addresses: dict[str, str], server_key: str) -> None:
-        """Use the hub's channels and public key; the client's key pair is this user's."""
         super().__init__(addresses=addresses)
         pair = keys.client_pair()
         for option, value in (
@@ -156,7 +146,6 @@ def watch_remote(
 
 
 def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
-    """Print a run's lines until it ends or the person leaves; return the training's status, 1 where it is unknown."""
     narrator, outages = Narrator(ascii_only=output.draws_ascii(arguments)), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
     with kept([signal.SIGINT]) as interrupts:
@@ -210,9 +199,6 @@ def manage_keys(arguments: Namespace) -> int:
     return 0
 
 
-# ``ftmon attach ssh://[USER@]HOST[:PORT][/RUN]``: watches a run of another host over ssh, without open ports.
-
-
 SSH_ENV = "FTMON_SSH"
 """OpenSSH client command with options, if not ``ssh``."""
 REMOTE_ENV = "FTMON_REMOTE"
@@ -223,7 +209,6 @@ _URL = re.compile(
 )
 _NOT_FOUND, _SSH_FAILED = 127, 255
 _NO_COMMAND = "there is no command"
-"""Error of the remote parser for an unknown command."""
 
 
 class Place(NamedTuple):
@@ -239,7 +224,6 @@ class SshSource(LiveSource):
     """Follows a run over ssh; ``close`` ends the connection too."""
 
     def __init__(self, endpoint: SshEndpoint) -> None:
-        """Use an endpoint, which must be open."""
         super().__init__(endpoint=endpoint, info=endpoint.info)
         self._ssh = endpoint
 
@@ -299,14 +283,12 @@ def _open(endpoint: SshEndpoint, place: Place) -> None:
 
 
 def _address(place: Place, run_id: str) -> str:
-    """Return the address of this run, as another one may be the newest later."""
     user, port = f"{place.user}@" if place.user else "", f":{place.port}" if place.port else ""
     host = f"[{place.host}]" if ":" in place.host else place.host
     return f"ssh://{user}{host}{port}/{run_id or place.run}"
 
 
 def _explain(place: Place, error: SshError) -> str:
-    """Return the reason of a missing connection in one line."""
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
         return (

@@ -1,4 +1,4 @@
-"""``ftmon report``: prints runs, sweeps and CSV files as charts and tables, or writes them to files."""
+"""``ftmon report`` and ``compare``: runs, sweeps and CSV files as charts, tables and files, and their differences."""
 
 import shutil
 import time
@@ -19,11 +19,7 @@ from ..source.load import find_recording
 from . import output
 from .output import draws_ascii, print_json
 
-# ``ftmon compare``: the differences between two runs or two sweeps that exceed their noise.
-
-
 _MOST = 10
-"""Maximum number of configurations that are all shown; of more, only those that differ."""
 
 
 def show_comparison(arguments: Namespace) -> int:

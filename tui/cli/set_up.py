@@ -1,4 +1,4 @@
-"""``ftmon doctor``: runs the terminal side's checks, and in a separate process the training side's."""
+"""``ftmon doctor`` and ``completion``: checks of this machine, and completion scripts made from the parser."""
 
 import argparse
 import os
@@ -24,9 +24,6 @@ from ...protocol.training_packages import TRAINING_PACKAGES
 from . import output
 from .arguments import build_parser
 from .output import print_json
-
-# ``ftmon completion SHELL``: prints a completion script made from the parser, with the names of this user's runs.
-
 
 _TCSH_RUNS = "`ls -1t ${FTMON_HOME}/runs`"
 _RUNS = {"bash": "_ftmon_runs", "zsh": "_ftmon_runs", "tcsh": _TCSH_RUNS}
@@ -74,9 +71,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from _actions(command)
-
-
-# The terminal side's checks of ``ftmon doctor``: terminal, run directory, NVML.
 
 
 _ELSEWHERE = "set FTMON_HOME to a directory of yours"

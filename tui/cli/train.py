@@ -1,4 +1,4 @@
-"""``ftmon sweep``: runs many configurations, one after the other, in a separate process."""
+"""Commands that start processes of the training side: runs, sweeps, predictions, data checks, chat."""
 
 import os
 import shlex
@@ -27,10 +27,7 @@ from . import output as terminal
 from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run, words_of
 from .narrate import attach_line
 from .output import OutputError, draws_ascii
-from .watch import opens_app
-
-# ``ftmon chat``: replaces this process by the trainer's chat.
-
+from .watch import opens_app, watch
 
 MODULE = "ftmon.trainer.recipe.chat"
 
@@ -42,9 +39,6 @@ def chat(arguments: Namespace) -> NoReturn:
     become(MODULE, [*words_of(arguments, names), "--", arguments.target])
 
 
-# ``ftmon data check``: prints a report on the training data.
-
-
 CHECK = "ftmon.trainer.recipe.data_check"
 
 
@@ -54,9 +48,6 @@ def check(arguments: Namespace) -> int:
     words = words_of(arguments, ("samples", "json", "color"))
     words += ["--ascii"] if draws_ascii(arguments) else []
     become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
-
-
-# ``ftmon predict``: predicts the memory of a training step, without a GPU.
 
 
 PREDICT = "ftmon.trainer.predict"
@@ -121,12 +112,8 @@ def _check(arguments: Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --model; in {arguments.config} it is {key}")
 
 
-# ``ftmon demo``, ``train``, ``resume`` and ``run``: start a run, then watch it.
-
-
 @contextmanager
 def _own_statuses(usage: int) -> Generator[None]:
-    """Make errors of a command that starts a run end with their status of ``protocol.run.exits``."""
     try:
         yield
     except (StartFailedError, OutputError):
@@ -225,11 +212,6 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
 
 
 def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
-    """Start a run and watch it, or with ``--detach`` leave it.
-
-    ``stdin``: whether the job may read this command's standard input if the app does not.
-    """
-    from .watch import opens_app, watch
 
     line = None if arguments.detach else CommandEnd()
     stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)
@@ -308,7 +290,6 @@ def _in_app(arguments: Namespace) -> int:
 
 
 def _goes_on(path: Path) -> bool:
-    """Return whether a session of the sweep is running."""
     from ..model.sweep import SweepModel
 
     model = SweepModel(path)

@@ -1,4 +1,4 @@
-"""``ftmon status``: prints the state of one run, as text or as JSON."""
+"""``ftmon attach``, ``replay``, ``ls``, ``status`` and ``logs``: watch, list and print runs, live or recorded."""
 
 import shutil
 import sys
@@ -18,17 +18,14 @@ from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start import CommandEnd
 from ...protocol.text import cells_of, duration, gib, sanitize
-from ..model.run import RunModel, activity_words, early_stop_words, epoch_words, status
+from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, find_recording, load, read_overview, recording_file
 from . import output
-from .access import check_rank, opened
-from .follow import Standing
-from .narrate import attach_line, closing_lines, evaluation_words, figure_words, job_table
+from .access import check_rank, living_hub, opened
+from .follow import Standing, follow, passed_on
+from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table
 from .output import print_json
-
-# Watches a run, live or recorded, in the app if the terminal supports it, else in plain lines.
-
 
 _POLL_SECONDS = 0.1
 
@@ -70,8 +67,6 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
         if run.read_exit() is not None and not owned:
             return print_recording(run.recording, arguments)
         from ..source.live import LiveSource
-        from .follow import follow
-        from .narrate import Narrator
 
         narrator = Narrator(ascii_only=output.draws_ascii(arguments), with_output=run.read_run().kind == "run")
         return follow(LiveSource(run), run, narrator, standing=Standing(run, line), owned=owned)
@@ -81,9 +76,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
 def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) -> int:
     """Watch in the app. The run outlives it, unless SIGTERM ends the app, which ends the run too."""
     from ..app import run_app
-    from ..model.run import TerminalNotices
     from ..source.live import LiveSource
-    from .follow import passed_on
 
     standing.let_go()
     source = LiveSource(run)
@@ -125,9 +118,6 @@ def print_recording(path: Path, arguments: Namespace) -> int:
     Raises:
         RecordingError: it is not a recording, or cannot be read.
     """
-    from ..model.run import RunModel
-    from .narrate import Narrator
-
     model = RunModel()
     narrator = Narrator(ascii_only=output.draws_ascii(arguments))
     with opened(path) as reader:
@@ -153,16 +143,11 @@ def opens_app(arguments: Namespace) -> bool:
 
 
 def _bring_back_hub(run: RunDir) -> None:
-    """Start a new hub if it is gone; without one the recording can still be shown."""
-    from .access import living_hub
 
     try:
         living_hub(run)
     except HubError as error:
         print(f"ftmon: {error}; showing what was recorded", file=sys.stderr)
-
-
-# ``ftmon logs``: prints the output of a run's ranks from its recording.
 
 
 def show_logs(arguments: Namespace) -> int:
@@ -183,9 +168,6 @@ def show_logs(arguments: Namespace) -> int:
             source = "launcher" if line.rank < 0 else f"rank {line.rank}"
             print(f"{source}| {sanitize(line.text)}")
     return 0
-
-
-# ``ftmon ls``: prints the runs of this user, as a table or as JSON.
 
 
 _WIDE = 140
@@ -257,7 +239,6 @@ def _loss(value: float | None) -> str:
 
 
 _SHOWN = 16
-"""Maximum number of listed ranks, and of alerts."""
 
 
 def show_status(arguments: Namespace) -> int:
@@ -291,7 +272,6 @@ def show_status(arguments: Namespace) -> int:
 
 
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
-    """Yield the state of a run in a few lines."""
     code = f", {ending_in_words(entry.exit_code, None)}" if entry.exit_code is not None and not entry.live else ""
     yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.subject:

@@ -1,4 +1,4 @@
-"""The alerts of a run, by id: a later message of the same id replaces the earlier one."""
+"""The alerts of a run, by id, and the latest log lines of its ranks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -48,9 +48,6 @@ class AlertHistory:
         return found
 
 
-# The latest log lines of all ranks, bounded, with a filter.
-
-
 LOG_CAPACITY = 10_000
 LONGEST = 4_096
 """Maximum number of characters kept and shown per line."""
@@ -73,7 +70,6 @@ class LogHistory:
     def __init__(self, capacity: int = LOG_CAPACITY) -> None:
         self._entries: deque[LogEntry] = deque(maxlen=capacity)
         self.ranks: set[int] = set()
-        """Ranks that printed; -1 is the launcher."""
         self.version = 0
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""The out-of-memory errors of a run: the rank's figures, the hub's verdict, and whether the rank is held.
+"""Out-of-memory errors of a run, console sessions with held ranks, and texts about the code that caused a spike.
 
-A fold over messages, live or replayed. If no hub has judged an error (an older recording, or no hub at that time), the
-same rules are applied here to the rank's figures.
+If no hub has judged an error (an older recording, or no hub at that time), the same rules are applied here to the
+rank's figures.
 """
 
 import codeop
@@ -63,7 +63,6 @@ class OomCases:
     def __init__(self) -> None:
         self._cases: dict[CaseKey, OomCase] = {}
         self.version = 0
-        """Incremented with every change."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -121,9 +120,6 @@ def numbers(oom: Oom) -> list[tuple[str, int, str]]:
         before = f"of the {oom.steps_done:,} steps before" if oom.steps_done else "before"
         rows.append(("highest peak", oom.peak_bytes, before))
     return rows
-
-
-# A console session with one rank: typed code, its output, and the input history.
 
 
 MOST_LINES = 5000
@@ -244,9 +240,6 @@ def is_complete(code: str) -> bool:
         return True
 
 
-# Text about the code that caused a spike: its stacks, and the hub's verdict on them.
-
-
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 
 
@@ -258,7 +251,6 @@ class SpikeVerdict:
     """Such as ``foreach temporaries``; empty if unknown."""
     where: str = ""
     remedy: str = ""
-    """What to try."""
     saves_bytes: int = 0
 
 

@@ -43,7 +43,6 @@ class PeakRanking:
     """A rank's phases ranked by their peaks, the highest first."""
 
     standing: tuple[PeakMark, ...]
-    """The highest mark of each phase."""
     crossing: Crossing | None = None
     slopes: dict[str, float] | None = None
     """Bytes per element of the batch, by phase, over the longest batches; 0 for a phase with the same peak at every
@@ -168,7 +167,6 @@ def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
 
 
 def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
-    """Return the steps at which the phase with the run's peak changed."""
     found: list[tuple[int, str]] = []
     top = 0
     ordered = sorted(marks, key=lambda mark: mark.step)
@@ -234,7 +232,6 @@ def _between(crossing: Crossing) -> bool:
 
 
 def _near(crossing: Crossing) -> str:
-    """Return text for the size at which two peaks are equal: a length if only that differs, else tokens."""
     low, high = crossing.last_below, crossing.first_above
     if len(low.shape) > 1 and low.shape[:-1] == high.shape[:-1]:
         return f"length {crossing.size * low.shape[-1] / low.size:,.0f}"
@@ -242,7 +239,6 @@ def _near(crossing: Crossing) -> str:
 
 
 def _namer(marks: Sequence[PeakMark]) -> Callable[[PeakMark], str]:
-    """Return a function that names a batch by its length if only that differs, else by its shape."""
     if len({tuple(mark.shape[:-1]) for mark in marks}) == 1 and len(marks[0].shape) > 1:
         return lambda mark: f"length {mark.shape[-1]:,}"
     return lambda mark: "batches of " + " x ".join(f"{count:,}" for count in mark.shape)
@@ -290,10 +286,8 @@ class WhatIf:
     done: list[str] = field(default_factory=list[str])
     """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""
-    """Reason of a missing answer; else empty."""
     answer: Answer | None = None
     version: int = 0
-    """Incremented with every change."""
 
 
 def capacity_of(oom: Oom) -> int:

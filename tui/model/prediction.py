@@ -67,7 +67,6 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
 
 
 def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition | None, phase: str) -> Compared | None:
-    """Return a phase of an analysed step with its prediction; None if there is none."""
     if taken is None or taken.measure != "cuda" or taken.step < _STEADY_STEPS:
         return None
     peak = next((one for one in taken.phases if one.name == phase), None)
@@ -78,7 +77,6 @@ def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition 
 
 
 def _elements(rank: RankModel, step: int) -> int:
-    """Return the number of elements of a step's largest micro-batch; 0 if unknown."""
     for one in rank.steps:
         if one.step == step:
             return size_of(one.batch_shape)

@@ -1,4 +1,4 @@
-"""The state of one rank: a fold over its messages."""
+"""The state of one rank: a fold over its messages, with its phase shares, stacks, memory and allocator history."""
 
 from bisect import bisect_left
 from collections import deque
@@ -30,8 +30,6 @@ from ...protocol.text import ranks_counted, sanitize
 from .peaks import PeakRanking, rank_phases
 from .timeline import EMPTY, Timeline
 
-# Explanations of one rank's memory: composition of its peaks, causes of spikes, and the phase with the peak.
-
 
 class RankMemory:
     """The explanations of one rank's memory. ``version`` is incremented with every visible change."""
@@ -40,11 +38,8 @@ class RankMemory:
 
     def __init__(self) -> None:
         self.latest: Composition | None = None
-        """The last analysed step."""
         self.highest: Composition | None = None
-        """The analysed step with the highest peak so far."""
         self.causes: dict[str, Cause] = {}
-        """The last cause found for each phase."""
         self.version = 0
         self._peaks = PhasePeaks()
         self._past: Sequence[PeakMark] = ()
@@ -103,9 +98,6 @@ def highest_bytes(composition: Composition) -> int:
     return top.peak_bytes if top is not None else 0
 
 
-# The shares of a step's phases in its time.
-
-
 _OWN_SHARE = (*STEP_PHASES, "generate")
 SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
 """The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
@@ -158,11 +150,7 @@ def _on_device(step: Step) -> bool:
     return bool(within) and all(record.device_us is not None for record in within)
 
 
-# A figure over all steps of a run in bounded memory: buckets of 1, 2, 4, 8 ... steps that merge as the run grows.
-
-
 CAPACITY = 1024
-"""Maximum number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +170,6 @@ class StepSeries:
         """Steps per bucket."""
         self.version = 0
         self._buckets: dict[int, tuple[float, int]] = {}
-        """Sum and number of the values."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -224,14 +211,10 @@ class StepSeries:
         self._buckets[key] = before[0] + total, before[1] + count
 
     def _halve(self) -> None:
-        """Merge adjacent buckets, doubling the steps per bucket."""
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, (total, count) in old.items():
             self._put(key // 2, total, count)
-
-
-# The stacks of all ranks as rows, grouped by equal stacks, the largest group first.
 
 
 RowKind = Literal["group", "frame", "thread", "native"]
@@ -281,11 +264,7 @@ def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
     return [Row(kind, sanitize(line), ranks) for line in text.splitlines() if line.strip()]
 
 
-# Allocator events of one rank over its run: rates by phase, the largest allocations, retries, fragmentation.
-
-
 KEPT = 240
-"""Maximum number of sampled steps kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +276,9 @@ class PhaseRates:
     frees: int
     allocated_bytes: int
     largest: int
-    """The largest single allocation, bytes."""
     segments: int
     """cudaMalloc calls minus cudaFree calls."""
     segment_bytes: int
-    """Growth of reserved memory."""
     allocations_per_second: float | None
     """None if the phase's duration is unknown."""
     bytes_per_second: float | None
@@ -317,7 +294,6 @@ class AllocatorHistory:
         self._past: Sequence[AllocatorEvents] = ()
         """Samples of the whole run, also those after this state."""
         self.last: AllocatorEvents | None = None
-        """The latest sampled step."""
         self.retries: int | None = None
         """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
@@ -435,26 +411,18 @@ class RankModel:
         self.hello: Hello | None = None
         self.state: RankStateName = "starting"
         self.state_text = ""
-        """Reason of its state, in a few words."""
         self.state_since = 0.0
         """When the state began, seconds since the epoch; 0 while unknown."""
         self.exit_code: int | None = None
         self.signal: int | None = None
         self.beat: Heartbeat | None = None
-        """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
-        """The last finished step."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
-        """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
-        """The run's peak on this rank."""
         self.reserved_peak = 0
-        """Highest reserved bytes of the run."""
         self.timeline = Timeline()
         self.memory = RankMemory()
-        """Explanations of its memory."""
         self.allocator = AllocatorHistory()
-        """Allocator activity in the sampled steps."""
         self.oom: Oom | None = None
         self.failure: Failure | None = None
         self.goodbye: Goodbye | None = None
@@ -464,12 +432,10 @@ class RankModel:
         """The latest stacks read by py-spy."""
         self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
         self.allocated_bytes = 0
-        """Latest known allocated bytes."""
         self.reserved_bytes = 0
         self.resident_bytes = 0
         """Latest known resident set size; 0 on CUDA."""
         self.dropped = 0
-        """Number of messages that its probe has dropped."""
         self.clock_offset = 0.0
         """Seconds to add to its host's times for the hub's time."""
         self.version = 0
@@ -480,9 +446,7 @@ class RankModel:
     @property
     def step(self) -> int:
         """The last finished step's number; 0 before the first."""
-        last = self.last
-        beat = self.beat
-        return max(last.step if last else 0, beat.step - 1 if beat else 0)
+        return max(self.last.step if self.last else 0, self.beat.step - 1 if self.beat else 0)
 
     @property
     def phase(self) -> str:
@@ -640,9 +604,6 @@ class RankModel:
         self.reserved_bytes = reserved
         self.resident_bytes = resident
         self.timeline.current = (allocated, reserved, resident or EMPTY)
-
-
-# Judges whether a run fits: the highest peak over the ranks relative to their devices' capacity.
 
 
 TIGHT_FRACTION = 0.92

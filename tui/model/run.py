@@ -1,4 +1,4 @@
-"""A run's state as a fold over the frames of its stream, live or replayed."""
+"""A run's state as a fold over the frames of its stream, live or replayed, and the figures derived from it."""
 
 import time
 from collections import deque
@@ -25,13 +25,7 @@ from .rank import RECENT_STEPS, Fit, Peak, RankModel, StepSeries, fit
 from .timeline import Mark
 from .training import HistoryPoint, Training, TrainingHistory, perplexity_of, seconds_of_pauses_left, times_left
 
-# Speed of a run: from the last few steps of its ranks while it trains, over all steps once it has ended.
-#
-# The one source of every displayed step time, throughput and time left. Evaluations and checkpoints are no part of it.
-
-
 RATE_STEPS = 8
-"""Steps over which a speed is measured."""
 
 _NEWEST = 3
 _CHANGE = 1.5
@@ -52,22 +46,18 @@ class Rates:
     seconds_per_step: float = 0.0
     """Time between the ends of two steps; a stall does not increase it, so that time left stays realistic."""
     tokens_per_second: float = 0.0
-    """Of all ranks together."""
     flops_per_second: float = 0.0
     """Model FLOP/s of all ranks together; 0 unless known for every rank."""
 
 
 def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rates:
-    """Return the speed over the last few steps: of the slowest rank, and the tokens of all.
+    """Return the speed over the last few steps: of the slowest rank, and the tokens of all; ``ranks`` are of one job.
 
-    Args:
-        ranks: ranks of one job.
-        now: hub time; a rank without a recent step counts as slow.
-        rests: no step is due (the last one is done, or the run evaluates, saves or exports), so ``now`` is ignored.
+    The one source of every displayed step time, throughput and time left; evaluations and checkpoints are no part of
+    it. ``now`` is hub time: a rank without a recent step counts as slow, unless no step is due (``rests``: the last one
+    is done, or the run evaluates, saves or exports).
     """
-    slowest = 0.0
-    seconds = 0.0
-    tokens = flops = 0.0
+    slowest = seconds = tokens = flops = 0.0
     all_flops = True
     for rank in ranks:
         steps = rank.steps
@@ -124,9 +114,6 @@ def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
     return Rates(1 / seconds, seconds, tokens * ranks / seconds, flops * ranks / seconds)
 
 
-# The state of a run, and figures derived from it: progress, speed, losses, peaks.
-
-
 DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
 
@@ -137,7 +124,6 @@ _NEAR_STEPS = 4
 """Maximum difference in steps between synchronous ranks of one training."""
 
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
-"""Rank states in which the run makes no progress."""
 
 
 @dataclass(slots=True)
@@ -176,36 +162,27 @@ class RunState:
         self.prediction: Prediction | None = None
         """The run's prediction, or the reason for a missing one; None: not received."""
         self.ranks: dict[int, RankModel] = {}
-        """By rank, in rank order."""
         self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}
-        """The latest sample of each device and host."""
         self.alerts = AlertHistory()
         self.logs = LogHistory()
         self.ooms = OomCases()
         self.hub: control.HubStats | None = None
         self.hosts: dict[str, hosts.HostState] = {}
-        """The run's other hosts, by name."""
         self.results: deque[control.Result] = deque(maxlen=100)
-        """Results of commands, newest last."""
         self.losses = StepSeries()
         """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
-        """Training figures of the job over its steps, its evaluations and checkpoints."""
         self.job = 0
         """Number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs."""
         self.jobs: dict[int, hosts.Job] = {}
-        """The latest state of each job, by number."""
         self.job_losses: dict[int, StepSeries] = {}
-        """Losses of previous jobs (the latest ones), by number."""
         self.first_t = 0.0
         """Hub time of the first frame; 0 before any."""
         self.now = 0.0
         """Time of this state, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
         self.last_t = 0.0
-        """Hub time of the latest frame."""
         self.last_seq = 0
         self.version = 0
-        """Incremented with every frame."""
         self.damaged = 0
         """Number of ignored messages with impossible figures (an infinite time, a rank out of range)."""
         self._update_names: list[str] = []
@@ -232,12 +209,8 @@ class RunState:
     @property
     def step(self) -> int:
         """The last step that every rank has finished (0 before the first)."""
-        return max(self._first_step, min((rank.step for rank in self.ranks.values()), default=0))
-
-    @property
-    def _first_step(self) -> int:
-        """Number of steps before a resume."""
-        return self.plan.first_step if self.plan else 0
+        first = self.plan.first_step if self.plan else 0
+        return max(first, min((rank.step for rank in self.ranks.values()), default=0))
 
     @property
     def reported_step(self) -> int:
@@ -247,7 +220,7 @@ class RunState:
     @property
     def leading_step(self) -> int:
         """The last step that any rank has finished."""
-        return max((self._first_step, *(rank.step for rank in self.ranks.values())))
+        return max((self.plan.first_step if self.plan else 0, *(rank.step for rank in self.ranks.values())))
 
     @property
     def complete_step(self) -> int:
@@ -287,7 +260,6 @@ class RunState:
 
     @property
     def _is_standing(self) -> bool:
-        """Whether a rank blocks the run."""
         return any(rank.state in _STANDING for rank in self.ranks.values())
 
     @property
@@ -309,7 +281,6 @@ class RunState:
         return left * (pace + self._pause_per_step())
 
     def _pause_per_step(self) -> float:
-        """Return the seconds per step spent on evaluations and checkpoints, over the recent steps of one rank."""
         steps = next((rank.steps for rank in self.ranks.values() if rank.steps), ())
         return sum(step.host_us - step.training_us for step in steps) / 1e6 / len(steps) if steps else 0.0
 
@@ -361,13 +332,11 @@ class RunState:
         return {name: found[name] for name in self._update_names if name in found}
 
     def _common_number(self) -> int:
-        """Return the last step common to all ranks except those far behind; 0: none."""
         lasts = [rank.last.step for rank in self.ranks.values() if rank.last is not None]
         lead = max(lasts, default=0)
         return min((step for step in lasts if lead - step < FEWEST_STEPS), default=0)
 
     def _at_step(self, number: int) -> Iterator[telemetry.Step]:
-        """Yield each rank's record of a recent step."""
         for rank in self.ranks.values():
             step = next((step for step in reversed(rank.steps) if step.step <= number), rank.last)
             if step is not None and step.step == number:
@@ -418,7 +387,6 @@ _ALL_STEPS = 20_000
 """Maximum number of steps kept in full for all ranks together (about 40 MB)."""
 
 KEPT_JOBS = 64
-"""Maximum number of jobs whose losses are kept."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
@@ -535,12 +503,6 @@ class RunModel(RunState):
         for rank in self.ranks.values():
             rank.begin_job(job.started)
 
-    def _plan(self, plan: telemetry.Plan, frame: Frame) -> None:
-        self.plan = plan
-
-    def _predicted(self, prediction: Prediction, frame: Frame) -> None:
-        self.prediction = prediction
-
     def _device(self, sample: telemetry.DeviceSample, frame: Frame) -> None:
         key = (sample.host, sample.kind, sample.index)
         if key not in self.devices and len(self.devices) >= _MOST_DEVICES:
@@ -553,18 +515,12 @@ class RunModel(RunState):
         self._touch(oom.rank).oom = oom
         self.ooms.put(oom)
 
-    def _failure(self, failure: telemetry.Failure, frame: Frame) -> None:
-        self._touch(failure.rank).failure = failure
-
     def _stacks(self, stacks: telemetry.Stacks, frame: Frame) -> None:
         rank = self._touch(stacks.rank)
         if stacks.taken_by == "py-spy":
             rank.native_stacks = stacks
         else:
             rank.stacks = stacks
-
-    def _goodbye(self, goodbye: telemetry.Goodbye, frame: Frame) -> None:
-        self._touch(goodbye.rank).goodbye = goodbye
 
     def _run_state(self, state: control.RunState, frame: Frame) -> None:
         self.state, self.state_text = state.state, state.text
@@ -590,9 +546,6 @@ class RunModel(RunState):
             if rank in self.ranks:
                 self._touch(rank).clock_offset = host.clock_offset or 0.0
 
-    def _hub_stats(self, stats: control.HubStats, frame: Frame) -> None:
-        self.hub = stats
-
     def _touch(self, rank: int) -> RankModel:
         found = self.rank(rank)
         found.version += 1
@@ -603,7 +556,7 @@ class RunModel(RunState):
         telemetry.Step: _step,
         telemetry.Heartbeat: lambda run, beat, _: run.rank(beat.rank).on_beat(beat),
         telemetry.Hello: _hello,
-        telemetry.Plan: _plan,
+        telemetry.Plan: lambda run, plan, _: setattr(run, "plan", plan),
         telemetry.DeviceSample: _device,
         telemetry.LogLine: lambda run, line, frame: run.logs.put(frame.seq, line),
         telemetry.AllocatorEvents: lambda run, events, _: run._touch(events.rank).allocator.on_events(events),
@@ -612,14 +565,14 @@ class RunModel(RunState):
         memory.Cause: lambda run, cause, _: run._touch(cause.rank).memory.on_cause(cause),
         telemetry.Oom: _oom,
         OomReport: lambda run, report, _: run.ooms.report(report),
-        telemetry.Failure: _failure,
+        telemetry.Failure: lambda run, failure, _: setattr(run._touch(failure.rank), "failure", failure),
         telemetry.Stacks: _stacks,
         telemetry.Closing: lambda run, closing, _: run.rank(closing.rank).on_closing(closing),
-        telemetry.Goodbye: _goodbye,
+        telemetry.Goodbye: lambda run, goodbye, _: setattr(run._touch(goodbye.rank), "goodbye", goodbye),
         control.RankState: lambda run, state, _: run.rank(state.rank).on_state(state),
         control.RunState: _run_state,
         control.Alert: _alert,
-        control.HubStats: _hub_stats,
+        control.HubStats: lambda run, stats, _: setattr(run, "hub", stats),
         hosts.HostState: _host,
         control.Result: lambda run, result, _: run.results.append(result),
         hosts.Job: _job,
@@ -627,84 +580,54 @@ class RunModel(RunState):
         telemetry.Checkpoint: lambda run, checkpoint, _: run.training.on_checkpoint(checkpoint),
         telemetry.EarlyStop: lambda run, stop, _: run.training.on_early_stop(stop),
         telemetry.Activity: lambda run, activity, _: run.training.on_activity(activity),
-        Prediction: _predicted,
+        Prediction: lambda run, prediction, _: setattr(run, "prediction", prediction),
     }
 
 
-# A run's state as JSON values, for scripts: bytes, seconds, and seconds since the epoch.
-
-
 def status(model: RunModel) -> dict[str, Any]:
-    """Return the state of a run as JSON values."""
-    info, rates, peak, fit = model.info, model.rates, model.peak, model.fit
+    """Return the state of a run as JSON values: bytes, seconds, and seconds since the epoch."""
+    info, peak, fit, training, plan = model.info, model.peak, model.fit, model.training, model.plan
+    speed = ("steps_per_second", "seconds_per_step", "tokens_per_second")
     return {
-        "id": info.id,
-        "name": info.name,
-        "kind": info.kind,
-        "command": info.command,
-        "created": info.created,
+        **_fields(info, "id", "name", "kind", "command", "created"),
         "time": model.now,
-        "state": model.state,
-        "state_text": model.state_text,
-        "exit_code": model.exit_code,
-        "model": info.model,
-        "parameters": info.parameters,
-        "trainable_parameters": info.trainable_parameters,
-        "framework": info.framework,
-        "backend": info.backend,
-        "zero_stage": info.zero_stage,
-        "precision": info.precision,
-        "world_size": model.world_size,
-        "step": model.step,
-        "leading_step": model.leading_step,
-        "total_steps": model.total_steps,
-        "epoch": model.epoch,
-        "epochs": model.plan.epochs if model.plan else None,
+        **_fields(model, "state", "state_text", "exit_code"),
+        **_fields(info, "model", "parameters", "trainable_parameters", "framework", "backend"),
+        **_fields(info, "zero_stage", "precision"),
+        **_fields(model, "world_size", "step", "leading_step", "total_steps", "epoch"),
+        "epochs": plan.epochs if plan else None,
         "loss": model.loss,
         "losses": model.losses_by_name,
-        "lr": model.lr,
-        "grad_norm": model.grad_norm,
-        "steps_per_second": rates.steps_per_second,
-        "seconds_per_step": rates.seconds_per_step,
-        "tokens_per_second": rates.tokens_per_second,
-        "mfu": model.mfu,
-        "peak_flops": model.peak_flops,
-        "evaluation": _evaluation(model.training.evaluation),
-        "best_evaluation": _evaluation(model.training.best),
-        "checkpoint": _last_checkpoint(model),
-        "early_stop": _whole(model.training.early_stop),
-        "activity": None if model.training.activity is None else msgspec.to_builtins(model.training.activity),
+        **_fields(model, "lr", "grad_norm"),
+        **_fields(model.rates, *speed),
+        **_fields(model, "mfu", "peak_flops"),
+        "evaluation": _evaluation(training.evaluation),
+        "best_evaluation": _evaluation(training.best),
+        "checkpoint": _whole(training.checkpoints[-1]) if training.checkpoints else None,
+        "early_stop": _whole(training.early_stop),
+        "activity": training.activity and msgspec.to_builtins(training.activity),
         "seconds_left": model.seconds_left,
         "evaluations_left": _evaluations_left(model),
-        "evaluation_seconds": model.training.seconds_of("eval"),
-        "peak": None
-        if peak is None
-        else {
-            "bytes": peak.bytes,
-            "rank": peak.rank,
-            "phase": peak.phase,
-            "step": peak.step,
-            "after_last_step": peak.after,
-        },
-        "fit": {"verdict": fit.verdict, "capacity_bytes": fit.capacity_bytes, "rank": fit.rank},
-        "output_dir": model.plan.output_dir if model.plan else "",
+        "evaluation_seconds": training.seconds_of("eval"),
+        "peak": peak and {**_fields(peak, "bytes", "rank", "phase", "step"), "after_last_step": peak.after},
+        "fit": _fields(fit, "verdict", "capacity_bytes", "rank"),
+        "output_dir": plan.output_dir if plan else "",
         "job": model.job or None,
         "jobs": [_whole(job) for job in model.jobs.values()],
         "rank_states": dict(model.rank_states()),
         "ranks": [_rank(rank, model.device_of(rank), model) for rank in model.ranks.values()],
         "alerts": [msgspec.to_builtins(alert) for alert in model.alerts.unresolved()],
         "hosts": [msgspec.to_builtins(host) for host in model.hosts.values()],
-        "hub": None if model.hub is None else msgspec.to_builtins(model.hub),
+        "hub": model.hub and msgspec.to_builtins(model.hub),
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def _evaluation(evaluation: Evaluation | None) -> Any:
     return None if evaluation is None else {**_whole(evaluation), "perplexity": perplexity_of(evaluation)}
-
-
-def _last_checkpoint(model: RunModel) -> Any:
-    checkpoints = model.training.checkpoints
-    return _whole(checkpoints[-1]) if checkpoints else None
 
 
 def _evaluations_left(model: RunModel) -> int | None:
@@ -717,7 +640,6 @@ def _evaluations_left(model: RunModel) -> int | None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a struct as a map with all its fields, including those with default values."""
     if isinstance(value, msgspec.Struct):
         return {name: _whole(each) for name, each in msgspec.structs.asdict(value).items()}
     if isinstance(value, list):
@@ -729,33 +651,24 @@ def _rank(rank: RankModel, device: DeviceSample | None, model: RunModel) -> dict
     hello, shares, peak = rank.hello, rank.shares, rank.peak
     own = rates([rank], model.now, rests=model.rests)
     return {
-        "rank": rank.rank,
-        "state": rank.state,
+        **_fields(rank, "rank", "state"),
         "text": rank.state_text,
         "since": rank.state_since,
-        "step": rank.step,
-        "phase": rank.phase,
+        **_fields(rank, "step", "phase"),
         "host": hello.host if hello else "",
         "pid": hello.pid if hello else 0,
-        "exit_code": rank.exit_code,
-        "signal": rank.signal,
+        **_fields(rank, "exit_code", "signal"),
         "memory_measure": hello.memory_measure if hello else "",
-        "allocated_bytes": rank.allocated_bytes,
-        "reserved_bytes": rank.reserved_bytes,
-        "resident_bytes": rank.resident_bytes,
-        "capacity_bytes": rank.capacity_bytes,
-        "peak": None if peak is None else {"bytes": peak.bytes, "phase": peak.phase, "step": peak.step},
+        **_fields(rank, "allocated_bytes", "reserved_bytes", "resident_bytes", "capacity_bytes"),
+        "peak": peak and _fields(peak, "bytes", "phase", "step"),
         "step_ms": shares.step_ms,
         "shares": shares.parts,
         "shares_clock": shares.clock,
-        "device": None if device is None else msgspec.to_builtins(device),
+        "device": device and msgspec.to_builtins(device),
         "dropped": rank.dropped,
         "tokens_per_second": own.tokens_per_second,
         "mfu": own.flops_per_second / rank.peak_flops if rank.peak_flops and own.flops_per_second else None,
     }
-
-
-# Text about a run's progress: its epoch, and its activity besides steps.
 
 
 _ACTIVITY_SECONDS = 1.0
@@ -797,9 +710,6 @@ def early_stop_words(stop: EarlyStop) -> str:
     return words
 
 
-# Notifications by the terminal that shows a run.
-
-
 class TerminalNotices:
     """Finds events of a run that cause a notification, from its creation on."""
 
@@ -814,36 +724,24 @@ class TerminalNotices:
         """Yield the notifications for changes of the model since the last call."""
         if self._notices is None:
             return
+        events: list[control.Alert | control.RunState] = []
         if model.alerts.version != self._version:
             self._version = model.alerts.version
-            for alert in model.alerts:
-                notice = self._notices.of(alert)
-                if notice is not None:
-                    yield notice
+            events += model.alerts
         if model.ended and model.state_time >= self._since:
-            notice = self._notices.of(
-                control.RunState(model.state, model.state_time, model.state_text, model.exit_code)
-            )
-            if notice is not None:
-                yield notice
-
-
-# Ranks held at an out-of-memory error: which ones, since when, and which error to show first.
+            events.append(control.RunState(model.state, model.state_time, model.state_text, model.exit_code))
+        yield from filter(None, map(self._notices.of, events))
 
 
 def held_since(model: RunModel, case: OomCase) -> float:
     """Return when the rank began to wait at this error, seconds since the epoch; 0 if it does not."""
     rank = model.ranks.get(case.oom.rank)
     latest = model.ooms.of_rank(case.oom.rank)
-    if rank is None or not case.oom.held or latest is None or latest.key != case.key:
-        return 0.0
-    if not rank.alive:
+    if rank is None or not case.oom.held or not rank.alive or latest is None or latest.key != case.key:
         return 0.0
     if rank.beat is not None and rank.beat.time > case.oom.time:
         return rank.beat.held_since
-    if rank.state == "held":
-        return rank.state_since or case.oom.time
-    return 0.0
+    return rank.state_since or case.oom.time if rank.state == "held" else 0.0
 
 
 def held_cases(model: RunModel) -> list[OomCase]:
@@ -856,15 +754,13 @@ def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
 
     When one rank fails, others often follow within seconds; the first one is the most informative.
     """
-    if rank is not None and (found := model.ooms.of_rank(rank)) is not None:
-        return found
+    own = model.ooms.of_rank(rank) if rank is not None else None
+    if own is not None:
+        return own
     if held := held_cases(model):
         return held[0]
     cases = model.ooms.ordered()
-    if not cases:
-        return None
-    last = cases[-1].oom.time
-    return next(case for case in cases if case.oom.time >= last - _TOGETHER_S)
+    return next((case for case in cases if case.oom.time >= cases[-1].oom.time - _TOGETHER_S), None)
 
 
 _TOGETHER_S = 120.0

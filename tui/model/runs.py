@@ -1,8 +1,8 @@
-"""Lists the runs of this user on this host, live and recorded; fast enough to be called every second."""
+"""The runs of this user on this host, live and recorded, and the jobs of a run as rows of a table."""
 
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -28,7 +28,6 @@ class RunEntry(msgspec.Struct, frozen=True):
     id: str
     name: str
     kind: str
-    """``demo``, ``train``, ``run`` or ``watch``."""
     state: str
     """The run's state, or ``lost``: its end was not recorded."""
     live: bool
@@ -42,12 +41,10 @@ class RunEntry(msgspec.Struct, frozen=True):
     step: int
     exit_code: int | None
     recording: str
-    """Path of the recording; empty if there is none."""
     recording_bytes: int
     problem: str
     """Reason why its recording cannot be read; empty if it can, or if there is none yet."""
     missing: str
-    """Missing parts of the recording, in words."""
     open_errors: list[str] = []
     """Kinds of its alerts of severity ``error`` that are not resolved, while it is live."""
     model: str = ""
@@ -57,14 +54,11 @@ class RunEntry(msgspec.Struct, frozen=True):
     config: str = ""
     """The configuration file of ftmon's trainer, as given."""
     overrides: list[str] = []
-    """The arguments ``key.sub=value`` of ftmon's trainer."""
     script: list[str] = []
     """Another script and its own arguments, without its launcher; empty for ftmon's trainer."""
     loss: float | None = None
-    """The last loss, mean over ranks."""
     evaluation_loss: float | None = None
     reason: str = ""
-    """Why it failed, or was stopped; empty otherwise."""
 
     @property
     def condition(self) -> str:
@@ -92,7 +86,11 @@ class RunList:
 
     def entries(self) -> list[RunEntry]:
         """List the runs, the newest first; runs being created or removed are skipped."""
-        return list(self._entries())
+        found: list[RunEntry] = []
+        for run in rundir.all_runs():
+            with suppress(FtmonError):
+                found.append(self.entry(run))
+        return found
 
     def entry(self, run: RunDir) -> RunEntry:
         """Describe one run.
@@ -104,45 +102,30 @@ class RunList:
         launched = content.launcher is not None and is_alive(content.launcher)
         live = end is None and (launched or run.living_hub() is not None)
         info, problem = self._info(run)
-        recorded = info.state if info else ""
-        state = end.state if end is not None else run_state(recorded, live)
         last = max(info.last_t if info else 0.0, content.created)
-        size = _size(run)
+        size = sum(size for _, size in _files(run.recording))
         return RunEntry(
             id=run.id,
             name=content.name,
             kind=content.kind,
-            state=state,
             live=live,
             created=content.created,
             ended=None if live else end.time if end else last,
             host=content.host,
             command=list(content.command),
-            ranks=len(info.ranks) if info else 0,
-            step=info.last_step if info else 0,
-            exit_code=end.exit_code if end else info.exit_code if info else None,
             recording=str(run.recording) if size else "",
             recording_bytes=size,
             problem=problem if size else "",
-            missing=info.missing if info and not live else "",
-            open_errors=info.open_errors if info and live else [],
-            reason=_reason(state, info, end),
+            **_recorded(info, end, live=live),
             **_trained(content.recipe, list(content.command), content.kind, info),
         )
 
-    def _entries(self) -> Iterator[RunEntry]:
-        for run in rundir.all_runs():
-            try:
-                yield self.entry(run)
-            except FtmonError:
-                continue
-
     def _info(self, run: RunDir) -> tuple[RecordingInfo | None, str]:
-        stamp = _stamp(run)
+        files = _files(run.recording)
+        stamp = max((changed for changed, _ in files), default=0), sum(size for _, size in files)
         known = self._known.get(run.id)
         if known is None or known[0] != stamp:
-            info, problem = _read_info(run)
-            known = self._known[run.id] = (stamp, info, problem)
+            known = self._known[run.id] = (stamp, *_read_info(run))
         return known[1], known[2]
 
 
@@ -155,29 +138,34 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     if info is None:
         with Reader(path, once=True) as reader:
             info = reader.info()
-    state = run_state(info.state, info.live)
-    size = sum(found for _, found in _sizes(path))
     return RunEntry(
         id=info.run_id or path.parent.name,
         name=info.name,
         kind=info.kind,
-        state=state,
         live=info.live,
         created=info.started,
         ended=None if info.live else max(info.last_t, info.started),
         host=info.host,
         command=list(info.command),
-        ranks=len(info.ranks),
-        step=info.last_step,
-        exit_code=info.exit_code,
         recording=str(path),
-        recording_bytes=size,
+        recording_bytes=sum(size for _, size in _files(path)),
         problem="",
-        missing="" if info.live else info.missing,
-        open_errors=info.open_errors if info.live else [],
-        reason=_reason(state, info, None),
+        **_recorded(info, None, live=info.live),
         **_trained(_recipe_beside(path, info), list(info.command), info.kind, info),
     )
+
+
+def _recorded(info: RecordingInfo | None, end: ExitFile | None, *, live: bool) -> dict[str, Any]:
+    state = end.state if end is not None else run_state(info.state if info else "", live)
+    return {
+        "state": state,
+        "ranks": len(info.ranks) if info else 0,
+        "step": info.last_step if info else 0,
+        "exit_code": end.exit_code if end else info.exit_code if info else None,
+        "missing": info.missing if info and not live else "",
+        "open_errors": info.open_errors if info and live else [],
+        "reason": _reason(state, info, end),
+    }
 
 
 def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
@@ -188,7 +176,6 @@ def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
 
 
 def _reason(state: str, info: RecordingInfo | None, end: ExitFile | None) -> str:
-    """Return why a run failed or was stopped: the alert that explains it, else its end in words."""
     if state not in ("failed", "stopped"):
         return ""
     text = end.text if end is not None else info.state_text if info is not None else ""
@@ -197,7 +184,6 @@ def _reason(state: str, info: RecordingInfo | None, end: ExitFile | None) -> str
 
 
 def _trained(recipe: Recipe | None, command: list[str], kind: str, info: RecordingInfo | None) -> dict[str, Any]:
-    """Return the entry's fields about model, data, arguments and losses."""
     found: dict[str, Any] = {"model": info.model if info is not None else ""}
     if recipe is not None:
         found |= {"config": recipe.config, "overrides": list(recipe.overrides), "data": list(recipe.data)}
@@ -234,37 +220,18 @@ def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
         return None, str(error)
 
 
-def _size(run: RunDir) -> int:
-    """Return the bytes of the recording including its write-ahead log."""
-    return sum(size for _, size in _files(run))
-
-
-def _stamp(run: RunDir) -> tuple[int, int]:
-    """Return a value that changes whenever the recording does."""
-    return max((changed for changed, _ in _files(run)), default=0), _size(run)
-
-
-def _files(run: RunDir) -> list[tuple[int, int]]:
-    return _sizes(run.recording)
-
-
-def _sizes(recording: Path) -> list[tuple[int, int]]:
+def _files(recording: Path) -> list[tuple[int, int]]:
+    """Return the time of change and the size of a recording and of its write-ahead log, as far as they exist."""
     found: list[tuple[int, int]] = []
     for suffix in ("", "-wal"):
-        try:
+        with suppress(OSError):
             info = recording.with_name(recording.name + suffix).stat()
-        except OSError:
-            continue
-        found.append((info.st_mtime_ns, info.st_size))
+            found.append((info.st_mtime_ns, info.st_size))
     return found
-
-
-# The jobs of a run as rows of a table: what distinguishes each, its figures, how it ended.
 
 
 _WORDS_LIMIT = 120
 _RANK_OPTIONS = ("--local_rank=", "--local-rank=")
-"""Options that a launcher adds to the command line of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +243,6 @@ class JobRow:
     """The words of its command line that differ from other jobs; for a single job, its script."""
     state: str
     text: str
-    """Why it failed."""
     ranks: int
     steps: int
     step_seconds: float | None
@@ -288,7 +254,6 @@ class JobRow:
     allocated_peak: int
     reserved_peak: int
     seconds: float
-    """Duration so far, seconds."""
     shown: bool
 
     @property

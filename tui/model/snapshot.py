@@ -1,4 +1,4 @@
-"""Builds the rows of each view of the explorer from its state."""
+"""State of the snapshot explorer: device, moment, mark, window and view, with the rows of each view."""
 
 import gc
 from bisect import bisect_left, bisect_right
@@ -40,9 +40,6 @@ from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.columns import ACTIONS, OWN_SPAN, Annotation
 from ...protocol.text import gib, sanitize
 
-# Bands over the entries of a trace: ftmon's steps and phases, named spans, user metadata.
-
-
 MOST_BANDS = 20_000
 """Maximum number of bands per row; a profiler may record more annotations than a screen can show."""
 
@@ -72,7 +69,6 @@ def bands_of(replay: Replay) -> list[list[Band]]:
 
 
 def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
-    """Convert times into entries; spans outside the trace are omitted."""
     times = columns(replay.trace.times, "q")
     if not replay.entries or not times[0]:
         return []
@@ -100,7 +96,6 @@ def _outermost(spans: list[Annotation]) -> list[Annotation]:
 
 
 def _notes(replay: Replay) -> list[Band]:
-    """Join neighbouring entries with the same user metadata."""
     notes = replay.snapshot.notes
     if len(notes) < 2:
         return []
@@ -114,12 +109,8 @@ def _notes(replay: Replay) -> list[Band]:
     return found[:MOST_BANDS]
 
 
-# State of the snapshot explorer: device, moment, mark, part of the window, view.
-
-
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
 NARROWEST_WINDOW = 16
-"""Minimum number of moments shown by the timeline."""
 
 
 def freeze_garbage_collector() -> None:
@@ -147,7 +138,6 @@ class Explorer:
         self.opened: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Branches that were opened or closed by hand, by their path."""
         self.version = 0
-        """Incremented with every visible change."""
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
@@ -300,7 +290,6 @@ class Row(NamedTuple):
     size: int | None = None
     blocks: int = 0
     share: float = 0.0
-    """Share of all bytes, 0 to 1."""
     depth: int = 0
     path: tuple[tuple[int, ...], ...] = ()
     branch: bool = False
@@ -318,7 +307,6 @@ class Rows(Sequence[Row]):
         self._parts, self._make = parts, make
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self._parts)
 
     @overload
@@ -326,7 +314,6 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Build a row, or several."""
         if isinstance(index, slice):
             return [self._make(part) for part in self._parts[index]]
         return self._make(self._parts[index])
@@ -340,7 +327,8 @@ def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
     if explorer.view == "stacks":
         return _stacks(explorer)
     if explorer.view == "segments":
-        return _segments(explorer)
+        pieces = layout_at(explorer.replay, explorer.cursor)
+        return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
     if explorer.view == "between":
         return _between(explorer)
     make = {"blocks": _blocks, "difference": _difference}.get(explorer.view)
@@ -433,11 +421,6 @@ def _between(explorer: Explorer) -> Sequence[Row]:
 def _part_row(replay: Replay, part: _Part) -> Row:
     words, one = place(replay.snapshot, part.stack), part.tally
     return Row(words, part.sign * one.bytes, one.blocks, one.bytes / part.whole, 1, signed=True)
-
-
-def _segments(explorer: Explorer) -> Sequence[Row]:
-    pieces = layout_at(explorer.replay, explorer.cursor)
-    return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
 
 
 def _segment_row(piece: Piece) -> Row:

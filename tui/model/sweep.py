@@ -1,6 +1,5 @@
 """State of a sweep for its screen, rebuilt from the results file whenever the file has grown."""
 
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +47,6 @@ class Dots(NamedTuple):
     predicted: list[list[tuple[int, float]]]
     """A curve for each combination of the other axes."""
     failed: list[int]
-    """Values that did not fit."""
 
 
 class SweepModel:
@@ -127,7 +125,6 @@ class SweepModel:
 
     @property
     def _wanted(self) -> list[str]:
-        """Figures named in the sweep file; empty: the default ones."""
         plan = self.results.plan if self.results else None
         return plan.columns if plan is not None else []
 
@@ -205,11 +202,6 @@ class SweepModel:
             return self.path.name
         running = self.results.running if self.alive else None
         return self.results.header.name + (f": {settings_text(running.settings)}" if running is not None else "")
-
-
-def now() -> float:
-    """Return the time, for the screen."""
-    return time.time()
 
 
 def _at(settings: Settings, axis: str) -> int:

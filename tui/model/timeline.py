@@ -13,9 +13,6 @@ from math import floor
 from ...protocol.messages.control import Severity
 from .alerts import SEVERITIES
 
-# One resolution of a timeline: a bounded run of columns that are fixed spans of time, pooled by maximum.
-
-
 EMPTY = -1
 """A column, or a figure of it, without data."""
 
@@ -23,7 +20,6 @@ KEEP = 512
 """Minimum number of columns that a level keeps; at twice that number the oldest half is dropped."""
 
 RATIO = 4
-"""Ratio of the spans of two adjacent levels."""
 
 
 class Level:
@@ -111,13 +107,11 @@ class Columns:
     start: float
     """Seconds since the epoch at which the first column begins."""
     span: int
-    """Seconds per column."""
     allocated: list[int]
     reserved: list[int]
     resident: list[int]
     """Resident set size; ``EMPTY`` throughout on CUDA."""
     marks: list[Mark | None]
-    """The most severe mark in each column."""
 
 
 class Timeline:
@@ -131,12 +125,10 @@ class Timeline:
         self._dirty: int | None = None
         """Oldest column of the finest level that is not merged into coarser levels yet."""
         self.marks: list[Mark] = []
-        """Oldest first."""
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
         """The latest allocated, reserved and resident bytes, shown in columns after the newest data."""
         self.version = 0
-        """Incremented with every change, so that a widget can skip drawing."""
 
     @property
     def start(self) -> float | None:
@@ -272,7 +264,6 @@ class Timeline:
         return EMPTY, EMPTY, EMPTY
 
     def _add_slowly(self, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
-        """Raise columns that the finest level does not have yet, or no longer has."""
         first = max(first, last - KEEP)
         level = self._fine
         if not len(level) and len(self._levels) == 1:
@@ -305,7 +296,6 @@ class Timeline:
         level.lift(first, last, allocated, reserved, resident)
 
     def _add_level(self) -> None:
-        """Add a level above the coarsest, with the coarsest level's data."""
         below = self._levels[-1]
         level = Level(below.span * RATIO, below.first // RATIO)
         self._levels.append(level)
@@ -314,13 +304,11 @@ class Timeline:
             self._dirty = None
 
     def _flush(self) -> None:
-        """Merge new data of the finest level into the coarser levels."""
         if self._dirty is not None and len(self._levels) > 1:
             dirty, self._dirty = self._dirty, None
             self._raise_above(0, dirty)
 
     def _raise_above(self, position: int, first: int) -> None:
-        """Merge a level's columns from ``first`` on into all levels above it."""
         above = position
         while (above := above + 1) < len(self._levels):  # a write may add a level
             below = self._levels[above - 1]
@@ -333,7 +321,6 @@ class Timeline:
 
 
 def _fill_gaps(columns: Columns, current: tuple[int, int, int]) -> None:
-    """Fill a gap between data with its smaller neighbour, and one at the end with the latest figures."""
     for figures, now in zip((columns.allocated, columns.reserved, columns.resident), current, strict=True):
         before = EMPTY
         index = 0

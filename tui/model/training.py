@@ -1,4 +1,4 @@
-"""Training figures over steps (loss, learning rate, gradient norm, throughput), evaluations and checkpoints.
+"""Training figures over steps, evaluations and checkpoints, and the window and cursor of their chart.
 
 All figures of a job are kept in buckets of 1, 2, 4, 8 ... steps, which merge as the run grows. Live steps and pooled
 points of a recording go into the same buckets.
@@ -16,10 +16,8 @@ from ...protocol.messages.throughput import mfu
 from ...protocol.recording.results import TrainingPoint
 
 CAPACITY = 4096
-"""Maximum number of buckets."""
 
 RESULTS = 4096
-"""Maximum number of evaluations, and of checkpoints, that are kept."""
 
 _PAUSES_KEPT = 5
 
@@ -44,12 +42,10 @@ class HistoryPoint:
     grad_norm: float | None = None
     max_grad_norm: float | None = None
     tokens_per_second: float | None = None
-    """Tokens per second of all ranks, without the time of evaluations and checkpoints."""
     mfu: float | None = None
     data_share: float | None = None
     """Share of the step in which a rank waits for data."""
     step_seconds: float | None = None
-    """Mean time of a step, without evaluations and checkpoints."""
 
     @property
     def steps(self) -> int:
@@ -57,14 +53,14 @@ class HistoryPoint:
         return self.step - self.first_step + 1
 
 
-class _Bucket:
-    """Sums over rank-steps. ``None`` figures are ignored."""
+_SUMS = (
+    *("count", "data_us", "flops", "grad_norm", "loss", "loss_weight", "lr", "lr_weight", "norm_weight"),
+    *("tokens", "training_us", "whole_us"),
+)
 
-    __slots__ = (
-        *("count", "data_us", "first_step", "flops", "grad_norm", "high_loss", "labels", "loss", "loss_weight"),
-        *("low_loss", "lr", "lr_weight", "max_grad_norm", "norm_weight", "step", "t", "tokens", "training_us"),
-        "whole_us",
-    )
+
+class _Bucket:
+    __slots__ = (*_SUMS, "first_step", "high_loss", "low_loss", "max_grad_norm", "step", "t")
 
     def __init__(self) -> None:
         self.count = self.training_us = self.tokens = self.data_us = self.whole_us = 0
@@ -101,9 +97,7 @@ class _Bucket:
             )
 
     def merge(self, other: "_Bucket") -> None:
-        for name in ("count", "training_us", "tokens", "flops", "data_us", "whole_us", "loss", "loss_weight"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("lr", "lr_weight", "grad_norm", "norm_weight"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.t = max(self.t, other.t)
         self.first_step, self.step = min(self.first_step, other.first_step), max(self.step, other.step)
@@ -129,7 +123,6 @@ class TrainingHistory:
         self.version = 0
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
-        """The lowest and the highest bucket."""
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
         self._mean = (-1, (0.0, 0.0, 0.0))
         """The version for which ``mean_step`` was computed, and its value."""
@@ -163,9 +156,8 @@ class TrainingHistory:
     def moments(self, ranks: int, peak: float | None = None) -> list[HistoryPoint]:
         """Return the buckets in order.
 
-        Args:
-            ranks: number of ranks of the job; unread ranks count with the mean tokens of those read.
-            peak: data-sheet peak of a rank's device, FLOP/s; None: no MFU.
+        ``ranks``: of the job; unread ones count with the mean tokens of those read. ``peak``: data-sheet peak of a
+        rank's device, FLOP/s; None: no MFU.
         """
         key = (self.version, ranks, peak)
         if self._made[0] != key:
@@ -222,7 +214,6 @@ class TrainingHistory:
         return self._buckets.setdefault(key, _Bucket())
 
     def _halve(self) -> None:
-        """Merge adjacent buckets, doubling the steps per bucket."""
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, bucket in old.items():
@@ -242,11 +233,8 @@ class Training:
         self.activity: Activity | None = None
         """The run's current activity besides steps; None if unknown."""
         self.early_stop: EarlyStop | None = None
-        """The early end of the training, or None."""
         self.begun: list[Activity] = []
-        """All activities, each from its first message."""
         self.version = 0
-        """Incremented with evaluations, checkpoints, an early stop and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
 
     def on_step(self, step: Step, point: TrainingPoint) -> None:
@@ -353,12 +341,8 @@ def seconds_of_pauses_left(training: Training, plan: Plan, step: int) -> float:
 def smoothed(moments: Sequence[HistoryPoint], decay: float) -> list[float | None]:
     """Return the loss smoothed by an exponential moving average with bias correction (Kingma & Ba, Adam, 2015).
 
-    Args:
-        moments: buckets in order; a bucket of n steps decays the previous average by ``decay ** n``.
-        decay: weight of the previous average at each step, 0 to 1.
-
-    Returns:
-        A value for each bucket; None if it, and all before, have no loss.
+    ``decay``: weight of the previous average at each step, 0 to 1; a bucket of n steps decays it by ``decay ** n``. The
+    value of a bucket is None if it, and all before, have no loss.
     """
     found: list[float | None] = []
     total = weight = 0.0
@@ -381,11 +365,6 @@ def perplexity_of(evaluation: Evaluation) -> float | None:
 def with_loss(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the evaluations that have a loss that can be drawn."""
     return [each for each in evaluations if each.loss is not None and isfinite(each.loss)]
-
-
-# The view of a training chart: its axis, its window and its cursor, without a terminal.
-#
-# Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
 
 
 Axis = Literal["steps", "tokens", "time"]
@@ -412,14 +391,15 @@ def x_of(moment: HistoryPoint, axis: Axis, begun: float) -> float:
 
 
 class ChartView:
-    """The user's choices, without data of the run."""
+    """The user's choices, without data of the run.
+
+    Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
+    """
 
     def __init__(self) -> None:
         self.axis: Axis = "steps"
         self.figure = 0
-        """Index into ``FIGURES``."""
         self.smoothing: int | None = None
-        """One of ``SMOOTHINGS``."""
         self.span: int | None = None
         """Steps in view; None: all."""
         self.end: int | None = None

@@ -10,7 +10,6 @@ from ...protocol.messages.telemetry import PHASES, DeviceSample, MemoryMeasure, 
 from .rank import RankModel
 
 LABELS = PART_LABELS | {"other": "other, held by torch", "untraced": "not attributed"}
-"""Labels of the parts on screen."""
 
 REASONS = {
     "first": "one of the first steps",
@@ -20,7 +19,6 @@ REASONS = {
     "leak": "after a leak",
     "oom": "at an out-of-memory error",
 }
-"""Reasons of a step's capture, in words."""
 
 CPU_LABELS = {"other": "other, in the process"}
 
@@ -62,7 +60,6 @@ class Waterfall:
     context: int | None = None
     """CUDA context, NCCL and other memory of the process outside PyTorch; None if NVML has no figure."""
     others: int | None = None
-    """Held by other processes on the device."""
     unexplained: int | None = None
     """Used memory according to NVML that belongs to none of the other parts."""
     used: int | None = None
@@ -70,7 +67,6 @@ class Waterfall:
     since: int = 0
     """Growth of reserved memory from the peak to that sample."""
     total: int = 0
-    """Memory of the device; 0 if unknown."""
     ended: bool = False
     """Whether the rank has ended, so that its device's current use is unrelated to the peak."""
     taken_apart: bool = True
@@ -105,10 +101,10 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
     on_cpu = composition.measure == "glibc"
     standing = tuple((each.name, each.peak_bytes) for each in ordered)
     parts = tuple(_parts(chosen.parts, shown, on_cpu))
-    if on_cpu:
-        return Waterfall(rank.rank, composition.step, chosen.name, "glibc", chosen.peak_bytes, parts, standing)
+    measure = "glibc" if on_cpu else "cuda"
+    made = Waterfall(rank.rank, composition.step, chosen.name, measure, chosen.peak_bytes, parts, standing)
     reserved = max(chosen.reserved_bytes, chosen.peak_bytes)
-    return _on_device(rank, composition.step, chosen.name, chosen.peak_bytes, parts, standing, reserved, sample)
+    return made if on_cpu else _on_device(made, rank, reserved, sample)
 
 
 def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
@@ -123,9 +119,9 @@ def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Wate
     assert record is not None
     on_cpu = rank.on_cpu or record.resident is not None
     parts = (Part(UNTRACED if on_cpu else "unattributed", "not analysed", peak, 0),)
-    if on_cpu:
-        return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
-    return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)
+    measure = "glibc" if on_cpu else "cuda"
+    made = Waterfall(rank.rank, step.step, chosen, measure, peak, parts, standing, taken_apart=False)
+    return made if on_cpu else _on_device(made, rank, record.reserved.peak, sample)
 
 
 def step_standing(step: Step) -> list[tuple[str, int]]:
@@ -153,30 +149,9 @@ def _parts(parts: dict[str, int], shown: set[str], on_cpu: bool) -> Iterable[Par
             begin += size
 
 
-def _on_device(
-    rank: RankModel,
-    step: int,
-    phase: str,
-    peak: int,
-    parts: tuple[Part, ...],
-    standing: tuple[tuple[str, int], ...],
-    reserved: int,
-    sample: DeviceSample | None,
-    taken_apart: bool = True,
-) -> Waterfall:
-    made = Waterfall(
-        rank=rank.rank,
-        step=step,
-        phase=phase,
-        measure="cuda",
-        peak=peak,
-        parts=parts,
-        standing=standing,
-        unused=max(0, reserved - peak),
-        total=rank.capacity_bytes,
-        ended=not rank.alive,
-        taken_apart=taken_apart,
-    )
+def _on_device(made: Waterfall, rank: RankModel, reserved: int, sample: DeviceSample | None) -> Waterfall:
+    peak = made.peak
+    made = replace(made, unused=max(0, reserved - peak), total=rank.capacity_bytes, ended=not rank.alive)
     if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
@@ -184,14 +159,8 @@ def _on_device(
     now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made
-    since = rank.reserved_bytes - max(reserved, peak)
-    return replace(
-        made,
-        context=max(0, now.context),
-        others=now.others,
-        unexplained=now.unexplained + min(0, now.context),
-        since=since,
-    )
+    unexplained, since = now.unexplained + min(0, now.context), rank.reserved_bytes - max(reserved, peak)
+    return replace(made, context=max(0, now.context), others=now.others, unexplained=unexplained, since=since)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes a report of loaded data: charts with bands over ranks, fitted pieces, tables, time and cost."""
+"""Makes a report of loaded data (charts, tables, time, cost) and renders it as text, CSV or Parquet."""
 
 import csv
 import io
@@ -49,19 +49,17 @@ def _together(sections: Sequence[Section]) -> Section | None:
     by_axis: dict[tuple[str, str, str], list[Chart]] = {}
     for one in sections:
         for chart in one.charts:
-            by_axis.setdefault((chart.title, chart.x_name, chart.unit), []).append(
-                Chart(chart.title, chart.x_name, chart.unit, [_named(curve, one.title) for curve in chart.curves])
-            )
+            curves = [
+                msgspec.structs.replace(curve, name=f"{one.title} {curve.name}".strip()) for curve in chart.curves
+            ]
+            key = chart.title, chart.x_name, chart.unit
+            by_axis.setdefault(key, []).append(Chart(*key, curves))
     shared = [
         Chart(title, x_name, unit, [curve for chart in charts for curve in chart.curves])
         for (title, x_name, unit), charts in by_axis.items()
         if len(charts) > 1
     ]
     return Section("in one picture", charts=shared) if shared else None
-
-
-def _named(curve: Curve, name: str) -> Curve:
-    return msgspec.structs.replace(curve, name=f"{name} {curve.name}".strip())
 
 
 def _run(data: RunData, price: float | None) -> Section:
@@ -224,12 +222,8 @@ def _whole(row: Row, axis: str) -> int | None:
 
 
 def _x_name(axis: str) -> str:
-    """Return the axis's name; sequence lengths have one name, independent of a file's name for them."""
     name = axis.rpartition(".")[2]
     return "sequence length" if name.lower() in _LENGTHS else name
-
-
-# Renders a report as lines of text, with charts by plotext.
 
 
 _HEIGHT = 16
@@ -297,7 +291,6 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
 
 
 def _packed(names: list[str], width: int) -> Iterator[str]:
-    """Yield indented lines of as many names as fit in each."""
     line = names[0]
     for name in names[1:]:
         if len(line) + 3 + len(name) > width:
@@ -312,12 +305,8 @@ _ASCII = str.maketrans("┌┐└┘│─┤├┬┴┼", "++++|-+++++")
 
 
 def _ticks(xs: list[float]) -> list[float]:
-    """Return the values nearest to the quarters of the axis; a tick between values could not be labelled."""
     quarters = [xs[0] + (xs[-1] - xs[0]) * part / 4 for part in range(5)] if xs else []
     return sorted({min(xs, key=lambda x: abs(x - quarter)) for quarter in quarters})
-
-
-# Exports a report as a table for other programs: one row per rank and phase, as CSV or Parquet.
 
 
 _RANK = (
@@ -411,7 +400,6 @@ def to_parquet(rows: Sequence[Record]) -> bytes:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Return a column with one type: an axis may mix numbers and words."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) > 1 and not kinds <= {int, float}:
         return [None if value is None else str(value) for value in values]

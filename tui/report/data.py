@@ -1,4 +1,4 @@
-"""Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
+"""The contents of a report, and its sources: a run's recording, a sweep's results, or a CSV file."""
 
 import os
 import shlex
@@ -24,8 +24,6 @@ from ...protocol.text import sanitize
 from ..model.runs import recorded_entry
 from ..source.load import find_recording
 
-# The contents of a report: plain data, drawn by ``terminal`` and ``html``.
-
 
 class Curve(msgspec.Struct, frozen=True):
     """A figure over the horizontal axis: the median, lowest and highest rank."""
@@ -44,7 +42,6 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 OUT_OF_MEMORY = "out of memory"
-"""Mark of a run that ran out of memory."""
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -57,7 +54,6 @@ class Chart(msgspec.Struct, frozen=True):
     marks: list[tuple[float, str]] = []
     """Positions on the horizontal axis with text: crossovers, ``OUT_OF_MEMORY``."""
     notes: list[str] = []
-    """Sentences below the chart, such as the fitted pieces."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -67,7 +63,6 @@ class Section(msgspec.Struct, frozen=True):
     facts: list[tuple[str, str]] = []
     charts: list[Chart] = []
     table: list[list[str]] = []
-    """The first line is its head."""
     notes: list[str] = []
 
 
@@ -76,9 +71,6 @@ class Report(msgspec.Struct, frozen=True):
 
     title: str
     sections: list[Section]
-
-
-# Loads the sides of ``ftmon compare``: a run's recording, or the rows of a sweep.
 
 
 MOST_STEPS = 4096
@@ -131,7 +123,6 @@ def _last_step(target: str) -> int:
 
 
 def _common_evaluation(before: RecordedRun, after: RecordedRun) -> tuple[str, int] | None:
-    """Return the name and step of the last evaluation of both runs, of the data set evaluated first; None: none."""
     known = {(each.name, each.step) for each in after.evaluations if each.loss is not None}
     both = [(each.name, each.step) for each in before.evaluations if each.loss is not None]
     common = [each for each in both if each in known]
@@ -205,7 +196,6 @@ def losses(found: RecordedRun) -> list[float]:
 
 
 def _config(path: Path) -> dict[str, str]:
-    """Return the trainer's configuration, flat; empty for other scripts."""
     try:
         tree = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):

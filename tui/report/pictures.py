@@ -1,4 +1,4 @@
-"""Renders a report as one HTML file that opens offline, with style and charts and without scripts."""
+"""A report as one HTML file that opens offline, its charts as SVG, and as PNG by resvg if that is installed."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,6 @@ from typing import Any
 from ...protocol.errors import UsageError
 from ...protocol.text import sanitize
 from .data import OUT_OF_MEMORY, Chart, Curve, Report, Section
-
-# Renders charts as SVG: bands over ranks, medians, dashed predictions, marks. No scripts or external references.
-
 
 _WIDTH, _HEIGHT = 760, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
@@ -149,9 +146,6 @@ def _points(points: Sequence[tuple[float, float]], scale: _Scale) -> str:
 
 def _text(text: str) -> str:
     return escape(sanitize(text, 200))
-
-
-# Renders the charts of a report as PNG, from its SVG by resvg, if that is installed.
 
 
 _ZOOM = 2

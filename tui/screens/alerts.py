@@ -28,7 +28,6 @@ class AlertList(Listing):
         return "no alert in this recording" if replay else "no alerts: nothing to report"
 
     def alerts(self) -> list[Alert]:
-        """Return the alerts that pass the filter."""
         wanted = self.text.casefold()
         found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
@@ -144,7 +143,6 @@ class AlertsScreen(ListScreen):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
     def _select_rank(self, alert: Alert | None) -> bool:
-        """Select the rank of an alert; show a message if it has none."""
         if alert is None:
             return False
         cause_rank = alert.evidence.get("cause_rank")

@@ -1,10 +1,11 @@
-"""An app with the look of the monitor and one screen."""
+"""Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name."""
 
 import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +25,6 @@ from ..widgets.state import AppState
 from ..widgets.theme import DARK, LIGHT, Theme
 from .base import HelpScreen, MonitorScreen
 
-# Base of the monitor and of apps with one screen: themes, and the visible screen's actions by name.
-
 
 def ordered_commands() -> "type[Provider]":
     """Return the palette's provider: commands in the order of ``get_system_commands``; Textual's sorts them by name."""
@@ -44,10 +43,8 @@ SCREENS = ("open", "training", "alerts", "memory", "logs", "stacks", "events", "
 """Actions that open a screen, in the palette's order."""
 
 ENDS = ("kill", "stop")
-"""Actions that end the run."""
 
 LAST = ("theme", "suspend_process", "redraw", "detach")
-"""Actions on the app itself."""
 
 
 def palette_place(action: str) -> tuple[int, int]:
@@ -127,12 +124,8 @@ class ThemedApp(App[None]):
             sign = format_key(binding.key)  # "?" of question_mark
             name = sign if len(sign) == 1 and sign.isascii() else binding.key
             action = binding.action if "." in binding.action else f"screen.{binding.action}"
-            yield SystemCommand(
-                f"{binding.description}  ({name})", tooltip or binding.tooltip, lambda a=action: self._do(a)
-            )
-
-    def _do(self, action: str) -> None:
-        self.call_later(self.run_action, action)
+            title, run = f"{binding.description}  ({name})", partial(self.call_later, self.run_action, action)
+            yield SystemCommand(title, tooltip or binding.tooltip, run)
 
     def action_detach(self) -> None:
         self.exit()

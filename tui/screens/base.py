@@ -1,4 +1,4 @@
-"""Base of the full screens: summary above, replay bar and keys below, the common keys, and a minimum size."""
+"""Base of the full screens (summary, replay bar, keys, minimum size), and the help screen."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -17,7 +17,6 @@ from .dialogs import Dialog
 from .kill import suggested
 
 SMALLEST = (60, 16)
-"""Columns and rows that the screens need."""
 
 TALL = 30
 """Minimum rows with room for more alerts."""
@@ -34,10 +33,16 @@ HELP_KEYS: list[BindingType] = [
     key("ctrl+l", "app.redraw", "redraw", "draw everything again, as after another program's output", show=False),
     key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
 ]
-"""Keys of every screen."""
 
 FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", show=False), *HELP_KEYS]
 """Keys of every screen on a file: a snapshot, the results of a sweep."""
+LINE_KEYS: list[BindingType] = [
+    key("up", "move(-1)", "up", "one line up", show=False),
+    key("down", "move(1)", "down", "one line down", show=False),
+    key("pageup", "page(-1)", "page up", "a screen up", show=False),
+    key("pagedown", "page(1)", "page down", "a screen down", show=False),
+]
+"""Keys of a list of lines."""
 
 COMMON_KEYS: list[BindingType] = [
     key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
@@ -87,9 +92,7 @@ class MonitorScreen(Screen[Any]):
     AUTO_FOCUS: ClassVar[str | None] = ""  # else a filter would receive every key
     TITLE_LINES: int = 2
     NAME = ""
-    """Name of the screen in help."""
     WHAT = ""
-    """Description of the screen in a few sentences."""
     inherits_keys = True
     """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
@@ -102,11 +105,9 @@ class MonitorScreen(Screen[Any]):
         self.app_state = app_state
 
     def body(self) -> Iterable[Widget]:
-        """Return the widgets between summary and keys."""
         return ()
 
     def compose(self) -> ComposeResult:
-        """Yield the widgets of the screen."""
         yield TooSmall(self.app_state, name="small")
         yield SummaryBar(self.app_state, name="summary", classes="short" if self.TITLE_LINES == 1 else None)
         yield from self.body()
@@ -118,15 +119,12 @@ class MonitorScreen(Screen[Any]):
         return self.is_mounted
 
     def on_mount(self) -> None:
-        """Paint at once."""
         self.tick()
 
     def on_screen_resume(self) -> None:
-        """Paint changes made while another screen was in front."""
         self.tick()
 
     def on_resize(self, event: Resize) -> None:
-        """Show a message if the terminal is too small."""
         self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "small")
         self.set_class(event.size.height >= TALL, "tall")
         self.call_after_refresh(self.tick)
@@ -142,7 +140,6 @@ class MonitorScreen(Screen[Any]):
         return suggested(self.app_state.model, self.app_state.selected)
 
     def canvases(self) -> list[Canvas]:
-        """Return the canvases directly on the screen."""
         return [child for child in self.children if isinstance(child, Canvas) and child.display]
 
 
@@ -191,9 +188,6 @@ class SelectedRankScreen(MonitorScreen):
         self.tick()
 
 
-# Help: the visible screen in a few sentences, its signs, and its keys.
-
-
 class HelpScreen(Dialog):
     """Explains the screen behind it."""
 
@@ -210,7 +204,6 @@ class HelpScreen(Dialog):
         self.top = 0
 
     def content(self, width: int) -> list[Line]:
-        """Return all lines."""
         theme = self.theme
         lines = [Line(f"{self.behind.NAME}", theme.style("accent", bold=True)), Line()]
         lines += [Line(row, theme.base) for row in wrap(self.behind.WHAT, width - 2)]

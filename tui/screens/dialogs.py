@@ -1,4 +1,4 @@
-"""The dialog that asks for a position: a step, a time, a jump or a share."""
+"""Dialogs: a position to go to, one command with its outcome, and commands sent by one key."""
 
 from typing import Any, ClassVar
 
@@ -18,8 +18,6 @@ from ..widgets.drawing import Line, wrap
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
-
-# Base of dialogs: a panel in the middle, drawn line by line, that closes with escape.
 
 
 class Panel(Canvas):
@@ -48,15 +46,12 @@ class Dialog(ModalScreen[Any]):
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
-        """Return the panel."""
         yield self.panel
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Draw the dialog."""
         raise NotImplementedError
 
     def wanted_height(self) -> int:
-        """Return the number of lines that the dialog needs."""
         return len(self.lines(self.inner_width, 1000))
 
     @property
@@ -73,15 +68,12 @@ class Dialog(ModalScreen[Any]):
         styles.height = min(self.wanted_height() + 2, self.app.size.height)
 
     def on_mount(self) -> None:
-        """Lay out and paint."""
         self.fit()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         self.fit()
 
     def tick(self) -> None:
-        """Paint changes."""
         self.panel.tick()
 
     def action_leave(self) -> None:
@@ -92,11 +84,7 @@ class Dialog(ModalScreen[Any]):
             self.dismiss(None)
 
     def action_close(self) -> None:
-        """Close."""
         self.dismiss(None)
-
-
-# A dialog that sends one command after yes (the default is no), and then shows its outcome.
 
 
 class CommandDialog(Dialog):
@@ -108,7 +96,6 @@ class CommandDialog(Dialog):
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
     ]
     yes = False
-    """Whether yes is selected."""
     sent = ""
     """The command's id; empty until it is sent."""
 
@@ -118,35 +105,29 @@ class CommandDialog(Dialog):
 
     @property
     def record(self) -> CommandRecord | None:
-        """The sent command, or None."""
         source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
     def tick(self) -> None:
-        """Show progress."""
         if self.sent:
             self.fit()
         super().tick()
 
     def paint(self) -> None:
-        """Draw at once, in the needed size."""
         self.fit()
         self.panel.tick(force=True)
 
     def action_other(self) -> None:
-        """Select the other answer."""
         self.yes = not self.yes
         self.panel.tick()
 
     def action_answer(self) -> None:
-        """Run the selected answer."""
         if self.sent or not self.yes:
             self.dismiss(None)
         else:
             self.action_yes()
 
     def action_yes(self) -> None:
-        """Send the command."""
         source = self.app_state.source
         if source is None or self.sent:
             return
@@ -154,9 +135,6 @@ class CommandDialog(Dialog):
         if wanted is not None:
             self.sent = source.send(wanted)
             self.paint()
-
-
-# Parts of dialogs that send commands: the two buttons, and the answers to a command.
 
 
 def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
@@ -190,19 +168,14 @@ def answer_lines(record: CommandRecord, model: RunModel, width: int, theme: Them
 
 
 def _marked(mark: str, text: str, style: Style, width: int, theme: Theme) -> list[Line]:
-    """Draw text with a mark before its first row."""
     first, *rest = wrap(text, width - len(mark))
     return [Line(mark, style).add(first, theme.base), *(Line(" " * len(mark) + row, theme.base) for row in rest)]
-
-
-# Sends commands by one key from a screen: refused at once if impossible, else their answers are shown.
 
 
 _DONE = {
     "compose": "a step was analysed",
     "arm": "stacks were recorded: the cause is below",
 }
-"""Text when a verb is done."""
 
 
 def refusal(app_state: AppState, verb: str) -> str:
@@ -281,7 +254,6 @@ def without_native(result: Result) -> dict[str, str]:
 
 
 def _told(result: Result, field: str) -> dict[str, str]:
-    """Return a text field of the ranks' answers, by rank; ranks without it are omitted."""
     answers = result.data.get("answers")
     found: dict[str, str] = {}
     for rank, answer in answers.items() if isinstance(answers, dict) else ():
@@ -316,7 +288,6 @@ class GotoDialog(Dialog):
         ]
 
     def fit(self) -> None:
-        """Lay out text and input line."""
         self.panel.styles.height = 3
         box = self.query_one("#goto")
         if self.theme.glyphs.is_ascii:

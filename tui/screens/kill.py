@@ -1,4 +1,4 @@
-"""The dialog that ends ranks or the run: targets, signal, consequences, then the outcome. The default is no."""
+"""The dialogs that end a run or some of its ranks: kill, and stop after the step. The default is no."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,9 +14,6 @@ from ..widgets.drawing import Line, cut, gib, wrap
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
 from .dialogs import CommandDialog, answer_lines, button_line
-
-# Texts of the kill dialog: the targets, the consequences of ending them, and the processes left afterwards.
-
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
@@ -49,7 +46,6 @@ class Targets:
 
     @property
     def any(self) -> bool:
-        """Whether anything is marked."""
         return self.whole or bool(self.marked)
 
     @property
@@ -59,8 +55,9 @@ class Targets:
 
     @property
     def first_marked(self) -> int:
-        """Position of the first marked rank in the list."""
-        return next((index for index, rank in enumerate(self.ranks) if rank in self.marked), 0)
+        """The first marked row: 0 is the whole run, then the ranks."""
+        marked = (row for row, rank in enumerate(self.ranks, 1) if rank in self.marked and not self.whole)
+        return next(marked, 0)
 
     @property
     def words(self) -> str:
@@ -162,7 +159,6 @@ def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set
 
 
 def _held(model: RunModel, rank: RankModel) -> int:
-    """Return the bytes that a rank's own processes hold on its device, by NVML."""
     sample = model.device_of(rank)
     if sample is None or sample.kind != "gpu":
         return 0
@@ -233,7 +229,6 @@ SIGNALS = ("", "INT", "TERM", "KILL")
 """Signals to choose from; empty escalates: INT, then TERM, then KILL."""
 
 _LISTED = 6
-"""Number of visible targets."""
 
 
 class KillDialog(CommandDialog):
@@ -284,7 +279,7 @@ class KillDialog(CommandDialog):
         if self.record is not None:
             return [*head, *self._progress(self.record, width)]
         rows = range(len(self.targets.ranks) + 1)
-        marked_row = self.cursor if self.cursor in rows else self._first_marked()
+        marked_row = self.cursor if self.cursor in rows else self.targets.first_marked
         self.top = max(marked_row - _LISTED + 1, min(self.top, marked_row))
         self.top = max(0, min(self.top, len(rows) - _LISTED))
         shown = rows[self.top : self.top + _LISTED]
@@ -296,9 +291,6 @@ class KillDialog(CommandDialog):
         lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, theme)]
         lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
         return [*head, *lines]
-
-    def _first_marked(self) -> int:
-        return 0 if self.targets.whole or not self.targets.marked else self.targets.first_marked + 1
 
     def _progress(self, record: CommandRecord, width: int) -> list[Line]:
         theme, model = self.theme, self.app_state.model
@@ -340,9 +332,6 @@ class KillDialog(CommandDialog):
             self.action_yes()
         else:
             self.dismiss(None)
-
-
-# The dialog that stops a run: the trainer saves a checkpoint and ends after the step.
 
 
 class StopDialog(CommandDialog):

@@ -11,7 +11,7 @@ from ..widgets.alerts import log_line
 from ..widgets.base import Listing, Prompt
 from ..widgets.drawing import Line
 from ..widgets.theme import ruled
-from .base import ListScreen, key
+from .base import LINE_KEYS, ListScreen, key
 
 
 class LogList(Listing):
@@ -72,10 +72,7 @@ class LogsScreen(ListScreen):
         key("left", "whose(-1)", "rank", "the output of another rank"),
         key("right", "whose(1)", "next rank", "the output of the next rank", show=False),
         key("f", "follow", "follow", "follow the end"),
-        key("up", "move(-1)", "up", "one line up", show=False),
-        key("down", "move(1)", "down", "one line down", show=False),
-        key("pageup", "page(-1)", "page up", "a screen up", show=False),
-        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        *LINE_KEYS,
         key("home", "end(0)", "first", "the first line", show=False),
         key("end", "end(-1)", "last", "the last line", show=False),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),

@@ -1,4 +1,4 @@
-"""The composition of a step's peak: the waterfall of one rank, or the bars of all ranks side by side."""
+"""The memory of one rank or of all ranks side by side, and the allocator screen."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from textual.widget import Widget
 from ...protocol.messages import control
 from ..model.oom import spike_alert, verdict_of
 from ..model.rank import RankModel
-from ..model.waterfall import next_phase, rank_bars
+from ..model.waterfall import Waterfall, next_phase, rank_bars
 from ..widgets.base import Canvas
 from ..widgets.drawing import Line, wrap
 from ..widgets.memory import (
@@ -105,7 +105,6 @@ class MemoryCanvas(Canvas):
         return "Not analysed yet. The probe captures one of the first steps, then another one periodically."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
-        """Draw the peaks of the three highest phases over the recent steps, if there is room."""
         steps = [step for step in rank.steps if step.phases]
         if height < _CHART_LINES or len(steps) < 2:
             return []
@@ -175,21 +174,21 @@ class MemoryScreen(SelectedRankScreen):
         self._canvas.top = 0
         self.tick()
 
-    def _phases(self) -> list[str]:
+    def _fall(self) -> Waterfall | None:
         rank = self.app_state.rank
-        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
-        return [phase for phase, _ in fall.standing] if fall is not None else []
+        return fall_of(rank, self._canvas.choice, None) if rank is not None else None
 
     @property
     def phase(self) -> str:
         """The visible phase; empty before the first step."""
-        rank = self.app_state.rank
-        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
+        fall = self._fall()
         return fall.phase if fall is not None else ""
 
     def action_phase(self, direction: int) -> None:
         """Select another phase; with the bars of all ranks, left and right select another rank."""
-        self._choose(phase=next_phase(self._phases(), self.phase, direction))
+        fall = self._fall()
+        phases = [phase for phase, _ in fall.standing] if fall is not None else []
+        self._choose(phase=next_phase(phases, self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
         self._canvas.top = 0
@@ -228,9 +227,6 @@ class MemoryScreen(SelectedRankScreen):
     def action_take(self) -> None:
         rank = self.app_state.selected
         self._asking.ask(control.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")
-
-
-# The allocator screen: rates by phase, growth, retries and fragmentation of a rank, and a list of all ranks.
 
 
 _HIGH = 46

@@ -1,4 +1,4 @@
-"""The out-of-memory screen: the report, the snapshot of that moment, and a console in the failing frame."""
+"""The out-of-memory screen: report, snapshot of that moment, console in the failing frame, dry runs, release."""
 
 import contextlib
 import time
@@ -28,8 +28,6 @@ from ..widgets.state import AppState
 from .base import MonitorScreen, key
 from .dialogs import CommandDialog, answer_lines, button_line, refusal
 from .snapshot import SnapshotScreen
-
-# The snapshot captured at an out-of-memory error: its place, and the explorer on it.
 
 
 class CapturedScreen(SnapshotScreen, inherit_bindings=False):
@@ -71,9 +69,6 @@ def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
     if folder is not None:
         return f"{name} is not in {folder} any more, or is{host or ' on another host'}: ftmon snapshot FILE opens it"
     return f"{run}{name} in the directory of runs{host}: copy it here, then: ftmon snapshot {Path(name).name}"
-
-
-# The dialog that releases held ranks: it states the consequences; the default is no.
 
 
 class ReleaseDialog(CommandDialog):
@@ -134,9 +129,6 @@ class ReleaseDialog(CommandDialog):
             self.paint()
 
 
-# The dry runs of the out-of-memory screen: their job, GPU and memory.
-
-
 _MOST_BYTES = 1 << 20
 _OWN = ("train", "demo")
 
@@ -145,9 +137,7 @@ class JobOfRun(NamedTuple):
     """The job to predict."""
 
     config: str
-    """YAML."""
     words: list[str]
-    """Options of ``ftmon predict``."""
     environment: dict[str, str]
     cwd: Path | None
 
@@ -198,7 +188,6 @@ def _config(folder: Path | None) -> str:
 
 
 def _cwd(folder: Path | None) -> Path | None:
-    """Return the working directory of the run, if it was on this host: the configuration's paths are relative to it."""
     if folder is None:
         return None
     try:
@@ -256,7 +245,6 @@ class OomScreen(MonitorScreen):
 
     @property
     def case(self) -> OomCase | None:
-        """The visible error."""
         return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:
@@ -296,7 +284,6 @@ class OomScreen(MonitorScreen):
         return self.app_state.consoles.setdefault(rank, ConsoleSession(rank))
 
     def _why_no_console(self, case: OomCase) -> str:
-        """Return the reason why no code can run in that frame now; empty if it can."""
         app_state, oom = self.app_state, case.oom
         if app_state.source is None or app_state.source.transport.mode == "replay":
             return "no console: this is a recording, its processes are gone"
@@ -427,7 +414,6 @@ class OomScreen(MonitorScreen):
             self.run_worker(lambda: self._read(path, view), thread=True, exit_on_error=False)
 
     def _read(self, path: Path, view: str) -> None:
-        """Read a snapshot, in a separate thread."""
         try:
             found: Explorer | str = Explorer(open_replays(path))  # a large one needs seconds
         except FtmonError as error:

@@ -1,4 +1,4 @@
-"""The overview: all ranks, and the latest alerts."""
+"""The overview of all ranks with the latest alerts, and one rank in detail."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -58,7 +58,6 @@ class OverviewScreen(MonitorScreen):
         grid.tick()
 
     def _has_room(self, grid: RankGrid) -> bool:
-        """Return whether the training strip fits without a smaller kind of picture of the ranks."""
         width, height = grid.size
         if self.has_class("roomy"):
             height += STRIP_LINES
@@ -79,9 +78,6 @@ class OverviewScreen(MonitorScreen):
         self.app_state.next_view()
         self.app_state.show_message(f"view: {self.app_state.view}")
         self.tick()
-
-
-# One rank in detail: the phase table, its figures, charts of its steps, and the end of its log.
 
 
 class RankHead(Canvas):

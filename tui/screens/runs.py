@@ -1,4 +1,4 @@
-"""The list of runs, live and recorded; enter opens one."""
+"""The list of runs, live and recorded, of which enter opens one; and the jobs of a run."""
 
 import time
 from collections.abc import Iterable
@@ -20,7 +20,6 @@ from ..widgets.tables import detail_lines, head_line, job_line
 from .base import COMMON_KEYS, ListScreen, MonitorScreen, key
 
 POLL_SECONDS = 1.0
-"""Seconds between reads of the run directories."""
 
 NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
@@ -92,7 +91,6 @@ class RunRows(Listing):
         return [title, *self._details(width), Line(words, theme.style("dim"))]
 
     def _details(self, width: int) -> list[Line]:
-        """Draw the selected run: its losses, what it trains, and why it failed."""
         entry, theme = self.chosen, self.theme
         if entry is None:
             return [Line(), Line()]
@@ -170,9 +168,6 @@ class RunsScreen(ListScreen):
 
     def filter_by(self, text: str) -> None:
         self.query_one(RunRows).filter(text)
-
-
-# The jobs of a run: the results of a driver script's trainings.
 
 
 class JobList(Listing):

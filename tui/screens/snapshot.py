@@ -1,4 +1,4 @@
-"""The app that explores memory snapshots."""
+"""The app that explores memory snapshots: timeline, list of the view, search prompt, help."""
 
 from typing import Any, ClassVar
 
@@ -14,9 +14,6 @@ from ..widgets.snapshot import SnapshotList, SnapshotTimeline
 from ..widgets.state import AppState
 from .apps import OneScreenApp
 from .base import FILE_KEYS, HelpScreen, ListScreen, TooSmall, key
-
-# Help of the snapshot explorer.
-
 
 _FIGURES = (
     ("alloc", "blocks the program holds, rounding included"),
@@ -47,9 +44,6 @@ class SnapshotHelp(HelpScreen):
         signs += [Line(), Line("figures", theme.style("accent", bold=True))]
         signs += [Line(f"  {name:<8}", theme.base).add(words, theme.style("dim")) for name, words in _FIGURES]
         return [*lines[:keys], *signs, Line(), *lines[keys:]]
-
-
-# The explorer's screen: timeline, list of the view, search prompt, and keys.
 
 
 class SnapshotScreen(ListScreen, inherit_bindings=False):
@@ -109,12 +103,10 @@ class SnapshotScreen(ListScreen, inherit_bindings=False):
 
     @property
     def rows(self) -> SnapshotList:
-        """The list."""
         return self.query_one(SnapshotList)
 
     @property
     def timeline(self) -> SnapshotTimeline:
-        """The timeline."""
         return self.query_one(SnapshotTimeline)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

@@ -15,7 +15,7 @@ from ..widgets.drawing import Line
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from ..widgets.theme import ruled
-from .base import ListScreen, key
+from .base import LINE_KEYS, ListScreen, key
 from .dialogs import CommandStatus, refusal
 
 
@@ -36,7 +36,6 @@ class StackList(Listing):
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
     def stacks(self) -> dict[int, Stacks]:
-        """Return the latest stacks by rank."""
         return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
     def rows(self) -> list[Row]:
@@ -49,7 +48,6 @@ class StackList(Listing):
         return self._made[1]
 
     def row(self) -> Row | None:
-        """Return the selected row."""
         found = self.rows()
         return found[min(self.selected, len(found) - 1)] if found else None
 
@@ -96,10 +94,7 @@ class StacksScreen(ListScreen):
         key("t", "native", "native", "native frames of this group's first rank, by py-spy"),
         key("left", "group(-1)", "group before", "the group before", show=False),
         key("right", "group(1)", "next group", "the group after"),
-        key("up", "move(-1)", "up", "one line up", show=False),
-        key("down", "move(1)", "down", "one line down", show=False),
-        key("pageup", "page(-1)", "page up", "a screen up", show=False),
-        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        *LINE_KEYS,
     ]
 
     def __init__(self, app_state: AppState) -> None:

@@ -1,4 +1,4 @@
-"""The app of one sweep."""
+"""The app of one sweep: progress, table, curve, and keys."""
 
 import os
 import signal
@@ -17,8 +17,6 @@ from ..widgets.state import AppState
 from ..widgets.tables import SweepChart, SweepHead, SweepTable
 from .apps import OneScreenApp
 from .base import FILE_KEYS, HelpScreen, MonitorScreen, TooSmall, key
-
-# The sweep's screen: progress, table, curve, and keys.
 
 
 class SweepScreen(MonitorScreen, inherit_bindings=False):

@@ -28,7 +28,6 @@ class TrainingCanvas(Canvas):
         """The drawn model and version of its training figures."""
         self._drawn = 0.0
         self._cost = 0.0
-        """Duration of the last drawing, seconds."""
 
     def key(self) -> object:
         """Return a value that changes with the figures, results, alerts and the user's selections.
@@ -103,7 +102,6 @@ class TrainingScreen(MonitorScreen):
 
     @property
     def moments(self) -> list[HistoryPoint]:
-        """The drawn training figures."""
         return self.app_state.model.moments
 
     def action_cursor(self, direction: int) -> None:

@@ -19,7 +19,6 @@ from ..model.run import RunModel
 
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Playing speeds, times real time."""
 
 Mode = Literal["live", "rewound", "replay"]
 
@@ -63,9 +62,7 @@ class Transport:
         self.playing = mode == "live"
         self.speed = 1.0
         self.position = 0.0
-        """The displayed time, seconds since the epoch."""
         self.first = 0.0
-        """The first time of the recording."""
         self.last = 0.0
         """The last time; grows while live."""
         self.marks: list[AlertMark] = []
@@ -73,7 +70,6 @@ class Transport:
         self.message = ""
         """Reason why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
         self.seeking = False
-        """Whether a request is in progress."""
         self._request = request
 
     @property
@@ -153,7 +149,6 @@ class Connection:
 
     state: ConnectionState
     text: str = ""
-    """A problem in one line, or empty."""
     since: float = 0.0
     lost: int = 0
     """Number of frames missed here that are not in the recording either (heartbeats never are)."""

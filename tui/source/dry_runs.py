@@ -19,8 +19,6 @@ _MOST_BYTES = 64 << 20
 
 
 class _Progress(msgspec.Struct):
-    """A line that the process writes before each dry run; other lines are error messages."""
-
     predicting: str
 
 

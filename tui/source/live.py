@@ -33,13 +33,11 @@ from .ssh import RemoteReader
 
 
 _CHECK_S = 0.5
-"""Seconds between checks of the hub's process."""
 
 _SILENCE_S = 15.0
 """Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
 
 _FETCH = 2000
-"""Frames per query."""
 
 _MAX_FETCHED = 40_000
 """A gap of more frames is not fetched: the state is reloaded."""
@@ -71,7 +69,6 @@ class Feed(threading.Thread):
         super().__init__(name="feed", daemon=True)
         self.arrivals: deque[Arrival] = deque()
         self.hub: Hub | None = None
-        """The connected hub; None if there is none."""
         self._context = context
         self._endpoint = endpoint
         self._info = info
@@ -132,13 +129,11 @@ class Feed(threading.Thread):
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _report_gone(self, text: str) -> None:
-        """Report that the hub is gone, unless the run is over; from here on it takes no commands."""
         self.hub = None
         if not self._closing.is_set() and not self._endpoint.ended():
             self._report("hub-gone" if self._joined else "connecting", text)
 
     def _follow(self, hub: Hub) -> None:
-        """Follow one hub until it is gone."""
         stream = peer_socket(self._context, "stream")
         control = peer_socket(self._context, "control")
         # A kill command for a hub that is gone must not be queued and reach the next one.
@@ -181,7 +176,6 @@ class Feed(threading.Thread):
             self._read_older(self.hub)
 
     def _read_older(self, hub: Hub) -> None:
-        """Read the history before the loaded part of the stream, in a thread."""
         if not self._pooled:
             return
 
@@ -221,17 +215,12 @@ class Feed(threading.Thread):
                 checked = now
                 silent = not self._endpoint.local and now - received > _SILENCE_S
                 if silent or not self._endpoint.is_alive(hub):
-                    self._drain(stream, history)
+                    while stream.poll(0):  # the last messages of the hub
+                        self._receive(stream, history)
                     self._report_gone(self._endpoint.trouble or _GONE)
                     return
 
-    def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Receive the last messages of a hub."""
-        while stream.poll(0):
-            self._receive(stream, history)
-
     def _receive(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Receive one batch of messages, with any gap before it filled."""
         frames: list[Frame] = []
         while len(frames) < _MAX_BATCH:
             try:
@@ -279,7 +268,6 @@ class Feed(threading.Thread):
             self._report("live")
 
     def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
-        """Fetch recorded frames after one number and before another; return how many there were."""
         last = self._last_seq if after is None else after
         count = 0
         while frames := history.frames(last, _FETCH):
@@ -342,10 +330,6 @@ class Feed(threading.Thread):
                 history.close()
         self._refuse_commands()
         self._report("ended", text)
-        self._refuse_until_closed()
-
-    def _refuse_until_closed(self) -> None:
-        """Refuse commands until closed."""
         while not self._closing.wait(_CHECK_S):
             self._refuse_commands()
 
@@ -358,12 +342,8 @@ class LiveSource:
     """Follows a run.
 
     Live messages are applied continuously, also while the past is shown, so that returning to the end is immediate.
-
-    Args:
-        run: the run's directory on this host; or
-        addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere; or
-        endpoint: another way to locate the hub.
-        info: information about the run, if there is no directory.
+    The hub is found by the run's directory on this host, by ``addresses`` of its channels (``sockets.CHANNELS``), or by
+    another ``endpoint``; ``info`` describes the run if there is no directory.
     """
 
     def __init__(
@@ -460,7 +440,6 @@ class LiveSource:
             record.result = answer
 
     def _apply_frames(self, arrival: Arrival, deadline: float) -> bool:
-        """Fold the frames of an arrival; False if time ran out and frames are left in it."""
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)
             message = frame.message
@@ -472,7 +451,6 @@ class LiveSource:
         return True
 
     def _settle_commands(self) -> bool:
-        """Fail commands that were not accepted in time."""
         now = time.time()
         changed = False
         for record in self.commands.values():
@@ -496,7 +474,6 @@ class LiveSource:
             transport.marks = marks(live.alerts)
 
     def _request(self, request: Request) -> None:
-        """Execute a request of the transport; all except ``play`` leave the live end."""
         if request.kind == "live":
             self._to_live()
             return
@@ -533,7 +510,6 @@ class LiveSource:
 
 
 def _info(run: RunDir | None) -> RunInfo:
-    """Return the run's information from its directory."""
     if run is None:
         return RunInfo()
     try:

@@ -1,4 +1,4 @@
-"""Loads the state of a run at any time from its recording, for seeks and late joins."""
+"""Loads the state of a run at any time from its recording, for seeks and late joins; finds runs and recordings."""
 
 import contextlib
 import copy
@@ -28,8 +28,6 @@ from ..model.run import RunInfo, RunModel
 from ..model.timeline import EMPTY, RATIO, Level
 from ..model.training import TrainingHistory
 
-# Interface to a run's history: its recording, opened here or queried through the hub.
-
 
 class History(Protocol):
     """The methods common to ``protocol.recording.Reader``, which documents them, and ``RemoteReader``."""
@@ -50,9 +48,6 @@ class History(Protocol):
     def step_time(self, step: int) -> float | None: ...
     def seq_at(self, t: float) -> int: ...
     def close(self) -> None: ...
-
-
-# Reads a whole run once at a coarse resolution, so that a seek can show the run's past at once.
 
 
 MAX_COLUMNS = 512
@@ -76,10 +71,6 @@ RESULTS_READ = 1000
 """Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
 
 SERIES_RANKS = 64
-"""Maximum number of ranks whose losses are read."""
-
-
-_RESULT_KINDS = ("evaluation", "checkpoint")
 
 
 class Curves:
@@ -89,7 +80,6 @@ class Curves:
         self.losses = StepSeries()
         self.course = TrainingHistory()
         self.results: list[Frame] = []
-        """Evaluations and checkpoints, in the order of the stream."""
 
 
 class Overview:
@@ -108,14 +98,12 @@ class Overview:
         self.first = floor(begin / self.span)
         self.columns = floor(end / self.span) - self.first + 1
         self.end = end
-        """Time up to which it was read."""
         self.memory: dict[int, Level] = {}
         self.curves: dict[int, Curves] = {}
         """By job; a run without jobs has one part, under 0."""
         self.marks: dict[int, list[PeakMark]] = {}
         """By rank: the steps in which a phase reached a new peak."""
         self.events: dict[int, list[AllocatorEvents]] = {}
-        """By rank: sampled steps, by step."""
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
@@ -157,8 +145,8 @@ def _read_course(
 def _read_results(
     overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
 ) -> None:
-    """Read evaluations and checkpoints of the first rank, which reports them, into the jobs they belong to."""
-    found = [frame for kind in _RESULT_KINDS for frame in history.sampled(kind, min(ranks, default=0), RESULTS_READ)]
+    rank = min(ranks, default=0)
+    found = [frame for kind in ("evaluation", "checkpoint") for frame in history.sampled(kind, rank, RESULTS_READ)]
     for frame in sorted(found, key=lambda frame: frame.seq):
         for job, (begin, until) in spans.items():
             if begin <= frame.t <= until:
@@ -166,7 +154,6 @@ def _read_results(
 
 
 def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
-    """Return the span of each of the last jobs in the stream; of a run with one job, under 0, all of it."""
     jobs: list[Job] = []
     with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
         jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
@@ -250,6 +237,24 @@ class Superseded(Exception):  # noqa: N818 - no error: the state is not needed a
     """Loading was cancelled by another request."""
 
 
+@contextmanager
+def _without_collections() -> Generator[None, None, None]:
+    """Pause the garbage collector.
+
+    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
+    long as the load itself.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collections()
 def load(
     history: History,
     t: float,
@@ -269,35 +274,7 @@ def load(
         RecordingError: the recording cannot be read.
         HubError: the hub does not answer.
     """
-    with _without_collections():
-        return _load(history, t, info, overview, quick, superseded)
 
-
-@contextmanager
-def _without_collections() -> Generator[None, None, None]:
-    """Pause the garbage collector.
-
-    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
-    long as the load itself.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _load(
-    history: History,
-    t: float,
-    info: RunInfo,
-    overview: Overview | None,
-    quick: bool,
-    superseded: Callable[[], bool],
-) -> RunModel:
     def go_on() -> None:
         if superseded():
             raise Superseded
@@ -309,37 +286,46 @@ def _load(
     if quick:
         ranks = len({frame.message.rank for frame in frames.values() if isinstance(frame.message, Step)})
         length = min(max(QUICK_TAIL, QUICK_TAIL_A_RANK * ranks), TAIL_FRAMES)
-    begin = max(seq - length, 0)
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
     go_on()
+    begin, tail = _tail(history, seq, length, t)
+    go_on()
+    frames.update((frame.seq, frame) for frame in tail)
+    if begin:
+        _load_memory(history, tail[0].t if tail else t, t, model, overview)
+        go_on()
+    _fold(model, [frames[number] for number in sorted(frames)], begin)
+    if overview is not None:
+        adopt_steps(model, overview)
+    model.last_seq = max(model.last_seq, seq)
+    model.tick(t)
+    return model
+
+
+def _tail(history: History, seq: int, length: int, t: float) -> tuple[int, list[Frame]]:
+    begin = max(seq - length, 0)
     tail = history.frames(begin, length, t)
     if seq > RESTART_LEAP:
         # The sequence numbers jump after a hub restart, and some of the wanted frames may be before that jump.
         across = max(seq - length - RESTART_LEAP, 0)
         wide = history.frames(across, length, t)
         if wide and tail and wide[-1].seq == tail[-1].seq:
-            begin, tail = across, wide
-    go_on()
-    frames.update((frame.seq, frame) for frame in tail)
-    if begin:
-        _load_memory(history, tail[0].t if tail else t, t, model, overview)
-        go_on()
+            return across, wide
+    return begin, tail
+
+
+def _fold(model: RunModel, frames: list[Frame], begin: int) -> None:
     # Charts and rates need steps without gaps; of older steps only results, such as the run's peak, are kept.
-    apply_all(model, (frames[number] for number in sorted(frames) if number <= begin))
+    apply_all(model, (frame for frame in frames if frame.seq <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
     model.training.forget_course()
-    apply_all(model, (frames[number] for number in sorted(frames) if number > begin))
+    apply_all(model, (frame for frame in frames if frame.seq > begin))
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
             rank.remember_step(last)
-    if overview is not None:
-        adopt_steps(model, overview)
-    model.last_seq = max(model.last_seq, seq)
-    model.tick(t)
-    return model
 
 
 def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
@@ -408,9 +394,6 @@ def _adopt(model: RunModel, levels: dict[int, Level]) -> None:
         model.rank(rank).timeline.adopt(level)
 
 
-# Finds the recording that a command-line argument refers to.
-
-
 _SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
 """Suffixes of files that a command-line argument may name."""
 
@@ -459,9 +442,6 @@ def find_run(name: str) -> RunDir | None:
     return None if alone else RunDir(os.path.abspath(recording.parent))
 
 
-# Reads a memory snapshot, and replays its devices.
-
-
 def open_replays(
     path: str | Path,
     choose: Callable[[list[int]], list[int]] = list,
@@ -483,9 +463,6 @@ def open_replays(
     for replay in replays:
         replay.complete(whole)
     return replays
-
-
-# Locates a run's hub, by its run directory on this host or by addresses.
 
 
 @dataclass(frozen=True, slots=True)

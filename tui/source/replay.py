@@ -1,4 +1,4 @@
-"""A recorded run as a source."""
+"""A recorded run as a source: a thread reads ahead of the screen, and plays, seeks and steps on request."""
 
 import os
 import queue
@@ -20,9 +20,6 @@ from ...protocol.recording.results import RecordingInfo
 from ..model.run import RunInfo, RunModel
 from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
 from .load import History, Overview, Superseded, adopt, describe, load, read_overview
-
-# Finds the times of alerts, to seek to them.
-
 
 _LATEST_S = 60.0
 """Maximum seconds between an alert's own time and its first message."""
@@ -52,9 +49,6 @@ def alert_time(history: History, mark: AlertMark) -> float:
     return mark.time
 
 
-# Parses positions in a recording as typed by a user: ``812``, ``12:03:10``, ``+90s``, ``50%``.
-
-
 _CLOCK = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[ T])?(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?")
 _JUMP = re.compile(r"([+-])((?:\d+(?:\.\d+)?[dhms]?\s*)+)")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)")
@@ -72,14 +66,10 @@ class Position:
 
 
 def parse(text: str, position: float, first: float, last: float) -> Position:
-    """Parse a position from the "go to" dialog.
+    """Parse a position from the "go to" dialog; ``position``, ``first``, ``last``: seconds since the epoch.
 
-    Args:
-        text: the typed text; ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the
-            recording that is nearest to the position.
-        position: the displayed time, seconds since the epoch.
-        first: the recording's first time.
-        last: the recording's last time.
+    ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the recording (``first`` to
+    ``last``) that is nearest to the displayed ``position``.
 
     Raises:
         UsageError: the text has none of these forms; the message lists them.
@@ -122,11 +112,7 @@ def _within(time_: float, first: float, last: float) -> float:
     return min(max(time_, first), last)
 
 
-# Plays a recording: a thread that reads ahead of the screen, and plays, seeks and steps on request.
-
-
 TICK_S = 0.1
-"""Seconds between moves of a playing position."""
 
 MAX_FRAMES = 3000
 """Playing over more frames at once becomes a seek, because the screen could not fold them in time."""
@@ -143,8 +129,6 @@ _MAX_WAITING = 4
 
 @dataclass(slots=True)
 class _Update:
-    """An update from the thread to the screen: a new model or more frames, and the position."""
-
     model: RunModel | None = None
     frames: list[Frame] = field(default_factory=list[Frame])
     overview: Overview | None = None
@@ -156,20 +140,15 @@ class _Update:
     playing: bool = False
     speed: float = 1.0
     handled: int = 0
-    """Number of requests executed so far."""
 
 
 class Playback:
     """Plays a history into a model.
 
-    Args:
-        open_history: opens the history, in the thread that uses it; its argument returns True once the result is no
-            longer needed.
-        info: initial information about the run for the models.
-        transport: the transport to update; its requests are passed to ``request``.
-        start: start position, seconds since the epoch; None for the beginning.
-        live_end: for the past of a live run, the time of the live end; playing ends there (see ``reached_live``).
-        model: the model to show until something was read.
+    ``open_history`` is called in the thread that uses the history; its argument returns True once the result is no
+    longer needed. Requests of ``transport`` are passed to ``request``. ``start``: seconds since the epoch; None for the
+    beginning. ``live_end``: for the past of a live run, the time of the live end; playing ends there (see
+    ``reached_live``). ``model`` is shown until something was read.
     """
 
     def __init__(
@@ -185,7 +164,6 @@ class Playback:
         self.reached_live = False
         """Whether a live run's past was played up to the live end."""
         self.error = ""
-        """Reason why the history cannot be read; else empty."""
         self._open = open_history
         self._info = info
         self._transport = transport
@@ -214,7 +192,6 @@ class Playback:
         self._handled = 0
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self, wait: bool = True) -> None:
@@ -288,7 +265,9 @@ class Playback:
                 history.close()
 
     def _begin(self, history: History) -> None:
-        self._read_span(history)
+        info = history.info()
+        self._first = info.first_t
+        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
         start = self._first if self._position < 0 else self._position
         if self._live_end is not None:  # the live end's clock is ahead of the last message
             self._last = max(self._last, start)
@@ -303,7 +282,6 @@ class Playback:
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
     def _read_overview(self) -> None:
-        """Read the whole run coarsely, over this thread's own connection, and pass it to the playback's thread."""
         history: History | None = None
         try:
             history = self._open(self._closing.is_set)
@@ -315,11 +293,6 @@ class Playback:
         finally:
             if history is not None:
                 history.close()
-
-    def _read_span(self, history: History) -> None:
-        info = history.info()
-        self._first = info.first_t
-        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
 
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
@@ -377,7 +350,6 @@ class Playback:
         self._put(_Update(span=(self._first, self._last), message=message))
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
-        """Return the target of a request, or None if it does not move; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:
@@ -532,14 +504,10 @@ def ended_badly(info: RecordingInfo) -> bool:
 
 
 class ReplaySource:
-    """Plays a recording.
+    """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
-    Args:
-        path: the recording file.
-        start: start position, seconds since the epoch; None for the end of a run that failed, else for the first ranks'
-            first messages (nothing is shown before them; seeking to the beginning remains possible).
-        at_end: start at its end instead.
-        play: start playing at once.
+    That is the end of a run that failed, else the first ranks' first messages: nothing is shown before them, and
+    seeking to the beginning remains possible. ``play``: start playing at once.
 
     Raises:
         RecordingError: the file is missing, or is not a recording this version can read.

@@ -33,7 +33,6 @@ from ..model.run import RunInfo
 from .load import Endpoint, History, Hub
 
 APP_CHANNELS = ("stream", "control", "query")
-"""Channels of a hub that an app needs."""
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
 _FORWARD_SECONDS = 5.0
@@ -54,7 +53,6 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first line of ``ftmon relay``, in JSON."""
 
     ftmon: str
-    """Version of ftmon there."""
     protocol: tuple[int, int]
     id: str
     name: str = ""
@@ -71,7 +69,6 @@ class SshError(FtmonError):
     """Connecting failed: ssh or the program on the other host ended, or sockets are not forwarded."""
 
     def __init__(self, text: str, status: int = 1) -> None:
-        """Keep the last line printed, and the exit status."""
         super().__init__(text)
         self.status = status
 
@@ -136,7 +133,6 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection is alive."""
         return not self._over.is_set()
 
     @property
@@ -150,7 +146,6 @@ class Session:
         return _last(line for line in _lines(self._errors) if not line.startswith(_CHANNEL))
 
     def close(self) -> None:
-        """End the connection."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_EXIT_SECONDS)
@@ -255,7 +250,6 @@ class SshEndpoint(Endpoint):
 
     @property
     def info(self) -> RunInfo:
-        """The run's information from the greeting."""
         found = self.greeting
         if found is None:
             return RunInfo()
@@ -303,7 +297,6 @@ class SshEndpoint(Endpoint):
         raise RecordingError(f"{where}: {self._refusal}" if self._refusal else f"the recording is on {where}")
 
     def close(self) -> None:
-        """End the connection and remove the sockets."""
         self._closed = True
         if self._session is not None:
             self._session.close()
@@ -356,9 +349,6 @@ def _lines(errors: bytes | bytearray) -> list[str]:
 def _last(lines: Iterable[str]) -> str:
     found = [*lines]
     return sanitize(found[-1], 300) if found else ""
-
-
-# Reads a run's history through the hub's query channel, with the methods of the recording's reader.
 
 
 TIMEOUT_S = 10.0

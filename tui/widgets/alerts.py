@@ -1,6 +1,6 @@
-"""Draws one line of a rank's output, for the logs and the rank screen."""
+"""Draws alerts, the code that caused a spike, and lines of a rank's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...protocol import text
@@ -26,11 +26,7 @@ from .drawing import UNICODE, Glyphs, Line, gib, spread, wrap
 from .header import time_of_day
 from .theme import Theme
 
-# Draws the code that caused a spike: its size, the cost of recording it, and the stacks with their bytes.
-
-
 SHORT_LIST = 3
-"""Stacks shown while the list is folded."""
 
 
 def cause_lines(
@@ -88,14 +84,6 @@ def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
         text = theme.cut(" " * 20 + words, width - 1)
         lines.append(Line(text, theme.style("dim" if library else "accent")))
     return lines
-
-
-def stack_lines(groups: Sequence[StackGroup], width: int, theme: Theme) -> list[Line]:
-    """Draw stacks in short form, as in an alert's evidence."""
-    return [_group_line(group, group.bytes, width, theme) for group in groups]
-
-
-# Draws alerts: the strip at the bottom of the overview, the rows of the alert list, and an alert's details.
 
 
 _EPOCH = 1e9
@@ -174,7 +162,7 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
     lines = [Line(), Line("   cause", theme.style("accent", bold=True))]
     for words in verdict_words(verdict) if verdict is not None else []:
         lines += [Line("   " + row, theme.base) for row in wrap(words, width - 5)]
-    return [*lines, *stack_lines(groups, width, theme)]
+    return [*lines, *(_group_line(group, group.bytes, width, theme) for group in groups)]
 
 
 def evidence_lines(
@@ -201,7 +189,6 @@ def evidence_lines(
 
 
 def _shown(key: str, value: Any, of: Shown | None) -> Shown:
-    """Return the words and unit of a key; in a mapping by rank, pid or name those of the mapping's figures."""
     if of is None:
         return shown(key, value)
     if of.by:

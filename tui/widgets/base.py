@@ -1,4 +1,4 @@
-"""An input line, for the filter after ``/`` and for the position to go to."""
+"""Base of the widgets (line painting, scrolling list, input line), and the fixed parts of a screen."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,6 @@ from .drawing import Line, spread, tail
 from .header import Summary, first_line, scrubber, summary_lines
 from .state import AppState, summary_of
 from .theme import Theme, ruled
-
-# Base class of the widgets: paints lines, and refreshes only lines that changed since the last paint.
 
 
 class Canvas(Widget, can_focus=False):
@@ -85,23 +83,19 @@ class Canvas(Widget, can_focus=False):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        """Return one line for Textual."""
         if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
             return self._strips[y]
         return Strip.blank(self.size.width, self.theme.base)
 
     def on_resize(self) -> None:
-        """Draw for the new size."""
         self.tick(force=True)
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Show or hide the cursor."""
         super().watch_has_focus(has_focus)
         self.tick(force=True)
 
     @property
     def plain(self) -> str:
-        """The present drawing as text."""
         return "\n".join(line.plain.rstrip() for line in self._lines)
 
 
@@ -121,9 +115,6 @@ def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, i
     return 0, y, max(1, last), 1
 
 
-# A scrolling list with a selection that is kept in view, optionally following the newest item.
-
-
 class Listing(Canvas):
     """A list with one line per item. A subclass counts the items and draws one."""
 
@@ -134,15 +125,12 @@ class Listing(Canvas):
     empty = "nothing here"
 
     def count(self) -> int:
-        """Return the number of items."""
         raise NotImplementedError
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one item."""
         raise NotImplementedError
 
     def head(self, width: int) -> list[Line]:
-        """Draw the lines above the items."""
         return []
 
     def draw(self, width: int, height: int) -> list[Line]:
@@ -171,23 +159,18 @@ class Listing(Canvas):
             line.add(self.theme.glyphs.scroll if inside else " ", style)
 
     def move(self, delta: int) -> None:
-        """Move the selection, which ends following."""
         total = self.count()
         self.selected = max(0, min(self.selected + delta, total - 1))
         self.follow = False
         self.tick(force=True)
 
     def page(self, direction: int) -> None:
-        """Move by one screen."""
         self.move(direction * max(1, self.size.height - 2))
 
     def go_to(self, index: int) -> None:
         """Select an item; -1 is the last."""
         self.selected = index if index >= 0 else max(0, self.count() - 1)
         self.tick(force=True)
-
-
-# The fixed parts of a screen: summary at the top; alert strip, replay bar and keys at the bottom.
 
 
 class SummaryBar(Canvas):
@@ -311,10 +294,8 @@ class KeyBar(Canvas):
 
 
 _ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
-"""Actions whose keys are on the bar at every width."""
 
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
-"""Actions that need a hub."""
 
 
 _NAMES = {

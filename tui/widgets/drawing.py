@@ -1,4 +1,4 @@
-"""Breaking text into lines."""
+"""Text, numbers and characters for the screen: wrapping, formats, glyphs with ASCII replacements, styled lines."""
 
 import locale
 import re
@@ -12,9 +12,6 @@ from rich.style import Style
 from textual.strip import Strip
 
 from ...protocol.text import names_c_locale, sanitize
-
-# Formats numbers for the screen: short, with fixed places, with units at their first appearance.
-
 
 GIB = 2**30
 MIB = 2**20
@@ -118,9 +115,6 @@ def small(value: float) -> str:
     return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
-# The characters of the app, each with an ASCII replacement. All are one cell wide.
-
-
 _STATES = {
     "starting": "◌",
     "training": "●",
@@ -152,9 +146,7 @@ class Glyphs:
     rule: str = "─"
     cross: str = "┼"
     bar: str = "│"
-    """Separator of columns."""
     dot: str = "·"
-    """Separator of words."""
     selected: str = "▸"
     marked: str = "◉"
     unmarked: str = "○"
@@ -169,7 +161,6 @@ class Glyphs:
     track: str = "─"
     track_past: str = "━"
     back: str = "◂"
-    """Pointer to the left."""
     ellipsis: str = "…"
     scroll: str = "┃"
     degree: str = "°C"
@@ -234,9 +225,7 @@ ASCII = Glyphs(
 
 def choose(ascii_only: bool) -> Glyphs:
     """Return the glyphs for this terminal: ASCII on request, or if the locale cannot print block characters."""
-    if ascii_only:
-        return ASCII
-    if names_c_locale():
+    if ascii_only or names_c_locale():
         return ASCII
     encoding = locale.getpreferredencoding(False)
     try:
@@ -244,9 +233,6 @@ def choose(ascii_only: bool) -> Glyphs:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
-
-
-# Builds screen lines from styled pieces, measured in cells, cut or padded to a width.
 
 
 def width_of(text: str) -> int:
@@ -306,7 +292,6 @@ class Line:
         return self
 
     def join(self, other: "Line") -> "Line":
-        """Append another line's pieces."""
         for text, style in other.parts:
             self.add(text, style)
         return self
@@ -330,11 +315,9 @@ class Line:
 
     @property
     def plain(self) -> str:
-        """The text without styles."""
         return "".join(text for text, _ in self.parts)
 
     def strip(self) -> Strip:
-        """Return the line as Textual's strip."""
         return Strip([Segment(text, style) for text, style in self.parts], self.width)
 
 

@@ -1,4 +1,4 @@
-"""Draws the bar of a replay, or of a rewound live run: state, speed, time, a track with alerts, step, keys."""
+"""Draws the two lines at the top of every screen, and the bar of a replay or of a rewound live run."""
 
 import time as clock
 from dataclasses import dataclass
@@ -12,11 +12,7 @@ from .drawing import Line, beside, count, gib, loss, spread, step_time
 from .plots import spark
 from .theme import Theme
 
-# Draws the two lines at the top of every screen: state, progress, speed, and peak memory.
-
-
 WITH_EVALUATION = 92
-"""Minimum columns of a second line with the evaluation's loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +35,12 @@ class Summary:
     stalled_seconds: int | None = None
     """Seconds for which ranks have blocked the run; None while it makes progress."""
     ended: str = ""
-    """How the run ended; empty before."""
     loss: float | None = None
     losses_by_name: tuple[tuple[str, float], ...] = ()
-    """Loss of each engine or optimizer if several train."""
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1."""
     step_seconds: float | None = None
     peak: int = 0
     capacity: int = 0
@@ -58,7 +51,6 @@ class Summary:
     setup: str = ""
     """Parameters, ZeRO stage, ranks; shown if there is room."""
     connection: str = ""
-    """Problem of the source, such as ``the hub is gone: reconnecting``."""
 
 
 def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
@@ -75,7 +67,8 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
     base = theme.base
     progress = _progress(summary, theme)
     both = beside([progress, _time(summary, theme)], "    ", base).add(" ", base)
-    whole = beside([progress, _epochs(summary, theme), _time(summary, theme)], "    ", base).add(" ", base)
+    epochs = Line("epoch ", theme.style("dim")).add(summary.epochs, base) if summary.epochs else Line()
+    whole = beside([progress, epochs, _time(summary, theme)], "    ", base).add(" ", base)
     left, right = Line(), both
     for name_width, brief, right in (
         (max(12, width // 4), False, whole),
@@ -94,7 +87,6 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
 
 
 def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) -> Line:
-    """Draw name and state; with limited ``room`` (columns; 0: enough) without the word of the state beside trouble."""
     base = theme.base
     left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
     left.add(theme.cut(summary.name, name_width), theme.style(bold=True)).add("   ", base)
@@ -119,10 +111,6 @@ def _progress(summary: Summary, theme: Theme) -> Line:
     return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
 
 
-def _epochs(summary: Summary, theme: Theme) -> Line:
-    return Line("epoch ", theme.style("dim")).add(summary.epochs, theme.base) if summary.epochs else Line()
-
-
 def _time(summary: Summary, theme: Theme) -> Line:
     if summary.ended:
         return Line(summary.ended, theme.style("dim"))
@@ -135,7 +123,6 @@ def _time(summary: Summary, theme: Theme) -> Line:
 
 
 def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
-    """Draw the highest peak relative to capacity, and the prediction; empty before the first peak."""
     dim = theme.style("dim")
     if not summary.peak:
         return Line()

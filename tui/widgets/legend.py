@@ -115,7 +115,6 @@ PART_WORDS = {
     "untraced": "on the CPU: code, libraries, and what glibc's malloc keeps after free",
     "unused": "reserved by the allocator, not allocated",
 }
-"""Descriptions of the parts of a memory peak."""
 
 
 def part_legend(theme: Theme) -> list[Line]:
@@ -153,4 +152,3 @@ LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
     "parts": part_legend,
     "training": training_legend,
 }
-"""Legends by the names that a screen's help uses."""

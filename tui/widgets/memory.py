@@ -1,4 +1,4 @@
-"""Draws the phase table of a rank's last step: time, memory at start, end and peak, growth and transient."""
+"""Draws the memory of ranks: composition of a peak, bars of all ranks, allocator activity, table of phases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,23 +22,17 @@ from .plots import SHORT, Column, Scale, memory_graph, size_words, unit_of, wate
 from .state import nice_top
 from .theme import Theme, ruled
 
-# Draws the allocator screen: rates by phase, graphs over the sampled steps, the other ranks.
-
-
 _LABEL = 33
-"""Cells before a graph, for its name and latest figure."""
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank and the latest sampled step."""
-    line = Line(" allocator of ", theme.style("dim"))
-    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
     right = Line()
     last = rank.allocator.last
     if last is not None:
         cost = f", read in {milliseconds(last.read_us)} ms" if last.read_us and width >= 100 else ""
         right.add(f" step {last.step:,}: {last.entries:,} entries{cost} ", theme.style("dim"))
-    return ruled(line, right, width, theme)
+    return _title("allocator", name, right, width, theme)
 
 
 def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
@@ -151,7 +145,6 @@ def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:
 def _graph(
     label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, theme: Theme
 ) -> list[Line]:
-    """Draw a graph with its label and latest figure at the bottom left; values are pooled by maximum to the room."""
     shown = stretched(pooled(values, room), room)
     rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme)
     lines = [Line()] if height > 2 else []
@@ -215,9 +208,6 @@ def rank_lines(ranks: Sequence[RankModel], selected: int, height: int, theme: Th
         text += f"{rank.allocator.retries or 0:>9,}{'-' if share is None else f'{share * 100:.0f} %':>8}"
         lines.append(Line(text, style))
     return lines
-
-
-# Draws the memory of one rank: the composition of a step's peak, the leading phase, the cause of the last spike.
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +326,6 @@ def body_lines(
 
 
 def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, theme: Theme) -> list[Line]:
-    """Draw the phases' peaks with the prediction, or the reason why they cannot be compared."""
     if prediction is None:
         return []
     found = compared_phases(rank, prediction)
@@ -362,15 +351,13 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
 
 def memory_title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule with the rank."""
-    line = Line(" memory of ", theme.style("dim"))
-    line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True))
-    right = Line()
-    if rank.on_cpu:
-        right.add(" resident set, on the CPU ", theme.style("warning"))
-    return ruled(line, right, width, theme)
+    right = Line(" resident set, on the CPU ", theme.style("warning")) if rank.on_cpu else Line()
+    return _title("memory", name, right, width, theme)
 
 
-# Draws the composition of each rank's peak as stacked bars: wide for a few ranks, a column each for hundreds.
+def _title(what: str, name: str, right: Line, width: int, theme: Theme) -> Line:
+    line = Line(f" {what} of ", theme.style("dim"))
+    return ruled(line.add(theme.cut(name, width // 2) + " ", theme.style(bold=True)), right, width, theme)
 
 
 PART_FILLS = {
@@ -387,7 +374,6 @@ PART_FILLS = {
     "untraced": "?",
     "unused": "-",
 }
-"""Characters of the parts without colour."""
 
 _AXIS = 8
 _WIDEST = 20
@@ -407,7 +393,9 @@ def peak_bars(
     top = nice_top(extent)
     cell = max(1, min(_WIDEST, (width - _AXIS) // len(groups)))
     gap = 1 if cell >= 3 else 0
-    fills = [_fill(_shown(group), top, rows, theme.plain_graphs) for group in groups]
+    # A group is represented by the rank with the highest peak.
+    shown = [max(group, key=lambda bar: bar.peak) for group in groups]
+    fills = [_fill(bar, top, rows, theme.plain_graphs) for bar in shown]
     lines: list[Line] = [_scale_line(phase, top, capacity, bars, groups, theme)]
     for row in range(rows - 1, -1, -1):
         lines.append(_row(fills, row, rows, cell - gap, gap, top, theme))
@@ -422,13 +410,7 @@ def grouped(bars: Sequence[RankBar], columns: int) -> list[Sequence[RankBar]]:
     return [bars[at : at + size] for at in range(0, len(bars), size)]
 
 
-def _shown(group: Sequence[RankBar]) -> RankBar:
-    """Return the representative of a group: the rank with the highest peak."""
-    return max(group, key=lambda bar: bar.peak)
-
-
 def _fill(bar: RankBar, top: int, rows: int, plain: bool) -> list[tuple[str, int, int]]:
-    """Return part, first and last eighth of a row, from the bottom up."""
     found: list[tuple[str, int, int]] = []
     at = total = 0
     for name, size in bar.parts:
@@ -511,7 +493,6 @@ def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, t
 
 
 def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, theme: Theme) -> Line:
-    """Draw each peak below its bar if that fits, else the selected rank's and the extremes as text."""
     bars = [bar for group in groups for bar in group]
     if cell >= 6 and len(groups) == len(bars):
         line = Line(f"{'GiB':>{_AXIS - 2}}  ", theme.style("dim"))
@@ -532,7 +513,6 @@ def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int,
 
 
 def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
-    """Draw the names of the existing parts with their colours, in as many lines as they need."""
     names = dict.fromkeys(name for bar in bars for name, _ in bar.parts)
     order = [name for name in PART_FILLS if name in names] + [name for name in names if name not in PART_FILLS]
     lines = [Line(" ", theme.base)]
@@ -549,7 +529,6 @@ def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
 
 
 _SMALL = 2 * 2**30
-"""Peaks below this are shown in MiB."""
 
 
 def phase_table(table: Sequence[PhaseRecord], width: int, theme: Theme) -> list[Line]:

@@ -25,8 +25,6 @@ from .memory import PART_FILLS
 from .state import AppState
 from .theme import Theme, ruled
 
-# The input line of a console, continued over several lines as in Python, with a history.
-
 
 class ConsoleInput(Canvas, can_focus=True):
     """Edits one piece of code. Enter posts ``Entered`` once the code is complete; escape posts ``Left``."""
@@ -96,7 +94,6 @@ class ConsoleInput(Canvas, can_focus=True):
         self.tick()
 
     def _put(self, code: str) -> None:
-        """Edit this piece of code, starting with its last line."""
         before, newline, self.text = code.rpartition("\n")
         self.before = before + newline
         self.cursor = len(self.text)
@@ -147,9 +144,6 @@ class ConsoleInput(Canvas, can_focus=True):
             self.post_message(self.Entered(code.rstrip("\n")))
         else:
             self._put(code + "\n")
-
-
-# Draws predicted changes of a run, each from a dry run of its job, as a table below an out-of-memory verdict.
 
 
 _NAME = 24
@@ -210,9 +204,6 @@ def _row(name: str, fits: bool | None, needs: int, slower: float, change: str, w
     return line.add(theme.cut(change, width - line.width - 1), theme.style("dim"))
 
 
-# Draws the report of an out-of-memory error: verdict, remedies, figures, batch, other ranks, failing code.
-
-
 _FRAMES, _HOLDERS = 16, 8
 _TWO_COLUMNS = 150
 """Minimum width for the evidence beside the verdict."""
@@ -227,15 +218,12 @@ def report_lines(
 
     ``place``: of its snapshot, in words. ``acts``: whether commands to the rank are possible.
     """
-    asked = what_if or WhatIf()
-    if width < _TWO_COLUMNS:
-        return [
-            *_meaning(case, model, acts, asked, width, theme),
-            *_numbers(case.oom, width, theme),
-            *_rest(case, place, width, theme),
-        ]
-    room = (width - 3) // 2
-    left = [*_meaning(case, model, acts, asked, room, theme), *_numbers(case.oom, room, theme)]
+    two = width >= _TWO_COLUMNS
+    room = (width - 3) // 2 if two else width
+    left = _meaning(case, model, acts, what_if or WhatIf(), room, theme)
+    left += _section("the numbers at that moment", _number_rows(case.oom, room, theme), theme)
+    if not two:
+        return [*left, *_rest(case, place, width, theme)]
     right = _rest(case, place, width - room - 3, theme)[1:]
     blank = [Line() for _ in range(abs(len(left) - len(right)))]
     left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
@@ -244,7 +232,6 @@ def report_lines(
 
 
 def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, theme: Theme) -> list[Line]:
-    """Draw the reason, the present state, and the remedies."""
     lines = [Line(" " + row, theme.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
     sure = "certain from the figures" if case.verdict.sure else "most likely from the figures"
     lines.append(Line(f" {sure}", theme.style("dim")))
@@ -259,7 +246,6 @@ def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: i
 
 
 def _rest(case: OomCase, place: str, width: int, theme: Theme) -> list[Line]:
-    """Draw the composition of memory, and the places of all ranks."""
     oom, lines = case.oom, list[Line]()
     if oom.parts:
         lines += _section("allocated was", _parts(oom, width, theme), theme)
@@ -310,10 +296,6 @@ def _remedy_sentences(remedies: list[Remedy], width: int, theme: Theme) -> Itera
         yield line
 
 
-def _numbers(oom: Oom, width: int, theme: Theme) -> list[Line]:
-    return _section("the numbers at that moment", _number_rows(oom, width, theme), theme)
-
-
 def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
     for index, (name, size, remark) in enumerate(numbers(oom)):
         line = Line(f"  {name:<24}", theme.style("dim"))
@@ -322,7 +304,6 @@ def _number_rows(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _parts(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
-    """Draw allocated bytes by part, each with a bar relative to the largest."""
     total = max(1, sum(oom.parts.values()))
     largest = max(1, *oom.parts.values())
     labels = LABELS | (CPU_LABELS if oom.measure != "cuda" else {})
@@ -355,7 +336,6 @@ def _holders(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
 
 
 def _place(frames: list[str]) -> str:
-    """Return the place of a stack: its innermost frame, and the innermost one in user code."""
     parts = [split_frame(frame) for frame in reversed(frames)]
     if not parts:
         return "no Python stack recorded"
@@ -472,9 +452,7 @@ class OomReportView(OomCanvas):
 
     top = 0
     place = ""
-    """Place of the snapshot, in words."""
     acts = False
-    """Whether commands to the rank are possible."""
 
     def key(self) -> object:
         model, case = self.app_state.model, self.case
@@ -504,7 +482,6 @@ class OomReportView(OomCanvas):
         return shown
 
     def scroll(self, lines: int) -> None:
-        """Scroll by lines."""
         self.top = max(0, self.top + lines)
         self.tick(force=True)
 
@@ -516,7 +493,6 @@ class ConsoleOutput(OomCanvas):
     refusal = ""
     """Reason why there is no console; empty if there is one."""
     back = 0
-    """Lines scrolled back from the newest."""
 
     def key(self) -> object:
         session = self.session

@@ -1,4 +1,4 @@
-"""Draws the waterfall: composition of a peak, one row per part, each bar starting at the end of the one above."""
+"""Draws the pictures: step charts, memory graph, phase bar, bands, plots, sparkline, waterfall."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,6 @@ from ..model.waterfall import Waterfall
 from ..plotext_figure import draw, new_figure, rows
 from .drawing import Line, gib_fixed, mib_fixed
 from .theme import Theme
-
-# Charts of a rank's steps, drawn by plotext (imported at the first chart) and coloured by the palette.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,6 @@ def chart_lines(chart: Chart, width: int, height: int, theme: Theme) -> list[Lin
 
 
 def _markers(theme: Theme) -> tuple[list[str], list[str]]:
-    """Return plotext's marker of each series, and its sign in the legend."""
     if theme.glyphs.is_ascii:
         return ["*", "o", "."], ["*", "o", "."]
     return (["braille"] * 3, ["━", "━", "━"]) if theme.color else (["braille", "+", "x"], ["⠶", "+", "x"])
@@ -85,7 +82,6 @@ def _rgb(color: str) -> tuple[int, int, int]:
 
 
 def _line(ansi: str, width: int, theme: Theme) -> Line:
-    """Return a row of plotext's output as a line: its colours on the theme's background, the rest dim."""
     text = Text.from_ansi(ansi)
     dim = theme.style("dim")
     line = Line()
@@ -100,11 +96,7 @@ def _line(ansi: str, width: int, theme: Theme) -> Line:
     return Line(" ", dim).join(line).fit(width, theme.base)
 
 
-# Draws the memory graph: allocated solid, reserved in a lighter tone behind it, capacity at the top, the peak a line.
 #
-# A character cell has two colours, and block characters fill it from below in eighths. So the background is the tone of
-# reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved memory ends. Both
-# boundaries are drawn to an eighth of a row unless they fall into the same cell.
 
 
 class Column(NamedTuple):
@@ -167,7 +159,9 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
 
 
 def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell from both parts' heights above its bottom, in eighths."""
+    # A character cell has two colours, and block characters fill it from below in eighths. So the background is the
+    # tone of reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved
+    # memory ends. Both boundaries are drawn to an eighth of a row unless they fall into the same cell.
     blocks = theme.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
@@ -176,15 +170,13 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, them
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
         return blocks[allocated], theme.style(solid, back if behind else "background")
-    if reserved >= 8:
-        return (theme.glyphs.peak, theme.style("peak", back)) if at_peak else (" ", theme.style("text", back))
-    if reserved > 0:
+    if 0 < reserved < 8:
         return blocks[reserved], theme.style(back)
-    return (theme.glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
+    ground = back if reserved > 0 else "background"
+    return (theme.glyphs.peak, theme.style("peak", ground)) if at_peak else (" ", theme.style("text", ground))
 
 
 def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
-    """Draw one cell with characters alone, for terminals without colour or block characters."""
     del spike
     glyphs = theme.glyphs
     if allocated > 0:
@@ -192,9 +184,6 @@ def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme
     if reserved > 0:
         return glyphs.reserved, theme.style("allocated")
     return (glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
-
-
-# Draws the phase bar: the shares of a step, each in its phase's colour and labelled if it is wide enough.
 
 
 SHORT = {
@@ -213,7 +202,6 @@ SHORT = {
 """Short names of phases; ``wait`` is time inside collective calls, subtracted from the phases it fell in."""
 
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
-"""Characters of the phases' parts without colour."""
 
 
 def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
@@ -256,9 +244,6 @@ def _label(name: str, share: float, cells: int, figures: bool) -> str:
     return next((text for text in candidates if len(text) <= cells), "")
 
 
-# Draws a row of named bands below a timeline: phases in their colours, other spans in two alternating tones.
-
-
 def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
     """Draw the bands over ``width`` columns.
 
@@ -296,11 +281,6 @@ def _band(line: Line, band: Band, number: int, cells: int, theme: Theme) -> None
         line.add(label.ljust(cells), theme.style("text", "raised" if number % 2 else "rule"))
 
 
-# Draws a plot without axes as cells of a known size, by plotext (imported at the first plot).
-#
-# Columns span the window's coordinates, so a cursor and marks can be drawn over the cells.
-
-
 Kind = Literal["points", "line", "marks"]
 """``points``: single dots; ``line``: a line, thick without colour; ``marks``: a sign for each value."""
 
@@ -316,7 +296,6 @@ class Curve:
 
 
 Cell = tuple[str, str]
-"""A character and its tone."""
 
 
 def sign_of(kind: Kind, theme: Theme) -> str:
@@ -380,9 +359,6 @@ def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
     return line
 
 
-# Draws a sparkline of one row, for figures without a natural maximum (the loss, a step's time).
-
-
 def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
     """Draw the newest values, oldest left, scaled to their own range; None and NaN leave a gap."""
     shown = pool_mean(values, width)
@@ -413,7 +389,6 @@ _FIGURE = 8
 _PREDICTED = 11
 _DIFFERENCE = 10
 _SMALL = 2**30
-"""A waterfall of a smaller extent is in MiB."""
 
 
 def unit_of(fall: Waterfall) -> str:
@@ -444,7 +419,6 @@ def waterfall_lines(
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
     def beside(size: int, predicted: int | None) -> Line:
-        """Draw the prediction of a row and the difference to it; blanks without a prediction."""
         if expected is None:
             return Line()
         if predicted is None:
@@ -459,9 +433,13 @@ def waterfall_lines(
     def row(
         label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
     ) -> Line:
-        figure = "-" if size is None else size_words(fall, size)
-        more = beside(size or 0, predicted)
-        return _row(label, figure, begin, size or 0, fall.extent, width, theme, tone, bold, more)
+        style = theme.style("text" if size else "dim", bold=bold)
+        line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
+        figure, more = "-" if size is None else size_words(fall, size), beside(size or 0, predicted)
+        line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
+        if more.width:
+            line.join(more).add("  ", theme.base)
+        return line.join(bar(begin, size or 0, max(1, fall.extent), width - line.width - 1, theme, tone))
 
     lines: list[Line] = []
     if expected is not None:
@@ -515,26 +493,6 @@ def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
     return line.fit(width, theme.base) if line.width > width else line
 
 
-def _row(
-    label: str,
-    figure: str,
-    begin: int,
-    length: int,
-    extent: int,
-    width: int,
-    theme: Theme,
-    tone: str,
-    bold: bool,
-    more: Line,
-) -> Line:
-    style = theme.style("text" if length else "dim", bold=bold)
-    line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
-    line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
-    if more.width:
-        line.join(more).add("  ", theme.base)
-    return line.join(bar(begin, length, max(1, extent), width - line.width - 1, theme, tone))
-
-
 def bar(begin: int, length: int, extent: int, width: int, theme: Theme, tone: str) -> Line:
     """Draw a bar from ``begin`` over ``length`` on a scale of ``extent``, as ``width`` cells; both ends to an eighth.
 
@@ -574,7 +532,6 @@ def _plain_bar(first: int, last: int, width: int, theme: Theme) -> Line:
 
 
 def _beside(line: Line, note: str, end: int, extent: int, width: int, theme: Theme, figures: int) -> Line:
-    """Add words after a bar, or before it, if they fit."""
     text = f"{theme.glyphs.spike} {note}"
     after = figures + 4 + int(end / extent * (width - figures - 2))
     if after + len(text) < width:

@@ -17,9 +17,6 @@ from .plots import SHORT, Column, Scale, memory_graph, phase_bar
 from .state import AppState, History, RankView, rank_views, scale_of
 from .theme import Theme
 
-# Draws the card of one rank: title in the rule, memory graph, figures, phase shares, the device's health.
-
-
 FIXED_LINES = 4
 """Lines of a card besides its graph: title, figures, phases, health."""
 
@@ -141,21 +138,16 @@ def health_words(view: RankView, width: int, theme: Theme) -> str:
     return fitting(words, "  ", width)
 
 
-# Draws the heat map: a cell per rank, with colour and figure for peak memory, and a glyph for its state.
-
-
 GROUP = 8
 """Ranks between gaps: the devices of a usual node."""
 
 LABEL = 5
-"""Cells of the rank number at the left of a row."""
 
 _SIZES = sorted(
     ((width, height) for width in range(2, 10) for height in range(1, 5) if height * 1.5 < width or height == 1),
     key=lambda size: (size[0] * size[1], size[0]),
     reverse=True,
 )
-"""Cell sizes, the largest first."""
 
 
 class Grid(NamedTuple):
@@ -218,7 +210,6 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, the
 
 
 def _text(view: RankView, width: int, theme: Theme) -> str:
-    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell only its tens."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
@@ -230,7 +221,6 @@ def _text(view: RankView, width: int, theme: Theme) -> str:
 
 
 def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
-    """Return foreground and background of a cell."""
     palette = theme.palette
     if view.state in ("finished", "starting"):
         return palette.dim, palette.raised
@@ -264,17 +254,12 @@ def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
     return spread(line, ramp, width, theme.base) if line.width + ramp.width < width else line
 
 
-# Draws the figures of one rank: process, batch, loss, memory, device, allocator, and ftmon's own cost.
-
-
 Pairs = list[tuple[str, str]]
 
 
 def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, theme: Theme) -> list[Line]:
     """Draw the figures as name and value pairs, as many per line as fit."""
-    lines = [_pairs(_process(rank), width, theme)]
-    lines.append(_pairs(_training(rank), width, theme))
-    lines.append(_pairs(_memory(rank, view), width, theme))
+    lines = [_pairs(pairs, width, theme) for pairs in (_process(rank), _training(rank), _memory(rank, view))]
     if view.in_trouble or view.text:
         glyph, tone = theme.state(view.state)
         text = f" {glyph} {state_words(view)}: {view.text or 'no more is known'}"
@@ -355,9 +340,6 @@ def _monitor(rank: RankModel) -> Pairs:
     if events is not None:
         found.append(("allocator", f"{allocations(events):,} allocations in step {events.step:,}"))
     return found
-
-
-# Draws one line per rank if cards do not fit: state, a small graph, figures, phase shares, health.
 
 
 NARROWEST = 76
@@ -463,10 +445,8 @@ def heading(widths: Parts, view: RankView | None, theme: Theme) -> list[Line]:
 
 
 CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
-"""Size of the smallest card with all figures."""
 
 _RATIO = 6.0
-"""Preferred ratio of width to height of a card."""
 
 
 class Plan(NamedTuple):
@@ -557,17 +537,18 @@ class Card(Canvas):
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return ()
-        model = app_state.model
-        columns = self._history.columns(model.ranks[view.rank], max(1, self.size.width - 2), model.now, app_state.span)
+        columns = self._columns(view, max(1, self.size.width - 2))
         return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
+
+    def _columns(self, view: RankView, width: int) -> list[Column | None]:
+        model = self.app_state.model
+        return self._history.columns(model.ranks[view.rank], width, model.now, self.app_state.span)
 
     def draw(self, width: int, height: int) -> list[Line]:
         view, app_state = self._view, self.app_state
         if view is None or view.rank not in app_state.model.ranks:
             return []
-        columns = self._history.columns(
-            app_state.model.ranks[view.rank], max(1, width - 2), app_state.model.now, app_state.span
-        )
+        columns = self._columns(view, max(1, width - 2))
         scale = scale_of(view, app_state.zoom, app_state.run_peak)
         return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
 
@@ -701,7 +682,6 @@ class RankGrid(Container):
             self._waiting.tick()
 
     def _rebuild(self, width: int, height: int) -> None:
-        """Make the widgets of the layout."""
         self.remove_children()
         self._cards, self._parts, self._heat, self._waiting = [], [], None, None
         if self.plan.mode == "cards":
@@ -752,7 +732,6 @@ class RankGrid(Container):
         return next((i for i, view in enumerate(self._views) if view.rank == self.app_state.selected), 0)
 
     def _scroll(self) -> None:
-        """Keep the selection in view."""
         if self.plan.mode == "cards":
             line, shown = self._index() // self.plan.columns, self.plan.rows
             total = -(-len(self._views) // self.plan.columns)
@@ -765,7 +744,6 @@ class RankGrid(Container):
         self.first = max(0, min(self.first, total - shown))
 
     def move(self, dx: int, dy: int) -> None:
-        """Move the selection by cells of the present layout."""
         if not self._views:
             return
         if self.plan.mode == "cards":

@@ -68,7 +68,6 @@ _INVISIBLE_ON_BLANKS = {"", "1", "2", "3", "1;2", "1;3", "2;3"}
 
 @lru_cache(4096)
 def _styled(before: Style, parameters: str) -> Style:
-    """Return the style after an SGR sequence with these parameters."""
     attributes, foreground, background = before
     rest = iter(parameters.split(";"))
     for one in rest:
@@ -92,7 +91,6 @@ def _styled(before: Style, parameters: str) -> Style:
 
 @lru_cache(4096)
 def _change(before: Style, after: Style) -> str:
-    """Return the shortest SGR sequence from one style to another."""
     if before == after:
         return ""
     if after == _PLAIN:
@@ -197,7 +195,6 @@ class ScreenOutput:
         return sequence.encode("ascii", "replace").decode() if self.ascii_only else sequence
 
     def _send(self, drawn: dict[int, dict[int, Cell]], out: list[str]) -> None:
-        """Append what changes the shown cells into the drawn ones, and empty ``drawn``."""
         style = _PLAIN
         columns, lines = self.size or (sys.maxsize, sys.maxsize)
         for row in sorted(row for row in drawn if row < lines):
@@ -218,7 +215,6 @@ class ScreenOutput:
         drawn.clear()
 
     def _go(self, row: int, column: int, shown: list[Cell | None], style: Style, out: list[str]) -> None:
-        """Move the cursor to a cell: over a short gap by writing the cells again."""
         if self._cursor == (row, column):
             return
         if self._cursor is None or self._cursor[0] != row or self._cursor[1] > column:
@@ -234,7 +230,6 @@ class ScreenOutput:
 
 
 def _fits(cell: Cell, style: Style) -> bool:
-    """Return whether a cell looks the same in this style."""
     if cell[0] == " " and style.attributes in _INVISIBLE_ON_BLANKS and not cell[1].attributes:
         return cell[1].background == style.background
     return cell[1] == style

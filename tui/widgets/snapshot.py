@@ -1,4 +1,4 @@
-"""Draws the timeline of a snapshot: allocated and reserved, and below them cursor, marks, peak and errors."""
+"""Draws the timeline of a memory snapshot, and the list of the selected view below it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,24 +15,13 @@ from .plots import Column, Scale, band_row, memory_graph
 from .state import AppState, nice_top
 from .theme import ruled
 
-# The list below the timeline: the rows of the selected view.
-
-
 _TITLES = {
-    "stacks": "1 live stacks",
-    "blocks": "2 largest blocks",
-    "between": "3 between marks",
-    "segments": "4 segments",
-    "report": "5 report",
-    "difference": "6 difference",
-}
-_SHORT = {
-    "stacks": "1 stacks",
-    "blocks": "2 blocks",
-    "between": "3 between",
-    "segments": "4 segments",
-    "report": "5 report",
-    "difference": "6 diff",
+    "stacks": ("1 live stacks", "1 stacks"),
+    "blocks": ("2 largest blocks", "2 blocks"),
+    "between": ("3 between marks", "3 between"),
+    "segments": ("4 segments", "4 segments"),
+    "report": ("5 report", "5 report"),
+    "difference": ("6 difference", "6 diff"),
 }
 
 
@@ -51,7 +40,6 @@ class SnapshotList(Listing):
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
-        """Return the rows, cached until the explorer changes."""
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
@@ -62,20 +50,16 @@ class SnapshotList(Listing):
         return len(self.rows())
 
     def current(self) -> Row | None:
-        """Return the selected row."""
         rows = self.rows()
         return rows[self.selected] if self.selected < len(rows) else None
 
     def head(self, width: int) -> list[Line]:
         theme, explorer = self.theme, self.explorer
-        titles = _TITLES if width >= 100 else _SHORT
         left = Line()
         for view in explorer.views:
             chosen = view == explorer.view
-            left.add(
-                f" {titles[view]} ",
-                theme.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not theme.color),
-            )
+            style = theme.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not theme.color)
+            left.add(f" {_TITLES[view][width < 100]} ", style)
         right = Line()
         if explorer.find:
             right.add(f" with {explorer.find!r}", theme.style("accent"))
@@ -122,7 +106,6 @@ class SnapshotList(Listing):
         line.add(theme.cut(words, width - line.width), theme.style("dim", ground))
 
     def _map(self, piece: Piece, room: int, line: Line) -> None:
-        """Draw a segment's blocks by the fill of each cell; blocks that wait for a stream have the warning colour."""
         theme = self.theme
         full, waiting = [0.0] * room, [False] * room
         scale = room / max(1, piece.size)
@@ -142,7 +125,6 @@ class SnapshotList(Listing):
 
 _AXIS = 7
 _BANDS, _BANDS_TALL, _TALL = 1, 3, 14
-"""Rows of bands, rows in a tall timeline, and its minimum height."""
 
 
 class _Pooled(NamedTuple):
@@ -190,7 +172,6 @@ class SnapshotTimeline(Canvas):
         return min(width - 1, self._column(moment, width))
 
     def _column(self, moment: int, width: int) -> int:
-        """Return a moment's column, below 0 or beyond ``width`` if it is out of view."""
         explorer = self.explorer
         span = explorer.last - explorer.first + 1
         return ((moment - explorer.first + 1) * width - 1) // span

@@ -22,11 +22,7 @@ from .header import Summary
 from .plots import Column, Scale
 from .theme import Theme
 
-# The values of one rank for a card, a row or a heat cell.
-
-
 TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
-"""Rank states shown in place of power and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +33,8 @@ class RankView:
     device: str
     """``GPU 0`` or ``CPU``."""
     host: str = ""
-    """Empty if the run has one host only."""
     state: str = "starting"
     text: str = ""
-    """Reason of its state."""
     state_seconds: float | None = None
     """Seconds for which it has been in trouble."""
     measure: str = "cuda"
@@ -48,7 +42,6 @@ class RankView:
     allocated: int = 0
     peak: int = 0
     peak_phase: str = ""
-    """The phase of the peak."""
     behind: int = 0
     """Reserved memory on a GPU, resident set on a CPU."""
     spikes: int = 0
@@ -75,9 +68,6 @@ class RankView:
     def words(self) -> tuple[str, str]:
         """Names of the solid and the lighter part of its memory."""
         return ("alloc", "rsvd") if self.measure == "cuda" else ("in use", "resident")
-
-
-# Converts the model to the widgets' values: rank views, memory columns, summary.
 
 
 _NICE = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
@@ -276,7 +266,6 @@ def connection_words(connection: Connection, model: RunModel, read_only: bool) -
 
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Choices of the seconds per graph column."""
 
 ViewName = Literal["auto", "cards", "rows", "heat"]
 VIEWS: tuple[ViewName, ...] = ("auto", "cards", "rows", "heat")
@@ -339,7 +328,6 @@ class AppState:
         return any(rank.on_cpu for rank in self.model.ranks.values())
 
     def toggle_zoom(self) -> None:
-        """Switch between the two scales."""
         self._zoom = not self.zoom
 
     @property
@@ -374,7 +362,6 @@ class AppState:
         self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
 
     def next_view(self) -> None:
-        """Select the next layout of ranks."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
 
     @property
@@ -402,5 +389,4 @@ class AppState:
             self.selected = min(ranks, key=lambda rank: abs(rank - self.selected))
 
     def select(self, rank: int) -> None:
-        """Select a rank on the user's request."""
         self.selected, self.chosen = rank, True

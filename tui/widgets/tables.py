@@ -1,5 +1,6 @@
-"""The parts of the sweep screen: head with remaining time and cost, table, and curve."""
+"""Draws the jobs of a run, and the parts of the sweep screen: head, table, curve."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,15 +11,12 @@ from ...protocol.messages.hosts import Job, JobRank
 from ...protocol.run.end import ending_in_words, signal_name
 from ...protocol.text import duration, gib
 from ..model.runs import JobRow, phases_of
-from ..model.sweep import Dots, SweepModel, TableRow, now
+from ..model.sweep import Dots, SweepModel, TableRow
 from .base import Canvas
 from .drawing import Line, gib_fixed, spread, step_time, width_of, wrap
 from .plots import Curve, plot_cells, row_line, sign_of, spark
 from .state import AppState
 from .theme import Theme
-
-# Draws the jobs of a run: a line each, and the selected one's peaks by rank and phase.
-
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """State of a run or rank whose sign is used for a job's state."""
@@ -95,7 +93,6 @@ def _without_steps(job: Job, width: int, style: Style) -> list[Line]:
 
 
 def _ending(rank: JobRank, words: Callable[[int | None, int | None], str]) -> str:
-    """Return how a rank's process ended, by exit code and signal, or else the rank's state."""
     known = rank.exit_code is not None or rank.signal
     return words(rank.exit_code, rank.signal) if known else rank.state
 
@@ -121,7 +118,7 @@ class SweepHead(SweepCanvas):
     """Two lines: name, state and progress; used and remaining budget."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        return head_lines(self._model, now(), width, self.theme)
+        return head_lines(self._model, time.time(), width, self.theme)
 
 
 class SweepTable(SweepCanvas):
@@ -136,7 +133,7 @@ class SweepTable(SweepCanvas):
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:
-        rows = self._model.table(now())
+        rows = self._model.table(time.time())
         below = rows_below_current(rows, height) if self._below is None else self._below
         self._shown_below = max(0, min(below, len(rows) - height + 1))
         return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.theme)

@@ -1,4 +1,4 @@
-"""Settings of drawing: palette, glyphs, and whether colour is used."""
+"""Palettes for dark and light terminals, and the settings of drawing: palette, glyphs, colour."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,8 +6,6 @@ from functools import lru_cache
 from rich.style import Style
 
 from .drawing import UNICODE, Glyphs, Line, cut, spread
-
-# The colours of the app, one set for dark terminals and one for light: one accent, one warning, one error.
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,7 @@ class Palette:
     spike_behind: str
     """Background of a spike's column, which itself has the warning colour."""
     peak: str
-    """The line at the run's highest peak."""
     on_color: str
-    """Text on a coloured bar."""
     phases: dict[str, str]
     parts: dict[str, str]
     """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
@@ -150,19 +146,11 @@ LIGHT = Palette(
 
 
 STATE_TONES = {
-    "starting": "dim",
+    **dict.fromkeys(("starting", "finished"), "dim"),
     "training": "good",
-    "waiting": "warning",
-    "hung": "error",
-    "held": "error",
-    "stopped": "warning",
-    "stopping": "warning",
-    "gone": "error",
-    "unreachable": "error",
-    "finished": "dim",
-    "failed": "error",
+    **dict.fromkeys(("waiting", "stopped", "stopping"), "warning"),
+    **dict.fromkeys(("hung", "held", "gone", "unreachable", "failed"), "error"),
 }
-"""The palette's colour of each rank or run state."""
 
 SEVERITY_TONES = {"info": "accent", "warning": "warning", "error": "error"}
 
@@ -205,7 +193,6 @@ class Theme:
         return _style(self.tone(tone), self.tone(on), bold, False, reverse)
 
     def phase(self, name: str) -> str:
-        """Return a phase's colour."""
         return self.palette.phases.get(name, self.palette.dim)
 
     def part(self, name: str) -> str:

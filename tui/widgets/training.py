@@ -1,4 +1,4 @@
-"""Draws the course of loss, tokens per second and step time beside the ranks, where the overview has room for them."""
+"""Draws the training screen, and the strip of training charts below the overview's ranks."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -25,16 +25,11 @@ from ..model.training import (
 )
 from .base import Canvas
 from .drawing import Line, count, cut, loss, small, step_time, wrap
-from .drawing import loss as loss_words
 from .header import time_of_day
 from .plots import Curve, plot_cells, pool_mean, put_cursor, row_line, sign_of
 from .theme import Theme, ruled
 
-# State shared by the parts of one drawing of the training screen: window, columns, displayed step.
-
-
 GUTTER = 9
-"""Columns before a plot, for the values of its rows."""
 
 
 class Scene:
@@ -60,7 +55,6 @@ class Scene:
         return x_of(moment, self.view.axis, self.begun)
 
     def column(self, moment: HistoryPoint) -> int:
-        """Return a moment's column."""
         return column_of(self.x(moment), *self.xs, self.columns)
 
     @property
@@ -78,15 +72,11 @@ class Scene:
         return self.seen[min(place, len(self.seen) - 1)]
 
 
-# Draws the lines under the plots of the training screen: marks of events, the axis, the events at the cursor.
-
-
 _TICK_CELLS = 14
 _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
 
 
 def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
-    """Return the marks in the window: column, sign, tone, words; the most important last."""
     theme = scene.theme
     found: list[tuple[int, str, str, str]] = []
     for checkpoint in scene.model.training.checkpoints:
@@ -197,9 +187,6 @@ def foot(scene: Scene) -> Line:
     return line.add(" " * max(0, gap), dim).join(right)
 
 
-# Draws the training screen: loss with evaluations, a second figure, marks, and the values at the cursor.
-
-
 _FIXED = 6
 """Rows besides the plots: head, two titles, marks, axis, foot."""
 _EACH = 1
@@ -207,13 +194,10 @@ _EACH = 1
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """Name and format of a figure of the second pane."""
-
     title: str
     write: Callable[[float], str]
     floor: bool = False
     zero: bool = False
-    """Whether the axis always begins at zero."""
     extreme: str = ""
     """Attribute with the highest value of a moment's steps."""
 
@@ -250,17 +234,12 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
 
 
 def _rooms(rows: int, panes: int) -> list[int]:
-    """Divide the rows among the panes; the loss has the most."""
     rows = max(rows, 2 * (panes + 1))
     each = max(2, rows * 2 // (2 * panes + 3))
     return [rows - each * panes, *([each] * panes)]
 
 
-# The head -------------------------------------------------------------------------------------------------------------
-
-
 def _head(scene: Scene) -> Line:
-    """Draw the rule with the displayed step: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
     line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
@@ -278,9 +257,6 @@ def _head(scene: Scene) -> Line:
             line.add(f" {theme.glyphs.dot} {word}", dim)
     line.add(" ", dim)
     return line.add(theme.glyphs.rule * max(0, scene.width - line.width), rule)
-
-
-# The loss -------------------------------------------------------------------------------------------------------------
 
 
 def _loss_pane(scene: Scene, rows: int) -> list[Line]:
@@ -305,7 +281,7 @@ def _loss_pane(scene: Scene, rows: int) -> list[Line]:
     if scene.over > 1:
         curves.append(Curve("line", "accent", [place for place, _ in line], [value for _, value in line]))
     curves.append(Curve("marks", "warning", [scene.x(moment) for _, moment in shown], losses))
-    return [title, *_plot(scene, curves, rows, (low, high), loss_words)]
+    return [title, *_plot(scene, curves, rows, (low, high), loss)]
 
 
 def _loss_title(scene: Scene) -> Line:
@@ -313,23 +289,23 @@ def _loss_title(scene: Scene) -> Line:
     dim, strong = theme.style("dim"), theme.style(bold=True)
     line = Line(" loss", theme.style(bold=True))
     value = moment.loss if moment is not None else None
-    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss_words(value), strong)
+    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss(value), strong)
     if scene.over > 1 and scene.smooth_at is not None:
         line.add(f"   {sign_of('line', theme)} ", theme.style("accent")).add("smoothed ", dim)
-        line.add(loss_words(scene.smooth_at), strong)
+        line.add(loss(scene.smooth_at), strong)
         if scene.width >= 100:
             line.add(f" (moving average over {scene.over:,} steps)", dim)
     evaluation = _evaluation_at(scene)
     if evaluation is not None and evaluation.loss is not None:
         line.add(f"   {sign_of('marks', theme)} ", theme.style("warning"))
-        line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss_words(evaluation.loss), strong)
+        line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss(evaluation.loss), strong)
         at = f" at step {evaluation.step:,}" if scene.width >= 100 else f" @{evaluation.step:,}"
         line.add(at, dim)
         ppl = perplexity_of(evaluation)
         best = scene.model.training.best
         more = [f", perplexity {ppl:.4g}" if ppl is not None and isfinite(ppl) else ""]
         if best is not None and best.loss is not None:
-            more.append(f"   best {loss_words(best.loss)} at step {best.step:,}")
+            more.append(f"   best {loss(best.loss)} at step {best.step:,}")
         for words in more:
             if line.width + len(words) < scene.width:
                 line.add(words, dim)
@@ -337,15 +313,11 @@ def _loss_title(scene: Scene) -> Line:
 
 
 def _evaluation_at(scene: Scene) -> Evaluation | None:
-    """Return the latest evaluation at the displayed moment."""
     evaluations = with_loss(scene.model.training.evaluations)
     if scene.moment is None or not evaluations:
         return None
     name = evaluations[0].name
     return next((e for e in reversed(evaluations) if e.name == name and e.step <= scene.moment.step), None)
-
-
-# The other figures ----------------------------------------------------------------------------------------------------
 
 
 def _figure_pane(scene: Scene, index: int, rows: int) -> list[Line]:
@@ -408,9 +380,6 @@ def _unknown(scene: Scene, rows: int, why: str) -> list[Line]:
     return lines
 
 
-# Plots ----------------------------------------------------------------------------------------------------------------
-
-
 def _plot(
     scene: Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
 ) -> list[Line]:
@@ -431,7 +400,6 @@ def _plot(
 
 
 def _pooled(scene: Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Return the last value of each half column of the window, with its coordinate."""
     found: dict[int, tuple[float, float]] = {}
     for moment, value in zip(scene.seen, values, strict=True):
         if value is not None and isfinite(value):
@@ -475,38 +443,21 @@ class Course(NamedTuple):
 
     name: str
     now: str
-    """Its present value, formatted; empty: unknown."""
     values: Sequence[float | None]
     form: Callable[[float], str]
     floor: bool
-    """Whether the scale begins at zero."""
 
 
 def courses(model: RunModel, points: Sequence[HistoryPoint]) -> list[Course]:
     """Return what the strip shows of a run."""
-    rates = model.rates
+    speed, seconds = model.rates.tokens_per_second, model.rates.seconds_per_step
+    present = loss(model.loss) if model.loss is not None else ""
+    rate = count(float(f"{speed:.3g}")) if speed else ""
+    time = step_time(float(f"{seconds:.2g}")) if seconds else ""
     return [
-        Course(
-            "loss",
-            loss(model.loss) if model.loss is not None else "",
-            [point.loss for point in points],
-            loss,
-            False,
-        ),
-        Course(
-            "tokens/s",
-            count(float(f"{rates.tokens_per_second:.3g}")) if rates.tokens_per_second else "",
-            [point.tokens_per_second for point in points],
-            count,
-            True,
-        ),
-        Course(
-            "step time",
-            step_time(float(f"{rates.seconds_per_step:.2g}")) if rates.seconds_per_step else "",
-            [point.step_seconds for point in points],
-            step_time,
-            True,
-        ),
+        Course("loss", present, [point.loss for point in points], loss, False),
+        Course("tokens/s", rate, [point.tokens_per_second for point in points], count, True),
+        Course("step time", time, [point.step_seconds for point in points], step_time, True),
     ]
 
 

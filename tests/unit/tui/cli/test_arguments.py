@@ -4,8 +4,6 @@ import pytest
 from ftmon.tui.cli.arguments import GROUPS, INTERNAL, SHELLS, build_parser
 from ftmon.tui.cli.main import main, parse
 
-# Shell completion: the scripts are made from the parser and know this user's runs.
-
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["completion", shell]) == 0

@@ -28,7 +28,7 @@ class LateSource:
 
 def ended(source: LateSource, launcher: ProcessId | None, monkeypatch: pytest.MonkeyPatch, late: float) -> bool:
     """Follow a run that has ended; tell whether the hub's word of it was waited for."""
-    monkeypatch.setattr(follow, "_DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(follow, "_LATE_SECONDS", late)
     run: Any = SimpleNamespace(
         read_exit=lambda: ExitFile(1, 1.0, "failed", "exit code 1"),

@@ -14,8 +14,6 @@ from ftmon.tui.cli.narrate import Narrator
 from ftmon.tui.model.run import RunModel
 from places import DOCS
 
-# Exit statuses and closing lines.
-
 
 @pytest.mark.parametrize(
     ("code", "state", "status"),

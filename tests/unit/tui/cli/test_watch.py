@@ -11,8 +11,6 @@ from ftmon.protocol.text import cells_of
 from ftmon.tui.cli.watch import show_status, table
 from ftmon.tui.model.runs import RunEntry
 
-# The lines of ``ftmon status``.
-
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

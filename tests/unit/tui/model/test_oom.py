@@ -32,9 +32,6 @@ from hypothesis import strategies as st
 from oomscenes import messages, oom_of, out_of_memory
 from peaks import MIB, Explained, explained
 
-# What explains memory, folded: waterfalls that add up, causes, allocator samples; the same after a seek.
-
-
 GIB = 2**30
 
 
@@ -55,7 +52,6 @@ def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_en
     rank = model.ranks[0]
     assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, phase, model.device_of(rank))
-    assert fall is not None
     assert fall.phase == phase
     at = 0
     for part in fall.parts:
@@ -68,7 +64,6 @@ def test_with_what_the_device_holds_besides_it_adds_up_to_what_nvml_counts(model
     rank = model.ranks[0]
     assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
-    assert fall is not None
     assert None not in (fall.unused, fall.context, fall.others, fall.unexplained)
     total = fall.extent + fall.since + (fall.unexplained or 0)
     assert total == fall.used
@@ -81,7 +76,6 @@ def test_a_device_looked_at_after_the_rank_s_end_is_not_laid_beside_its_peak() -
     rank.state = "finished"
     assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
-    assert fall is not None
     assert (fall.used, fall.context, fall.others, fall.ended) == (None, None, None, True)
 
 
@@ -101,7 +95,6 @@ def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) 
     parts = {"parameters": GIB, "holograms": GIB}
     composition = Composition(0, 1, 1.0, "cuda", [PhaseComposition("forward", 2 * GIB, parts)])
     fall = waterfall(model.ranks[0], composition, "", None)
-    assert fall is not None
     assert sum(part.bytes for part in fall.parts) == fall.peak
     assert "holograms" in [part.label for part in fall.parts]
 
@@ -110,7 +103,6 @@ def test_before_a_step_was_taken_apart_its_peaks_are_shown_whole() -> None:
     rank = folded(taken_apart=False).ranks[0]
     assert rank.memory.latest is None
     fall = unanalysed(rank, "", None)
-    assert fall is not None
     assert (fall.taken_apart, fall.parts[0].bytes) == (False, fall.peak)
 
 
@@ -118,7 +110,6 @@ def test_on_a_cpu_nothing_is_reserved() -> None:
     rank = folded(cuda=False).ranks[0]
     assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", None)
-    assert fall is not None
     assert (fall.measure, fall.unused, fall.used) == ("glibc", None, None)
 
 
@@ -139,8 +130,6 @@ def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() 
     memory = RankMemory()
     for step, size in ((8, 5), (2, 9), (4, 7)):
         memory.on_composition(Composition(0, step, 0.0, "cuda", [PhaseComposition("forward", size, {})]))
-    assert memory.latest is not None
-    assert memory.highest is not None
     assert (memory.latest.step, memory.highest.step) == (8, 2)
 
 
@@ -182,8 +171,6 @@ def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
         assert seen.memory.causes == rank.memory.causes
         assert seen.allocator.last == rank.allocator.last
         assert [each.step for each in seen.allocator.samples] == [each.step for each in rank.allocator.samples]
-        assert seen.memory.ranking is not None
-        assert rank.memory.ranking is not None
         assert seen.memory.ranking.standing == rank.memory.ranking.standing
         assert seen.memory.ranking.crossing == rank.memory.ranking.crossing
 
@@ -205,7 +192,6 @@ def spike(**evidence: object) -> Alert:
 
 def test_the_hub_s_verdict_is_read_from_an_alert() -> None:
     found = verdict_of(spike(cause_pattern="foreach_temporaries", remedy="fused=True", saves_bytes=900, stacks=STACKS))
-    assert found is not None
     assert (found.pattern, found.remedy, found.saves_bytes) == ("foreach temporaries", "fused=True", 900)
     assert verdict_of(spike(transient_bytes=1)) is None
 
@@ -253,13 +239,11 @@ def test_the_hubs_report_takes_the_place_of_the_ranks_bare_numbers() -> None:
     oom, *rest = messages(T)
     bare = oom_model_folded(oom)
     case = bare.ooms.of_rank(1)
-    assert case is not None
     assert (case.report, case.verdict.kind, case.ranks) == (None, "logits", [])
     assert case.remedies
     model = oom_model_folded(oom, *rest)
     assert len(model.ooms) == 1
     found = model.ooms.of_rank(1)
-    assert found is not None
     assert [moment.rank for moment in found.ranks] == [0, 1, 2, 3]
 
 
@@ -288,7 +272,6 @@ def test_what_being_held_means_is_told_with_the_time_that_is_left() -> None:
 def test_each_hold_is_told_of_once() -> None:
     model, watch = oom_model_folded(*messages(T)), HeldWatch()
     first = watch.fresh(model)
-    assert first is not None
     assert first.oom.rank == 1
     assert watch.fresh(model) is None
     later = oom_of(1, T + 900)
@@ -299,10 +282,8 @@ def test_each_hold_is_told_of_once() -> None:
 def test_of_several_errors_the_first_of_the_last_ones_is_shown_unless_one_is_held() -> None:
     model = oom_model_folded(*(oom_of(rank, T + rank, held=False) for rank in (3, 1, 2)))
     found = first_to_show(model)
-    assert found is not None
     assert found.oom.rank == 1
     chosen = first_to_show(model, 2)
-    assert chosen is not None
     assert chosen.oom.rank == 2
 
 
@@ -312,7 +293,6 @@ def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
     try:
         eventually(lambda: source.model.ooms, "the report", each=source.pump, every=0.005)
         case = source.model.ooms.of_rank(1)
-        assert case is not None
         assert case.report is not None
         assert source.folder == tmp_path
     finally:

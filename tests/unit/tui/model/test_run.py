@@ -15,9 +15,6 @@ from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets.state import summary_of
 from streams import GIB, STARTED, Stream
 
-# The loss that is shown: of one step, over all ranks.
-
-
 SPAN = Span(10, 10, 10)
 
 
@@ -68,9 +65,6 @@ def test_a_final_evaluation_counts_as_the_peak_and_as_no_step():
     model = model_of(step(0, 1, 8.0), Closing(0, 1, 1002.0, 1000, [record]))
     assert (model.step, model.ranks[0].last.step, len(model.ranks[0].steps)) == (1, 1, 1)
     assert (model.peak.bytes, model.peak.place) == (900, "eval after step 1")
-
-
-# Speed and time left: from the last few steps, reset by a change, and the mean once the run has ended.
 
 
 BEGAN = 1_780_000_000.0
@@ -194,7 +188,6 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[lis
     frames, model = streamed
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     expected = max((record.peak_span.peak, each.rank) for each in steps for record in each.phases)
-    assert model.peak is not None
     assert (model.peak.bytes, model.peak.rank) == expected
     for rank in model.ranks.values():
         whole = rank.timeline.whole(100)

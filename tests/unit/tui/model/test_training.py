@@ -23,9 +23,6 @@ from ftmon.tui.model.training import (
 )
 from streams import STARTED, Stream
 
-# The window and the cursor of a chart over a course, without a terminal.
-
-
 BEGUN = 1000.0
 
 
@@ -305,9 +302,7 @@ def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
         (20, 1.0),
         (30, 1.6),
     ]
-    assert training.best is not None
     assert (training.best.step, training.best.name) == (20, "validation")
-    assert training.evaluation is not None
     assert training.evaluation.step == 40
 
 

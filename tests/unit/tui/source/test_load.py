@@ -154,9 +154,6 @@ def test_loading_is_given_up_when_something_else_is_wanted(recording: Path) -> N
     assert len(asked) == 2
 
 
-# The course of a training after a seek or a late join: what the recording tells, up to that time and not beyond.
-
-
 LOAD_TRAINING_FRAMES = Later(lambda: frames(ranks=2, steps=3000, planned=3000, devices=False))
 
 

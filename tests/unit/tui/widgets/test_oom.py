@@ -10,9 +10,6 @@ from ftmon.tui.widgets.oom import report_lines, what_if_lines
 from ftmon.tui.widgets.theme import Theme
 from oomscenes import messages, oom_of
 
-# The table of changes at an out-of-memory error, as far as its dry runs are.
-
-
 GIB = 2**30
 EVIL = "\x1b[2J\u202e" + "x" * 300
 CHANGES = [
