@@ -8,12 +8,12 @@ import runpy
 import signal
 import sys
 
-from ..protocol.run import end
+from ..protocol.run import exits
 
 
 def main() -> None:
     """Run the module that the first argument names, as the main program with the other arguments."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(end.INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(exits.INTERRUPTED))
     module = sys.argv[1]
     del sys.argv[1]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

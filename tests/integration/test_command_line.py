@@ -14,7 +14,7 @@ from ftmon.protocol.errors import UsageError
 from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.messages import control
 from ftmon.protocol.recording.writer import Writer
-from ftmon.protocol.run import end, rundir
+from ftmon.protocol.run import exits, rundir
 from ftmon.protocol.run.rundir import HubFile, RunDir
 from ftmon.trainer.launch.environment import prepare
 from ftmon.trainer.recipe.config.load import decode, parse
@@ -179,7 +179,7 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tm
     assert f"joining {run.id}" in done.stderr
     words[5] = str(tmp_path / "none.json")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == end.RUN_USAGE
+    assert done.returncode == exits.RUN_USAGE
     assert done.stderr.count("\n") == 1
 
 
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
     )
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=200)
-    assert (process.returncode, output, errors) == (end.INTERRUPTED, b"", b"")
+    assert (process.returncode, output, errors) == (exits.INTERRUPTED, b"", b"")
 
 
 def maps_of(pid: int) -> str:

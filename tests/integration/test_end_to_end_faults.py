@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import end
+from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import LONG_SECONDS, SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
 
@@ -57,7 +57,7 @@ def test_a_slow_rank_is_named_and_training_goes_on(home: Ftmon) -> None:
     killed = home.run("kill", run.id, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     status, output, errors = follow_to_end(demo)
-    assert status == end.STOPPED, output + errors
+    assert status == exits.STOPPED, output + errors
     wait_until_nothing_is_left(run)
 
 
@@ -79,5 +79,5 @@ def test_a_rank_that_stands_still_is_named_and_kill_leaves_nothing(home: Ftmon, 
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "nothing is left of the run" in killed.stdout
     status, output, errors = follow_to_end(demo)
-    assert status == end.STOPPED, output + errors
+    assert status == exits.STOPPED, output + errors
     wait_until_nothing_is_left(home.newest())

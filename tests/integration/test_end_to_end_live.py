@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 from ftmon.protocol.host.process import is_alive
-from ftmon.protocol.run import end
+from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, hub_is_alive, lines_with, wait_until_nothing_is_left
 from hub_client import fake_ranks
@@ -137,7 +137,7 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     stopped = home.run("stop", run.id)
     assert stopped.returncode == 0, stopped.stderr
     status, output, errors = follow_to_end(follower)
-    assert status == end.STOPPED, output + errors  # in order, but before it was done
+    assert status == exits.STOPPED, output + errors  # in order, but before it was done
     assert lines_with(output, ["stopped"])
     assert lines_with(output, [f"resume it:  ftmon resume {run.id}"])
 

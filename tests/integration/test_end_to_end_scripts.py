@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import start_ranks
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import end
+from ftmon.protocol.run import exits
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
 SCRIPTS = Path(__file__).parents[1] / "support"
@@ -108,7 +108,7 @@ def test_a_run_without_a_place_for_its_directory_is_not_started(tmp_path: Path, 
     (tmp_path / "file").touch()
     with ftmon_home(tmp_path / "home", FTMON_HOME=str(tmp_path / "file")) as home:
         done = home.run(*words)
-    assert done.returncode == end.NOT_STARTED
+    assert done.returncode == exits.NOT_STARTED
     assert "is not a directory" in done.stderr
 
 

@@ -13,7 +13,7 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run.end import RUN_USAGE
+from ftmon.protocol.run.exits import RUN_USAGE
 from ftmon.protocol.run.notices import Notice, Notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.hub import notify

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run.end import HANG
+from ftmon.protocol.run.exits import HANG
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
 from sleeping_loader import WHERE, job
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from ftmon.protocol.host.process import this_process
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import end
+from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
@@ -42,7 +42,7 @@ def planted(home: Ftmon, kind: str, *, config: bool = True, alive: bool = False,
 
 def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_checkpoint(home: Ftmon) -> None:
     failed = home.run("demo", *SMALL, "checkpoint={every: 2, background: false}", "--fault", "crash:step=5")
-    assert failed.returncode not in (0, 2, *end.OWN), failed.stderr
+    assert failed.returncode not in (0, 2, *exits.OWN), failed.stderr
     before = home.newest()
     wait_until_nothing_is_left(before)
     with Reader(before.recording) as reader:

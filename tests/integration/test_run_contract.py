@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import eventually
-from ftmon.protocol.run import end as exits
+from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
 

@@ -11,7 +11,7 @@ from eventually import eventually
 from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.messages.telemetry import Heartbeat, Stacks, Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.run import end as exits
+from ftmon.protocol.run import exits
 from ftmon.trainer.host.end import cleanup
 from hub_client import App, exit_of, fake_ranks, hub_gone, members, started
 

@@ -20,7 +20,7 @@ import msgspec
 from ...protocol.errors import FtmonError, StartError, UsageError
 from ...protocol.host import process
 from ...protocol.link.join import read_join
-from ...protocol.run import end, rundir
+from ...protocol.run import exits, rundir
 from ...protocol.run.notices import check_target, write_notify
 from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start import StartRequest, print_started, read_request, spawn_module
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = start_run(request, request.name or default_name(request.command), request.command)
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return end.of_error(error)
+        return exits.of_error(error)
     print_started(run)
     return 0
 

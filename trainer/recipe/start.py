@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.run import end
+from ...protocol.run import exits
 from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start import StartRequest, print_started, read_request
 from ..launch import start
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = start_trainer(request, _demo(request) if request.kind == "demo" else _train(request))
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return end.of_error(error, end.WRONG_USAGE)
+        return exits.of_error(error, exits.WRONG_USAGE)
     except OSError as error:
         # A path of the configuration, such as one with a name too long for the file system.
         refusal = UsageError(f"{error.filename or 'the configuration'}: cannot be used: {error.strerror or error}")

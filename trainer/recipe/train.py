@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
 from ...protocol.run.rundir import RUN_ENV
-from .checkpoint import manifest
+from .checkpoint import identity
 from .checkpoint.restore import find, planned
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
@@ -67,7 +67,7 @@ def setup(config: Config, world: World) -> Trainer:
         engine, model = make_engine(config, world, tokens, total)
         fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
-        base = manifest.base_of(engine.module, config, world)
+        base = identity.base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
     # Rows cut to one of several lengths are not padded to the longest.

@@ -21,7 +21,7 @@ from ...protocol.analysis.sweep.search import order
 from ...protocol.analysis.sweep.summary import curves, fastest, pool, value
 from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
-from ...protocol.run import end as exits
+from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read

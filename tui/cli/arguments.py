@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import __version__
-from ...protocol.run import end
+from ...protocol.run import exits
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -565,7 +565,7 @@ def _chat(add: Add) -> None:
 
 _RUN_EPILOG = (
     "Exit status: the training's own (128 + N if signal N killed it), or\n"
-    + "\n".join(f"  {code}  {meaning}" for code, meaning in end.OWN.items())
+    + "\n".join(f"  {code}  {meaning}" for code, meaning in exits.OWN.items())
     + """
 Signals INT, TERM, HUP, USR1 and USR2 are forwarded to the training. Without the app the run ends with this command:
 after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or after

@@ -15,7 +15,7 @@ from typing import Any
 from ...protocol.errors import HubError, RunDirError
 from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.messages import control
-from ...protocol.run import end as exits
+from ...protocol.run import exits
 from ...protocol.run.notices import terminal_sequence
 from ...protocol.run.rundir import ExitFile, HubFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ...protocol.errors import FtmonError
-from ...protocol.run import end
+from ...protocol.run import exits
 from .arguments import build_parser, command_name, split_command
 from .output import OutputError, guard_output
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parse(words)
         except SystemExit as refusal:
             sys.stdout.flush()
-            if refusal.code == end.WRONG_USAGE and command_name(words) == "run":
-                raise SystemExit(end.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
+            if refusal.code == exits.WRONG_USAGE and command_name(words) == "run":
+                raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
             raise
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        return end.INTERRUPTED
+        return exits.INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
         return 1

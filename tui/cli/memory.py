@@ -38,8 +38,7 @@ from ...protocol.messages import control
 from ...protocol.messages.memory import Cause
 from ...protocol.messages.telemetry import AllocatorEvents
 from ...protocol.recording.results import PeakMark
-from ...protocol.run import end as exits
-from ...protocol.run import rundir
+from ...protocol.run import exits, rundir
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import gib, sanitize
 from ..model.oom import evidence_words, group_parts, shown_bytes, spike_alert, verdict_of, verdict_words

@@ -19,7 +19,7 @@ from ...protocol.errors import FtmonError, UsageError
 from ...protocol.link import keys
 from ...protocol.link.sockets import CHANNELS
 from ...protocol.messages import wire
-from ...protocol.run import end, rundir
+from ...protocol.run import exits, rundir
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import sanitize
 from ..source.live import LiveSource
@@ -156,7 +156,7 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
                 for line in [*narrator.new_lines(source.model), *outages.new_lines(source.connection)]:
                     print(line, flush=True)
                 if interrupts:
-                    return end.INTERRUPTED
+                    return exits.INTERRUPTED
                 if not source.model.last_seq and time.monotonic() > deadline:
                     raise no_answer()
                 time.sleep(POLL_SECONDS)
@@ -165,7 +165,7 @@ def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[
     if not source.model.ended:  # the run ended without a connection
         print(source.connection.text or "the run has ended; how is unknown here")
         return 1
-    return end.of_training(source.model.exit_code or 0)
+    return exits.of_training(source.model.exit_code or 0)
 
 
 def _no_answer(address: str) -> UsageError:
@@ -297,6 +297,6 @@ def _explain(place: Place, error: SshError) -> str:
         )
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
-    if error.status == end.WRONG_USAGE and _NO_COMMAND in words:
+    if error.status == exits.WRONG_USAGE and _NO_COMMAND in words:
         return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
     return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"

@@ -16,7 +16,7 @@ from ...protocol.analysis.sweep.summary import pool
 from ...protocol.analysis.sweep.text import aligned, result_lines, table
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.link.join import JOIN_NAME, join_path
-from ...protocol.run import end, rundir
+from ...protocol.run import exits, rundir
 from ...protocol.run.notices import make_notify
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import CommandEnd, StartRequest
@@ -119,10 +119,10 @@ def _own_statuses(usage: int) -> Generator[None]:
     except (StartFailedError, OutputError):
         raise
     except FtmonError as error:
-        raise StartFailedError(str(error), end.of_error(error, usage)) from None
+        raise StartFailedError(str(error), exits.of_error(error, usage)) from None
 
 
-@_own_statuses(end.WRONG_USAGE)
+@_own_statuses(exits.WRONG_USAGE)
 def demo(arguments: Namespace) -> int:
     """Fine-tune a small model on this machine and watch it."""
     require_training()
@@ -130,7 +130,7 @@ def demo(arguments: Namespace) -> int:
     return _start_and_watch(arguments, _request("demo", arguments, **own))
 
 
-@_own_statuses(end.WRONG_USAGE)
+@_own_statuses(exits.WRONG_USAGE)
 def train(arguments: Namespace) -> int:
     """Train with the given configuration and show the run, or print a default configuration."""
     require_training()
@@ -143,7 +143,7 @@ def train(arguments: Namespace) -> int:
     return _start_and_watch(arguments, request)
 
 
-@_own_statuses(end.WRONG_USAGE)
+@_own_statuses(exits.WRONG_USAGE)
 def resume(arguments: Namespace) -> int:
     """Continue a run of ftmon's trainer from its newest complete checkpoint, as a new run.
 
@@ -167,7 +167,7 @@ def resume(arguments: Namespace) -> int:
     return _start_and_watch(arguments, msgspec.structs.replace(request, name=request.name or entry.name))
 
 
-@_own_statuses(end.RUN_USAGE)
+@_own_statuses(exits.RUN_USAGE)
 def run(arguments: Namespace) -> int:
     """Watch an unchanged script; return its exit status, or one of ``protocol.run.exits.OWN``.
 
@@ -285,7 +285,7 @@ def _in_app(arguments: Namespace) -> int:
     for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:
         print(sanitize(line, 600))
     if model.results.end.reason == "interrupted":
-        return end.INTERRUPTED
+        return exits.INTERRUPTED
     return 0 if model.results.end.reason == "finished" else 1
 
 

@@ -12,8 +12,7 @@ import msgspec
 
 from ...protocol.errors import HubError
 from ...protocol.messages.telemetry import LogLine
-from ...protocol.run import end as exits
-from ...protocol.run import rundir
+from ...protocol.run import exits, rundir
 from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start import CommandEnd

@@ -27,7 +27,7 @@ from ...protocol.messages import wire
 from ...protocol.messages.control import Alert, Answer, Query
 from ...protocol.messages.wire import Frame
 from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, StepPoint, TrainingPoint, decode_answer
-from ...protocol.run import end
+from ...protocol.run import exits
 from ...protocol.text import sanitize
 from ..model.run import RunInfo
 from .load import Endpoint, History, Hub
@@ -277,7 +277,7 @@ class SshEndpoint(Endpoint):
         try:
             self._start(unattended=True)
         except FtmonError as error:
-            if isinstance(error, SshError) and error.status == end.WRONG_USAGE:
+            if isinstance(error, SshError) and error.status == exits.WRONG_USAGE:
                 self._refusal = str(error).removeprefix("ftmon: ")
             self._trouble = f"no connection: {error}; it is tried again"
             return None

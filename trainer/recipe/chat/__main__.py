@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from ....protocol.errors import FtmonError, UsageError
-from ....protocol.run import end
+from ....protocol.run import exits
 from ..config.schema import MOST_SEED
 from ..model.load import quiet_bitsandbytes
 from . import session as source
@@ -41,7 +41,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return end.INTERRUPTED
+        return exits.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

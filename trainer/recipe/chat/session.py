@@ -21,8 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, UsageError
 from ....protocol.run import rundir
 from ....protocol.run.rundir import RunDir
-from ..checkpoint import manifest as folders
-from ..checkpoint import manifest as manifests
+from ..checkpoint import manifest
 from ..checkpoint.manifest import Base, Manifest
 from ..checkpoint.save import DESCRIPTION
 from ..model import shape
@@ -166,13 +165,13 @@ def _in_folder(path: Path) -> Source | None:
     for name in ("adapter_config.json", "config.json"):
         if (path / name).is_file():
             return Source(str(path), False, str(path))
-    one, _ = folders.examine(path)
+    one, _ = manifest.examine(path)
     if one is not None:
         return _checkpoint(one)
     if (path / "model").is_dir() and (found := _in_folder(path / "model")):
         return found
     for folder in (path / "checkpoints", path):
-        complete, _ = folders.complete(folder)
+        complete, _ = manifest.complete(folder)
         if complete:
             return _checkpoint(complete[0])
     return None
@@ -192,7 +191,7 @@ def _of_run(run: RunDir) -> Source | None:
     return _in_folder(output) if output.is_dir() and os.access(output, os.R_OK) else None
 
 
-def _checkpoint(found: folders.Found) -> Source:
+def _checkpoint(found: manifest.Found) -> Source:
     state = found.manifest.state
     return Source(str(found.path), True, f"{found.path}, after step {state.step:,}")
 
@@ -275,7 +274,7 @@ def _from_model(path: str, device: torch.device) -> Any:
 
 
 def _from_checkpoint(path: Path, device: torch.device) -> Any:
-    content = manifests.read(path)
+    content = manifest.read(path)
     if content is None:
         raise UsageError(f"{path}: is not a complete checkpoint")
     weights = _weights(path, content)

@@ -19,8 +19,7 @@ from ..config.schema import Config
 from ..engine.distributed import World
 from ..optim import support
 from ..state import TrainState
-from . import manifest
-from . import manifest as folders
+from . import identity, manifest
 from .manifest import Base, Found, Manifest
 from .save import RANDOM
 
@@ -230,7 +229,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
     answer: dict[str, Any] = {"found": [], "notes": [], "error": ""}
     if world.is_first:
         try:
-            found, answer["notes"] = folders.candidates(resume, output)
+            found, answer["notes"] = manifest.candidates(resume, output)
             answer["found"] = [str(one.path) for one in found]
         except ConfigError as error:
             answer["error"] = str(error)
@@ -299,7 +298,7 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
 
 def _is_intact(path: Path, world: World) -> bool:
     """Compare every file's checksum, each rank a share of them."""
-    found: Found | None = folders.examine(path)[0]
+    found: Found | None = manifest.examine(path)[0]
     problem = "it is gone" if found is None else manifest.damaged(path, found.manifest, world.rank, world.size)
     if world.all_agree(not problem):
         return True
@@ -309,8 +308,8 @@ def _is_intact(path: Path, world: World) -> bool:
 
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
-    model(content, manifest.shapes(engine.module), path)
-    if set(content.trained) != set(manifest.trained(engine.module)):
+    model(content, identity.shapes(engine.module), path)
+    if set(content.trained) != set(identity.trained(engine.module)):
         raise ConfigError(f"checkpoint.resume: {path} was trained with other parameters frozen; see lora.targets")
     if content.zero_stage != config.zero.stage:
         raise ConfigError(

@@ -27,8 +27,7 @@ from ..engine.distributed import World
 from ..monitor import activity, probe
 from ..optim import support
 from ..state import TrainState
-from . import manifest
-from . import manifest as folders
+from . import identity, manifest
 from .manifest import Base, File, Manifest
 
 # Writes a checkpoint's files, at once or later from a copy in host memory; errors are recorded, not raised.
@@ -263,16 +262,16 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._said = False
         if world.is_first:
-            folders.remove_unfinished(folder)
+            manifest.remove_unfinished(folder)
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
         """Write a checkpoint, in the background if possible; wait for the previous one first."""
         self.wait()
         began = time.time()
         self._serial += 1
-        part = self._folder / (folders.tag(state.step) + ".part")
+        part = self._folder / (manifest.tag(state.step) + ".part")
         writer = self._writer
-        with probe().phase("checkpoint"), activity("checkpoint", folders.tag(state.step)):
+        with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
             writer.begin(part, self._config.checkpoint.background)
             self._save(part, state)
             if self._config.checkpoint.background and writer.in_foreground and not self._said:
@@ -283,8 +282,8 @@ class Checkpoints:
             state=msgspec.structs.replace(state),
             zero_stage=self._config.zero.stage,
             precision=self._config.training.precision,
-            parameters=manifest.shapes(self._engine.module),
-            trained=manifest.trained(self._engine.module),
+            parameters=identity.shapes(self._engine.module),
+            trained=identity.trained(self._engine.module),
             files={},
             base=self._base,
             optimizer=support.states(self._config),
@@ -295,13 +294,13 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._finish, args=arguments, name="ftmon-checkpoint", daemon=True)
             self._thread.start()
         else:
-            with probe().phase("checkpoint"), activity("checkpoint", folders.tag(state.step)):
+            with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
                 self._finish(*arguments)
 
     def measure(self, state: TrainState) -> int:
         """Return the size of a checkpoint on disk in bytes, over all ranks; nothing is written."""
         self._writer.measure()
-        self._save(self._folder / folders.TRIAL, state)
+        self._save(self._folder / manifest.TRIAL, state)
         total = torch.tensor([self._writer.bytes + sum(map(len, self._description.values()))])
         dist.all_reduce(total, group=self._world.host_group)
         return int(total)
@@ -313,7 +312,7 @@ class Checkpoints:
             The error of some rank, or an empty text; and the number of compared tensors of all ranks.
         """
         self.wait()
-        part, writer = self._folder / folders.TRIAL, self._writer
+        part, writer = self._folder / manifest.TRIAL, self._writer
         existed = self._folder.exists()
         try:
             with probe().phase("checkpoint"):
@@ -353,8 +352,8 @@ class Checkpoints:
 
     def of(self, step: int) -> Path | None:
         """Return the complete checkpoint of a step, or None."""
-        path = self._folder / folders.tag(step)
-        return path if folders.examine(path)[0] is not None else None
+        path = self._folder / manifest.tag(step)
+        return path if manifest.examine(path)[0] is not None else None
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is complete or has failed."""
@@ -408,23 +407,23 @@ class Checkpoints:
             path.rename(old)
         part.rename(path)
         manifest.sync_folder(self._folder)
-        manifest.write_durably(self._folder / folders.LATEST, path.name.encode())
+        manifest.write_durably(self._folder / manifest.LATEST, path.name.encode())
         shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(OSError):
-            folders.prune(self._folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
+            manifest.prune(self._folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
         return path
 
     def _report(self, path: Path, content: Manifest, began: float) -> None:
-        best = folders.lowest(folders.complete(self._folder)[0])
+        best = manifest.lowest(manifest.complete(self._folder)[0])
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         is_best = content.evaluation_loss is not None and best is not None and best.path == path
         self._world.log(f"checkpoint: {path}")
         seconds = time.time() - began
         probe().checkpoint(str(path), size=size, seconds=seconds, best=is_best, step=content.state.step)
 
-    def report_failure(self, path: Path, why: str, step: int) -> folders.Found | None:
+    def report_failure(self, path: Path, why: str, step: int) -> manifest.Found | None:
         """Report a checkpoint that could not be written (rank 0); return the newest complete one."""
-        kept = next(iter(folders.complete(self._folder)[0]), None)
+        kept = next(iter(manifest.complete(self._folder)[0]), None)
         probe().checkpoint_failed(str(path), why, kept=str(kept.path) if kept is not None else "", step=step)
         return kept
 

@@ -3,8 +3,6 @@
 from difflib import get_close_matches
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig
-
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 
@@ -29,6 +27,8 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     Raises:
         ConfigError: the model type or one of its sizes is wrong.
     """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     values = dict(config.model.config)
     kind = str(values.pop("model_type"))
     rounded = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

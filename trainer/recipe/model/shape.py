@@ -1,16 +1,14 @@
-"""transformers' configuration of the model, and its checks before the model is made."""
+"""transformers' configuration of the model, and its checks before the model is made: its maximum sequence length.
+
+It imports neither torch nor transformers until a function needs them.
+"""
 
 import re
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig
-
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from .bare import bare_config, first_line
-
-# Finds a model's maximum sequence length, and whether longer ones are possible. Does not import torch.
-
 
 _NAME = "max_position_embeddings"
 _TABLE = re.compile("wpe|position|pos_e")
@@ -83,6 +81,8 @@ def named_config(name: str) -> Any:
     Raises:
         ConfigError: it cannot be loaded.
     """
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, ImportError, RecursionError) as error:

@@ -6,7 +6,7 @@ import socket
 import msgspec
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.protocol.run import end, rundir
+from ftmon.protocol.run import exits, rundir
 from ftmon.protocol.run.notices import Notify
 from ftmon.protocol.run.rundir import RunOptions
 from ftmon.protocol.run.start import StartRequest, spawn_start
@@ -56,7 +56,7 @@ def run_of(*command, **options):
     ],
 )
 def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(request_, said, home, start_with, capsys):
-    assert start_with(request_) == (end.NOT_STARTED if "not found" in said else end.RUN_USAGE)
+    assert start_with(request_) == (exits.NOT_STARTED if "not found" in said else exits.RUN_USAGE)
     printed = capsys.readouterr()
     assert said in printed.err
     assert printed.err.count("\n") == 1
@@ -77,7 +77,7 @@ def test_a_word_that_is_not_utf_8_is_refused_before_anything_starts():
 def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, start_with, capsys):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
-    assert start_with(run_of(str(script))) == end.NOT_STARTED
+    assert start_with(run_of(str(script))) == exits.NOT_STARTED
     assert f"python {script}" in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_a_taken_port_is_named(home, start_with, capsys):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert start_with(run_of("true", listen=f"127.0.0.1:{port}")) == end.RUN_USAGE
+        assert start_with(run_of("true", listen=f"127.0.0.1:{port}")) == exits.RUN_USAGE
     assert f"port {port} cannot be used" in capsys.readouterr().err
 
 

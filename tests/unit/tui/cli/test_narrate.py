@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from ftmon.protocol.messages import control, telemetry, wire
 from ftmon.protocol.messages.memory import OomReport, OomVerdict, Remedy
-from ftmon.protocol.run import end as exits
+from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.cli import arguments, narrate
 from ftmon.tui.cli.narrate import Narrator
