@@ -1,9 +1,5 @@
 """The hierarchy of ftmon's errors. Each text states the error, its place and the fix."""
 
-from typing import Literal
-
-import msgspec
-
 from .text import sanitize
 
 MOST_CHARACTERS = 2000
@@ -67,19 +63,3 @@ class HubError(FtmonError):
 
 class RecordingError(FtmonError):
     """A recording cannot be read: it is not a recording, of a newer schema, refused, or too damaged."""
-
-
-# One result of ``ftmon doctor``, from the command line's checks, or as JSON from those of the training side.
-
-
-State = Literal["ok", "warning", "error"]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """Result of one check of this machine."""
-
-    name: str
-    state: State
-    text: str
-    remedy: str = ""
-    """How to fix a warning or an error."""

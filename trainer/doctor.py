@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.errors import Check
+from ..protocol.checks import Check
 from ..protocol.text import duration
 
 INSTALL = "pip install 'ftmon[train]'"

@@ -17,7 +17,8 @@ import msgspec
 import shtab
 
 from ... import __version__
-from ...protocol.errors import Check, RunDirError, State
+from ...protocol.checks import Check, State
+from ...protocol.errors import RunDirError
 from ...protocol.run.rundir import checked_home
 from ...protocol.text import gib
 from ...protocol.training_packages import TRAINING_PACKAGES
