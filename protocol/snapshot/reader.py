@@ -269,7 +269,7 @@ class SnapshotReading:
         _check(path)
         self._path = path
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the rest, in __exit__)
-        command = [sys.executable, "-P", "-m", f"{__package__}.child", str(path.absolute())]
+        command = [sys.executable, "-P", "-m", f"{__package__}.reader", str(path.absolute())]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors)
         self._late = False
         self._timer = threading.Timer(_PATIENCE_SECONDS, self._give_up)

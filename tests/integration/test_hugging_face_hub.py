@@ -29,12 +29,12 @@ import sys, time
 time.sleep = lambda seconds: None  # the pauses between the hub library's 24 attempts add up to 92 s
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data import sources
+from ftmon.trainer.recipe.data import records
 from ftmon.trainer.recipe.config.schema import Data
 from ftmon.trainer.recipe.config import schema as model
 from ftmon.trainer.recipe.model import tokenizer
 for attempt in (
-    lambda: sources.read(Config(data=Data(name="me/words"))),
+    lambda: records.read(Config(data=Data(name="me/words"))),
     lambda: tokenizer.load(Config(model=model.Model(name="me/model")), None),
 ):
     try:

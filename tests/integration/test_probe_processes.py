@@ -19,9 +19,9 @@ from ftmon.trainer.launch.environment import executable_command
 CODE = """
 import torch, torch.distributed as dist
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.hooks import collectives
-collectives.install()
-collectives.install()
+from ftmon.trainer.probe.hooks import distributed
+distributed.install_collectives()
+distributed.install_collectives()
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 counts = active.counts
 start = counts.entered
@@ -63,13 +63,13 @@ print("counted")
 OVERLAPPING = """
 import threading, types
 from ftmon.trainer.probe import active
-from ftmon.trainer.probe.hooks import collectives
+from ftmon.trainer.probe.hooks import distributed
 counts, group = active.counts, types.SimpleNamespace(group_name="g")
 entered, leave = threading.Event(), threading.Event()
 class Tensor:
     def numel(self): return 1
 def counted(function):
-    call = collectives._counted(function.__name__, function)
+    call = distributed._counted(function.__name__, function)
     return lambda: call(Tensor(), group)
 @counted
 def other(tensor, group):
@@ -93,7 +93,7 @@ assert (counts.entered, counts.in_flight) == (3, ""), (counts.entered, counts.in
 class Interrupted:
     def numel(self): raise KeyboardInterrupt
 try:
-    collectives._counted("stopped", lambda tensor, group: None)(Interrupted(), group)
+    distributed._counted("stopped", lambda tensor, group: None)(Interrupted(), group)
 except KeyboardInterrupt:
     before = counts.entered
 plain()

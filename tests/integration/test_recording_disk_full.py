@@ -56,10 +56,10 @@ with Reader(disk / "r.sqlite") as reader:
 FULL_AT_THE_END = """
 import subprocess, sys
 from pathlib import Path
-from ftmon.protocol.run import run_store, rundir
+from ftmon.protocol.run import rundir
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
-run = run_store.create("full", ["true"], "run")
+run = rundir.create("full", ["true"], "run")
 with (disk / "filler").open("wb", buffering=0) as filler:
     try:
         while filler.write(bytes(512)):

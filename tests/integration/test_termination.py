@@ -28,7 +28,7 @@ while True:
 """
 EVALUATES = """
 import time
-from ftmon.trainer.recipe import termination as module
+from ftmon.trainer.recipe import trainer as module
 module._LEAST_SECONDS = 0.5
 termination = module.Termination()
 termination.step()

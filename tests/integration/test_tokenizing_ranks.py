@@ -34,9 +34,9 @@ def test_other_ranks_wait_for_rank_0_without_a_limit_and_learn_of_its_end(tmp_pa
             textwrap.dedent(
                 f"""
                 from pathlib import Path
-                from ftmon.trainer.recipe.data import handover
+                from ftmon.trainer.recipe.data import pipeline
                 print("waiting", flush=True)
-                print(handover.wait(Path({str(status)!r}), {first.pid}).error)
+                print(pipeline.wait(Path({str(status)!r}), {first.pid}).error)
                 """
             ),
         ],
