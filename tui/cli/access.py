@@ -145,12 +145,9 @@ SCRIPT = "ftmon.trainer.launch.start"
 _FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
-_SILENT_SECONDS = 2.0
-"""Time after which a terminal shows that a start is still under way."""
-_PREFIX_COLUMNS = 10
-"""``launcher| `` before each line of output."""
-_MOST_LINES = 100
-"""Maximum number of output lines kept of a process that could not start a run."""
+_SILENT_SECONDS = 2.0  # time after which a terminal shows that a start is still under way
+_PREFIX_COLUMNS = 10  # `launcher| ` before each line of output
+_MOST_LINES = 100  # maximum number of output lines kept of a process that could not start a run
 
 
 class StartFailedError(FtmonError):

@@ -70,8 +70,7 @@ def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generato
 # A removed, moved or unreadable run directory raises no error here: the run continues without it.
 
 
-_LAUNCHER_SECONDS = 30.0
-"""Time limit within which a launcher records itself in the run's file."""
+_LAUNCHER_SECONDS = 30.0  # time limit within which a launcher records itself in the run's file
 
 
 class Standing:
@@ -172,8 +171,7 @@ DRAIN_SECONDS = 5.0
 """Time limit of waiting for the rest of the stream after the run's end."""
 _LATE_SECONDS = 25.0
 """Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
-_INTERRUPTS = 3
-"""The first requests the end of the run, the second and third end it; the next one leaves it."""
+_INTERRUPTS = 3  # the first requests the end of the run, the second and third end it; the next one leaves it
 _INTERRUPT_WORDS = (
     "ctrl-c was passed on to the training; again: SIGTERM to all of it",
     "SIGTERM to all of the run; ctrl-c again kills it",

@@ -151,12 +151,10 @@ class ConsoleSession:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lines: list[ConsoleLine] = []
-        self.place = ""
-        """The frame the console is in, by the rank's last answer."""
+        self.place = ""  # the frame the console is in, by the rank's last answer
         self.history: list[str] = []
         self.version = 0
-        self._waiting: dict[str, float] = {}
-        """Commands without a result, and when they were sent."""
+        self._waiting: dict[str, float] = {}  # commands without a result, and when they were sent
         self._from_history: int | None = None
         self._draft = ""
 

@@ -31,11 +31,8 @@ _NEWEST = 3
 _CHANGE = 1.5
 """If the median of the newest 3 steps differs by this factor from that of the steps before, only these 3 count."""
 
-_PATIENCE = 3.0
-"""A step may take this many times the recent duration before the run counts as stalled."""
-
-_DELIVERY_SECONDS = 2.0
-"""Delays up to this are ignored: steps are sent, recorded and shown in batches."""
+_PATIENCE = 3.0  # a step may take this many times the recent duration before the run counts as stalled
+_DELIVERY_SECONDS = 2.0  # delays up to this are ignored: steps are sent, recorded and shown in batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +117,7 @@ DeviceKey = tuple[str, str, int]
 FEWEST_STEPS = 40
 """Minimum number of recent steps kept in full per rank."""
 
-_NEAR_STEPS = 4
-"""Maximum difference in steps between synchronous ranks of one training."""
-
+_NEAR_STEPS = 4  # maximum difference in steps between synchronous ranks of one training
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
 
 
@@ -172,19 +167,15 @@ class RunState:
         self.losses = StepSeries()
         """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
-        self.job = 0
-        """Number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs."""
+        self.job = 0  # number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs
         self.jobs: dict[int, hosts.Job] = {}
         self.job_losses: dict[int, StepSeries] = {}
-        self.first_t = 0.0
-        """Hub time of the first frame; 0 before any."""
-        self.now = 0.0
-        """Time of this state, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
+        self.first_t = 0.0  # hub time of the first frame; 0 before any
+        self.now = 0.0  # time of this state, seconds since the epoch: the latest frame's, or later (see `tick`)
         self.last_t = 0.0
         self.last_seq = 0
         self.version = 0
-        self.damaged = 0
-        """Number of ignored messages with impossible figures (an infinite time, a rank out of range)."""
+        self.damaged = 0  # number of ignored messages with impossible figures (an infinite time, a rank out of range)
         self._update_names: list[str] = []
         """Engines or optimizers that share the steps, in the order of their first messages."""
         self._by_uuid: dict[str, DeviceKey] = {}
@@ -380,12 +371,8 @@ class RunState:
 
 
 _MOST_DEVICES = 4_096
-_FAR_FUTURE = 1e11
-"""Upper bound of valid times, seconds since the epoch."""
-
-_ALL_STEPS = 20_000
-"""Maximum number of steps kept in full for all ranks together (about 40 MB)."""
-
+_FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch
+_ALL_STEPS = 20_000  # maximum number of steps kept in full for all ranks together (about 40 MB)
 KEPT_JOBS = 64
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
@@ -671,9 +658,7 @@ def _rank(rank: RankModel, device: DeviceSample | None, model: RunModel) -> dict
     }
 
 
-_ACTIVITY_SECONDS = 1.0
-"""Seconds after which a phase without an ``activity`` message is named in the summary."""
-
+_ACTIVITY_SECONDS = 1.0  # seconds after which a phase without an `activity` message is named in the summary
 _PHASE_ACTIVITIES = {"eval": "evaluation", "checkpoint": "checkpoint"}
 
 
@@ -763,8 +748,7 @@ def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
     return next((case for case in cases if case.oom.time >= cases[-1].oom.time - _TOGETHER_S), None)
 
 
-_TOGETHER_S = 120.0
-"""Errors of several ranks within this many seconds form a group."""
+_TOGETHER_S = 120.0  # errors of several ranks within this many seconds form a group
 
 
 class HeldWatch:

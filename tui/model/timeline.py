@@ -30,8 +30,7 @@ class Level:
     def __init__(self, span: int, first: int) -> None:
         self.span = span
         self.first = first
-        self.figures: tuple[list[int], list[int], list[int]] = ([], [], [])
-        """Allocated, reserved and resident bytes."""
+        self.figures: tuple[list[int], list[int], list[int]] = ([], [], [])  # Allocated, reserved and resident bytes
 
     def __len__(self) -> int:
         return len(self.figures[0])
@@ -122,8 +121,7 @@ class Timeline:
     def __init__(self) -> None:
         self._fine = Level(1, 0)
         self._levels = [self._fine]
-        self._dirty: int | None = None
-        """Oldest column of the finest level that is not merged into coarser levels yet."""
+        self._dirty: int | None = None  # oldest column of the finest level that is not merged into coarser levels yet
         self.marks: list[Mark] = []
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)

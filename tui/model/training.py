@@ -118,14 +118,12 @@ class TrainingHistory:
     """All figures of a job over its steps, from any number of ranks."""
 
     def __init__(self) -> None:
-        self.per = 1
-        """Steps per bucket."""
+        self.per = 1  # steps per bucket
         self.version = 0
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
-        self._mean = (-1, (0.0, 0.0, 0.0))
-        """The version for which ``mean_step`` was computed, and its value."""
+        self._mean = (-1, (0.0, 0.0, 0.0))  # the version for which `mean_step` was computed, and its value
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -227,11 +225,9 @@ class Training:
 
     def __init__(self) -> None:
         self.course = TrainingHistory()
-        self.evaluations: list[Evaluation] = []
-        """Sorted by step; one per step and name."""
+        self.evaluations: list[Evaluation] = []  # sorted by step; one per step and name
         self.checkpoints: list[Checkpoint] = []
-        self.activity: Activity | None = None
-        """The run's current activity besides steps; None if unknown."""
+        self.activity: Activity | None = None  # the run's current activity besides steps; None if unknown
         self.early_stop: EarlyStop | None = None
         self.begun: list[Activity] = []
         self.version = 0
@@ -400,12 +396,9 @@ class ChartView:
         self.axis: Axis = "steps"
         self.figure = 0
         self.smoothing: int | None = None
-        self.span: int | None = None
-        """Steps in view; None: all."""
-        self.end: int | None = None
-        """The last step in view; None: the newest, as the run continues."""
-        self.cursor: int | None = None
-        """The step whose figures are shown; None: the newest."""
+        self.span: int | None = None  # steps in view; None: all
+        self.end: int | None = None  # the last step in view; None: the newest, as the run continues
+        self.cursor: int | None = None  # the step whose figures are shown; None: the newest
         self.version = 0
 
     def visible(self, moments: Sequence[HistoryPoint]) -> Sequence[HistoryPoint]:

@@ -194,8 +194,7 @@ class CommandStatus:
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
-        self._open: set[str] = set()
-        """Commands without a final answer, by id."""
+        self._open: set[str] = set()  # commands without a final answer, by id
 
     def ask(self, verb: Verb, words: str) -> None:
         """Send a command; ``words`` is the text to show once it is accepted."""

@@ -18,8 +18,7 @@ from .dialogs import CommandDialog, answer_lines, button_line
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
 
-_NAMED = 6
-"""Maximum number of ranks named one by one; more are counted."""
+_NAMED = 6  # maximum number of ranks named one by one; more are counted
 
 
 @dataclass

@@ -24,8 +24,7 @@ class TrainingCanvas(Canvas):
     def __init__(self, app_state: AppState, view: ChartView, name: str) -> None:
         super().__init__(app_state, name=name)
         self.view = view
-        self._shown: tuple[int, int] = (0, 0)
-        """The drawn model and version of its training figures."""
+        self._shown: tuple[int, int] = (0, 0)  # the drawn model and version of its training figures
         self._drawn = 0.0
         self._cost = 0.0
 

@@ -63,10 +63,8 @@ class Transport:
         self.speed = 1.0
         self.position = 0.0
         self.first = 0.0
-        self.last = 0.0
-        """The last time; grows while live."""
-        self.marks: list[AlertMark] = []
-        """All alerts of the recording, by time (of a live run: up to now)."""
+        self.last = 0.0  # the last time; grows while live
+        self.marks: list[AlertMark] = []  # all alerts of the recording, by time (of a live run: up to now)
         self.message = ""
         """Reason why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
         self.seeking = False

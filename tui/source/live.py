@@ -34,14 +34,10 @@ from .ssh import RemoteReader
 
 _CHECK_S = 0.5
 
-_SILENCE_S = 15.0
-"""Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
-
+_SILENCE_S = 15.0  # seconds of silence after which a hub counts as gone, if its process cannot be checked
 _FETCH = 2000
 
-_MAX_FETCHED = 40_000
-"""A gap of more frames is not fetched: the state is reloaded."""
-
+_MAX_FETCHED = 40_000  # a gap of more frames is not fetched: the state is reloaded
 _GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500
 _MOST_WAITING = 40
@@ -80,10 +76,8 @@ class Feed(threading.Thread):
         self._joined = False
         self._reported: tuple[ConnectionState, str, int] | None = None
         self._lost = 0
-        self._unrecorded = False
-        """Whether the hub last reported that it could not record."""
-        self._pooled = False
-        """Whether only a part of the stream was loaded, so that older history must be read pooled."""
+        self._unrecorded = False  # whether the hub last reported that it could not record
+        self._pooled = False  # whether only a part of the stream was loaded, so that older history must be read pooled
 
     def close(self) -> None:
         """End the thread; safe to call twice."""

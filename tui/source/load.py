@@ -91,18 +91,15 @@ class Overview:
 
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
-        self.span = 1
-        """Seconds per column: a power of four, as in a timeline."""
+        self.span = 1  # seconds per column: a power of four, as in a timeline
         while (floor(end / self.span) - floor(begin / self.span) + 1) > columns:
             self.span *= RATIO
         self.first = floor(begin / self.span)
         self.columns = floor(end / self.span) - self.first + 1
         self.end = end
         self.memory: dict[int, Level] = {}
-        self.curves: dict[int, Curves] = {}
-        """By job; a run without jobs has one part, under 0."""
-        self.marks: dict[int, list[PeakMark]] = {}
-        """By rank: the steps in which a phase reached a new peak."""
+        self.curves: dict[int, Curves] = {}  # by job; a run without jobs has one part, under 0
+        self.marks: dict[int, list[PeakMark]] = {}  # by rank: the steps in which a phase reached a new peak
         self.events: dict[int, list[AllocatorEvents]] = {}
 
 

@@ -35,14 +35,11 @@ from .load import Endpoint, History, Hub
 APP_CHANNELS = ("stream", "control", "query")
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
-_FORWARD_SECONDS = 5.0
-"""Time limit of the hub's first byte through a forwarded socket."""
+_FORWARD_SECONDS = 5.0  # time limit of the hub's first byte through a forwarded socket
 _EXIT_SECONDS = 3.0
-_GREETING_LIMIT = 64 << 10
-"""Limit of a login shell's output before the relay's first line."""
+_GREETING_LIMIT = 64 << 10  # limit of a login shell's output before the relay's first line
 _ERRORS_LIMIT = 16 << 10
-_CHANNEL = "channel "
-"""Prefix of ssh's messages about a forwarded connection, which occur whenever the hub is gone."""
+_CHANNEL = "channel "  # prefix of ssh's messages about a forwarded connection, which occur whenever the hub is gone
 _ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 _OWN_MASTER = ("-o", "ControlPersist=no")
 """Overrides the user's configuration, which may keep connections open: this one must end with ftmon."""

@@ -641,8 +641,7 @@ class RankGrid(Container):
         super().__init__(id="fleet")
         self.app_state = app_state
         self.plan = Plan("empty")
-        self.first = 0
-        """The first row of cards, or first rank of rows, in view."""
+        self.first = 0  # the first row of cards, or first rank of rows, in view
         self._views: list[RankView] = []
         self._shape: tuple[object, ...] = ()
         self._cards: list[Card] = []

@@ -280,14 +280,12 @@ class AppState:
         self.source = source
         self.theme = theme
         self.read_only = read_only
-        self.selected = 0
-        """The selected rank of every screen; initially the first."""
+        self.selected = 0  # the selected rank of every screen; initially the first
         self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
         self.held = HeldWatch()
-        self.chart = ChartView()
-        """Window, cursor and axis of the training screen, kept after it is closed."""
+        self.chart = ChartView()  # Window, cursor and axis of the training screen, kept after it is closed
         self.consoles: dict[int, ConsoleSession] = {}
         """Console sessions with held ranks, by rank, kept after their screen is closed."""
         self.dry_runs: dict[CaseKey, DryRuns] = {}

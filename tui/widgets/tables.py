@@ -20,8 +20,7 @@ from .theme import Theme
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """State of a run or rank whose sign is used for a job's state."""
-_WIDE = 110
-"""Minimum cells of a line with the number of ranks and the duration; narrower ones use them for the command."""
+_WIDE = 110  # minimum cells of a line with the number of ranks and the duration; narrower ones use them for the command
 _ENDINGS_SHOWN = 8
 
 

@@ -187,8 +187,7 @@ def foot(scene: Scene) -> Line:
     return line.add(" " * max(0, gap), dim).join(right)
 
 
-_FIXED = 6
-"""Rows besides the plots: head, two titles, marks, axis, foot."""
+_FIXED = 6  # rows besides the plots: head, two titles, marks, axis, foot
 _EACH = 1
 
 
@@ -432,9 +431,7 @@ STRIP_LINES = 9
 FEWEST_COLUMNS = 120
 """Columns of a terminal in which three charts fit side by side."""
 
-_SECONDS = 2
-"""Seconds between readings of the curves, which of a long run takes some milliseconds."""
-
+_SECONDS = 2  # seconds between readings of the curves, which of a long run takes some milliseconds
 _LABEL = 7
 
 
