@@ -144,8 +144,17 @@ class RunInfo:
     grad_accumulation: int | None = None
 
 
-class RunState:
-    """Everything the screens draw of a run, and derived figures; ``RunModel`` changes it."""
+_MOST_DEVICES = 4_096
+_FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch
+_ALL_STEPS = 20_000  # maximum number of steps kept in full for all ranks together (about 40 MB)
+KEPT_JOBS = 64
+
+MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
+"""Kinds of alert that are marked in the timelines of their ranks."""
+
+
+class RunModel:
+    """Everything the screens draw of a run, changed by ``apply`` with each frame, and figures derived from it."""
 
     def __init__(self, info: RunInfo | None = None) -> None:
         self.info = info or RunInfo()
@@ -368,19 +377,6 @@ class RunState:
         for rank in self.ranks.values():
             counts[rank.state] = counts.get(rank.state, 0) + 1
         return counts
-
-
-_MOST_DEVICES = 4_096
-_FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch
-_ALL_STEPS = 20_000  # maximum number of steps kept in full for all ranks together (about 40 MB)
-KEPT_JOBS = 64
-
-MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
-"""Kinds of alert that are marked in the timelines of their ranks."""
-
-
-class RunModel(RunState):
-    """A run's state, changed by ``apply`` with each frame, independent of the frames' source."""
 
     def apply(self, frame: Frame) -> bool:
         """Fold one frame; False if it was already applied (its number is not above the last one's)."""

@@ -42,7 +42,6 @@ class Dialog(ModalScreen[Any]):
 
     @property
     def theme(self) -> Theme:
-        """The current palette and glyphs."""
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
@@ -56,7 +55,6 @@ class Dialog(ModalScreen[Any]):
 
     @property
     def inner_width(self) -> int:
-        """Cells of a line inside the frame."""
         return min(self.WIDTH, self.app.size.width - 2) - 4
 
     def fit(self) -> None:
@@ -208,7 +206,6 @@ class CommandStatus:
 
     @property
     def waiting(self) -> bool:
-        """Whether a command has no final answer yet."""
         return bool(self._open)
 
     def tick(self) -> None:

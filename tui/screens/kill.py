@@ -80,7 +80,6 @@ class Targets:
             self.marked ^= {self.ranks[row - 1]}
 
     def remember(self, model: RunModel) -> None:
-        """Record the device memory of the targets."""
         for number in self.chosen or self.ranks:
             rank = model.ranks.get(number)
             if rank is not None:
@@ -260,7 +259,6 @@ class KillDialog(CommandDialog):
 
     @property
     def buttons(self) -> int:
-        """The cursor's position on the buttons."""
         return len(self.targets.ranks) + 2
 
     def command(self) -> Kill | None:

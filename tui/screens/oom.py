@@ -88,7 +88,6 @@ class ReleaseDialog(CommandDialog):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that would be released."""
         if not self.all_of_them:
             return [self.case.oom.rank]
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})

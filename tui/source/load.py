@@ -483,7 +483,6 @@ class Endpoint:
 
     @property
     def local(self) -> bool:
-        """Whether the hub's process is on this host."""
         return self._run is not None
 
     @property

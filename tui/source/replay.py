@@ -192,7 +192,6 @@ class Playback:
             self._thread.join(timeout=5)
 
     def request(self, request: Request) -> None:
-        """Queue a request for the thread."""
         self._sent += 1
         moves = request.kind not in ("faster", "pause") or not self._thread.is_alive()
         self._transport.seeking = self._transport.seeking or moves

@@ -139,7 +139,6 @@ class Session:
 
     @property
     def last_line(self) -> str:
-        """The last line of its error output."""
         return _last(line for line in _lines(self._errors) if not line.startswith(_CHANNEL))
 
     def close(self) -> None:

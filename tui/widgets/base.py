@@ -40,7 +40,6 @@ class Canvas(Widget, can_focus=False):
 
     @property
     def theme(self) -> Theme:
-        """The current palette and glyphs."""
         return self.app_state.theme
 
     def key(self) -> Any:

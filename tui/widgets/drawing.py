@@ -173,7 +173,6 @@ class Glyphs:
 
     @property
     def is_ascii(self) -> bool:
-        """Whether all glyphs are ASCII."""
         return self.eighths.isascii()
 
 

@@ -519,7 +519,6 @@ class ConsoleOutput(OomCanvas):
         return lines[max(0, end - height) : end]
 
     def scroll(self, lines: int) -> None:
-        """Scroll back (negative) or forward."""
         self.back = max(0, self.back - lines)
         self.tick(force=True)
 

@@ -56,7 +56,6 @@ class RankView:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether its state needs attention."""
         return self.state in TROUBLE
 
     @property
@@ -296,11 +295,9 @@ class AppState:
 
     @property
     def can_act(self) -> bool:
-        """Whether commands to the run are possible."""
         return self.source is not None and self.source.can_command and not self.read_only
 
     def end_dry_runs(self) -> None:
-        """End the predictions under way."""
         for one in self.dry_runs.values():
             one.close()
         self.dry_runs.clear()
@@ -352,11 +349,9 @@ class AppState:
         return f"{top}, 1 column = {self.span} s"
 
     def finer(self) -> None:
-        """Reduce the time of a graph's column."""
         self.span = SPANS[max(0, SPANS.index(self.span) - 1)]
 
     def coarser(self) -> None:
-        """Increase the time of a graph's column."""
         self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
 
     def next_view(self) -> None:
@@ -379,7 +374,6 @@ class AppState:
         return (text, tone) if text and time.monotonic() < until else ("", "")
 
     def select_valid(self) -> None:
-        """Move the selection to an existing rank."""
         ranks = self.model.ranks
         if ranks and not self.chosen:
             self.selected = next(iter(ranks))

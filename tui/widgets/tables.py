@@ -128,7 +128,6 @@ class SweepTable(SweepCanvas):
     _shown_below = 0
 
     def scroll(self, lines: int) -> None:
-        """Scroll up by lines, or down if negative."""
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:

@@ -204,7 +204,6 @@ class Theme:
         return self.glyphs.states.get(name, "?"), STATE_TONES.get(name, "dim")
 
     def severity(self, name: str) -> tuple[str, str]:
-        """Return a severity's glyph and tone."""
         return getattr(self.glyphs, name, self.glyphs.info), SEVERITY_TONES.get(name, "dim")
 
     def heat(self, share: float) -> str:

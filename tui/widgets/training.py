@@ -51,7 +51,6 @@ class Scene:
         self.smooth_at = self.smooth[at] if at is not None else None
 
     def x(self, moment: HistoryPoint) -> float:
-        """Return a moment's coordinate on the selected axis."""
         return x_of(moment, self.view.axis, self.begun)
 
     def column(self, moment: HistoryPoint) -> int:
