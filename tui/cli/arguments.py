@@ -123,8 +123,7 @@ class GroupedParser(argparse.ArgumentParser):
         return formatter.format_help()
 
 
-Add = Callable[..., argparse.ArgumentParser]
-"""``add_command`` for one parser."""
+Add = Callable[..., argparse.ArgumentParser]  # `add_command` for one parser
 
 
 class Argument(NamedTuple):

@@ -167,8 +167,7 @@ class Standing:
 
 
 POLL_SECONDS = 0.1
-DRAIN_SECONDS = 5.0
-"""Time limit of waiting for the rest of the stream after the run's end."""
+DRAIN_SECONDS = 5.0  # time limit of waiting for the rest of the stream after the run's end
 _LATE_SECONDS = 25.0
 """Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
 _INTERRUPTS = 3  # the first requests the end of the run, the second and third end it; the next one leaves it

@@ -22,11 +22,8 @@ from ...protocol.messages.memory import Cause, OomReport, OomVerdict, RankMoment
 from ...protocol.messages.telemetry import Oom, StackGroup
 from ...protocol.text import duration, gib, sanitize
 
-CaseKey = tuple[int, float]
-"""Rank, and time by that rank's clock: identifies an error."""
-
-MOST_CASES = 64
-"""Maximum number of errors kept, the oldest are dropped first: a script may catch errors for hours."""
+CaseKey = tuple[int, float]  # Rank, and time by that rank's clock: identifies an error
+MOST_CASES = 64  # maximum number of errors kept, the oldest are dropped first: a script may catch errors for hours
 
 
 @dataclass(frozen=True)
@@ -122,9 +119,7 @@ def numbers(oom: Oom) -> list[tuple[str, int, str]]:
     return rows
 
 
-MOST_LINES = 5000
-"""Maximum number of output lines kept; the oldest are dropped first."""
-
+MOST_LINES = 5000  # maximum number of output lines kept; the oldest are dropped first
 Kind = Literal["in", "out", "error", "note"]
 
 

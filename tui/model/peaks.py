@@ -16,11 +16,8 @@ from ...protocol.text import gib, sanitize
 # depend on the batch (such as the optimizer step); from some length on, it is a phase whose peak does.
 
 
-FLAT_SHARE = 0.01
-"""A phase whose peaks differ by less than this share over all lengths does not depend on the length."""
-
-STEADY_SHARE = 0.7
-"""A peak grows with the batch when at least this share of the next longer batches has a higher one."""
+FLAT_SHARE = 0.01  # a phase whose peaks differ by less than this share over all lengths does not depend on the length
+STEADY_SHARE = 0.7  # a peak grows with the batch when at least this share of the next longer batches has a higher one
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,11 +362,8 @@ def phase_rates(events: telemetry.AllocatorEvents, steps: Iterable[telemetry.Ste
     return found
 
 
-RECENT_STEPS = 240
-"""Number of steps kept in full for tables and charts."""
-
-SHARE_STEPS = 8
-"""Number of steps over which phase shares are averaged, so that the bar is steady."""
+RECENT_STEPS = 240  # number of steps kept in full for tables and charts
+SHARE_STEPS = 8  # number of steps over which phase shares are averaged, so that the bar is steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,11 +582,8 @@ class RankModel:
         self.timeline.current = (allocated, reserved, resident or EMPTY)
 
 
-TIGHT_FRACTION = 0.92
-"""Above this share of the device a run is called tight: fragmentation alone can then end it."""
-
-STEADY_STEPS = 2
-"""Steps after which a peak is representative: the first optimizer step creates Adam's states."""
+TIGHT_FRACTION = 0.92  # above this share of the device a run is called tight: fragmentation alone can then end it
+STEADY_STEPS = 2  # steps after which a peak is representative: the first optimizer step creates Adam's states
 
 
 class Fit(NamedTuple):

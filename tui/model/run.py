@@ -111,12 +111,8 @@ def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
     return Rates(1 / seconds, seconds, tokens * ranks / seconds, flops * ranks / seconds)
 
 
-DeviceKey = tuple[str, str, int]
-"""Host, kind (``gpu`` or ``host``) and index."""
-
-FEWEST_STEPS = 40
-"""Minimum number of recent steps kept in full per rank."""
-
+DeviceKey = tuple[str, str, int]  # Host, kind (`gpu` or `host`) and index
+FEWEST_STEPS = 40  # minimum number of recent steps kept in full per rank
 _NEAR_STEPS = 4  # maximum difference in steps between synchronous ranks of one training
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
 

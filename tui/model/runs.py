@@ -195,9 +195,7 @@ def _trained(recipe: Recipe | None, command: list[str], kind: str, info: Recordi
     return found
 
 
-TRAINER_KINDS = ("demo", "train")
-"""Kinds of the runs of ftmon's trainer."""
-
+TRAINER_KINDS = ("demo", "train")  # kinds of the runs of ftmon's trainer
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 """Modules that start ranks, as in ``python -m torch.distributed.run``."""
 

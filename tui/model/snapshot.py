@@ -14,8 +14,7 @@ from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.columns import ACTIONS, OWN_SPAN, Annotation
 from ...protocol.text import gib, sanitize
 
-MOST_BANDS = 20_000
-"""Maximum number of bands per row; a profiler may record more annotations than a screen can show."""
+MOST_BANDS = 20_000  # maximum number of bands per row; a profiler may record more annotations than a screen can show
 
 
 class Band(NamedTuple):

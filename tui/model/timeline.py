@@ -13,12 +13,8 @@ from math import floor
 from ...protocol.messages.control import Severity
 from .alerts import SEVERITIES
 
-EMPTY = -1
-"""A column, or a figure of it, without data."""
-
-KEEP = 512
-"""Minimum number of columns that a level keeps; at twice that number the oldest half is dropped."""
-
+EMPTY = -1  # a column, or a figure of it, without data
+KEEP = 512  # minimum number of columns that a level keeps; at twice that number the oldest half is dropped
 RATIO = 4
 
 

@@ -22,8 +22,7 @@ REASONS = {
 
 CPU_LABELS = {"other": "other, in the process"}
 
-UNTRACED = "untraced"
-"""The part ``unattributed`` on a CPU, where it is the usual case instead of a gap in a trace."""
+UNTRACED = "untraced"  # the part `unattributed` on a CPU, where it is the usual case instead of a gap in a trace
 
 UNTRACED_WORDS = (
     "Not attributed: on the CPU the allocator is glibc's malloc, whose allocations are not traced. This is code and "

@@ -73,8 +73,7 @@ class Report(msgspec.Struct, frozen=True):
     sections: list[Section]
 
 
-MOST_STEPS = 4096
-"""Maximum number of compared steps of a rank: the last ones."""
+MOST_STEPS = 4096  # maximum number of compared steps of a rank: the last ones
 CSV_SUFFIXES = (".csv", ".tsv")
 
 

@@ -18,8 +18,7 @@ from .kill import suggested
 
 SMALLEST = (60, 16)
 
-TALL = 30
-"""Minimum rows with room for more alerts."""
+TALL = 30  # minimum rows with room for more alerts
 
 
 def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: str | None = None) -> Binding:

@@ -223,9 +223,7 @@ def _consequence(targets: Targets, model: RunModel) -> str:
     return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
 
 
-SIGNALS = ("", "INT", "TERM", "KILL")
-"""Signals to choose from; empty escalates: INT, then TERM, then KILL."""
-
+SIGNALS = ("", "INT", "TERM", "KILL")  # signals to choose from; empty escalates: INT, then TERM, then KILL
 _LISTED = 6
 
 

@@ -14,8 +14,7 @@ from ..widgets.state import AppState
 from ..widgets.training import GUTTER, training_lines
 from .base import MonitorScreen, key
 
-RESTS = 8.0
-"""New steps are drawn only after this multiple of the last drawing's duration."""
+RESTS = 8.0  # new steps are drawn only after this multiple of the last drawing's duration
 
 
 class TrainingCanvas(Canvas):

@@ -328,8 +328,7 @@ class Feed(threading.Thread):
             self._refuse_commands()
 
 
-ANSWER_S = 10.0
-"""Seconds after which a command that the hub has not accepted counts as failed."""
+ANSWER_S = 10.0  # seconds after which a command that the hub has not accepted counts as failed
 
 
 class LiveSource:

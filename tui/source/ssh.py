@@ -347,9 +347,7 @@ def _last(lines: Iterable[str]) -> str:
     return sanitize(found[-1], 300) if found else ""
 
 
-TIMEOUT_S = 10.0
-"""Time limit of an answer, seconds; a hub on a slow disk needs that long."""
-
+TIMEOUT_S = 10.0  # time limit of an answer, seconds; a hub on a slow disk needs that long
 _POLL_MS = 50
 
 

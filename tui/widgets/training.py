@@ -424,12 +424,8 @@ def _extremes(scene: Scene, low: str, high: str, otherwise: str) -> list[tuple[f
     return list(found.values())
 
 
-STRIP_LINES = 9
-"""Lines of the strip: a rule, and of each chart a title, six rows and the steps."""
-
-FEWEST_COLUMNS = 120
-"""Columns of a terminal in which three charts fit side by side."""
-
+STRIP_LINES = 9  # lines of the strip: a rule, and of each chart a title, six rows and the steps
+FEWEST_COLUMNS = 120  # columns of a terminal in which three charts fit side by side
 _SECONDS = 2  # seconds between readings of the curves, which of a long run takes some milliseconds
 _LABEL = 7
 
