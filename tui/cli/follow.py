@@ -65,16 +65,13 @@ def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generato
         yield stopped
 
 
-# State of a run for the command that follows it, from the connection to the launcher or from the run directory.
-#
-# A removed, moved or unreadable run directory raises no error here: the run continues without it.
-
-
 _LAUNCHER_SECONDS = 30.0  # time limit within which a launcher records itself in the run's file
 
 
 class Standing:
     """A run's launcher and end; ``line``: the connection to its launcher, if this command started it.
+
+    A removed, moved or unreadable run directory raises no error later on: the run continues without it.
 
     Raises:
         RunDirError: there is no ``run.json``.

@@ -240,8 +240,7 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 class SpikeVerdict:
     """The hub's verdict on a spike."""
 
-    pattern: str = ""
-    """Such as ``foreach temporaries``; empty if unknown."""
+    pattern: str = ""  # such as `foreach temporaries`; empty if unknown
     where: str = ""
     remedy: str = ""
     saves_bytes: int = 0

@@ -92,10 +92,8 @@ SHARE_NAMES: tuple[str, ...] = (*(name for name in telemetry.PHASES if name in _
 class Shares:
     """Shares of a step's time; fractions that add up to 1 (all 0 if unknown)."""
 
-    clock: Literal["device", "host"]
-    """The device's clock if every step has device times, else the host's."""
-    step_ms: float
-    """Mean duration of these steps, milliseconds."""
+    clock: Literal["device", "host"]  # the device's clock if every step has device times, else the host's
+    step_ms: float  # mean duration of these steps, milliseconds
     parts: dict[str, float]
     """Fraction of the step for each name of ``SHARE_NAMES``. On the device's clock collectives run inside the phases'
     kernels and cannot be separated from them, so ``wait`` is 0 there.
@@ -262,11 +260,9 @@ class PhaseRates:
     frees: int
     allocated_bytes: int
     largest: int
-    segments: int
-    """cudaMalloc calls minus cudaFree calls."""
+    segments: int  # cudaMalloc calls minus cudaFree calls
     segment_bytes: int
-    allocations_per_second: float | None
-    """None if the phase's duration is unknown."""
+    allocations_per_second: float | None  # none if the phase's duration is unknown
     bytes_per_second: float | None
 
 
@@ -373,8 +369,7 @@ class Peak:
     bytes: int
     phase: str
     step: int
-    time: float
-    """When the phase began, seconds since the epoch, on the rank's clock."""
+    time: float  # when the phase began, seconds since the epoch, on the rank's clock
     rank: int
     after: bool = False
     """Whether it was after ``step``, the last one of the rank: in a final evaluation, a save, an export."""

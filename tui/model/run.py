@@ -43,8 +43,7 @@ class Rates:
     seconds_per_step: float = 0.0
     """Time between the ends of two steps; a stall does not increase it, so that time left stays realistic."""
     tokens_per_second: float = 0.0
-    flops_per_second: float = 0.0
-    """Model FLOP/s of all ranks together; 0 unless known for every rank."""
+    flops_per_second: float = 0.0  # model FLOP/s of all ranks together; 0 unless known for every rank
 
 
 def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rates:
@@ -123,8 +122,7 @@ class RunInfo:
 
     id: str = ""
     name: str = ""
-    kind: str = ""
-    """``demo``, ``train``, ``run`` or ``watch``."""
+    kind: str = ""  # `demo`, `train`, `run` or `watch`
     command: list[str] = field(default_factory=list[str])
     created: float = 0.0
     host: str = ""

@@ -23,8 +23,7 @@ class Band(NamedTuple):
     first: int
     last: int
     name: str
-    phase: str = ""
-    """Name of the phase, if it is one of ftmon's."""
+    phase: str = ""  # name of the phase, if it is one of ftmon's
 
 
 def bands_of(replay: Replay) -> list[list[Band]]:

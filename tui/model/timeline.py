@@ -99,13 +99,11 @@ class Mark:
 class Columns:
     """A part of a timeline, oldest column first, with lists of equal length; bytes, or ``EMPTY`` (-1) for no data."""
 
-    start: float
-    """Seconds since the epoch at which the first column begins."""
+    start: float  # seconds since the epoch at which the first column begins
     span: int
     allocated: list[int]
     reserved: list[int]
-    resident: list[int]
-    """Resident set size; ``EMPTY`` throughout on CUDA."""
+    resident: list[int]  # resident set size; `EMPTY` throughout on CUDA
     marks: list[Mark | None]
 
 

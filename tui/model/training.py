@@ -29,12 +29,9 @@ class HistoryPoint:
     """One bucket, ready to draw. None: unknown."""
 
     first_step: int
-    step: int
-    """The last step of the bucket; equal to the first if the bucket has one step."""
-    t: float
-    """Time at which the hub received the last step, seconds since the epoch."""
-    tokens: float
-    """Tokens of all ranks from the beginning of the job to this bucket's end."""
+    step: int  # the last step of the bucket; equal to the first if the bucket has one step
+    t: float  # time at which the hub received the last step, seconds since the epoch
+    tokens: float  # tokens of all ranks from the beginning of the job to this bucket's end
     loss: float | None = None
     low_loss: float | None = None
     high_loss: float | None = None
@@ -43,8 +40,7 @@ class HistoryPoint:
     max_grad_norm: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    data_share: float | None = None
-    """Share of the step in which a rank waits for data."""
+    data_share: float | None = None  # share of the step in which a rank waits for data
     step_seconds: float | None = None
 
     @property

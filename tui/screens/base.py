@@ -94,8 +94,7 @@ class MonitorScreen(Screen[Any]):
     WHAT = ""
     inherits_keys = True
     """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
-    HIDDEN: ClassVar[frozenset[str]] = frozenset()
-    """Actions of the app that do not apply to this screen."""
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()  # actions of the app that do not apply to this screen
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 

@@ -94,8 +94,7 @@ class CommandDialog(Dialog):
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
     ]
     yes = False
-    sent = ""
-    """The command's id; empty until it is sent."""
+    sent = ""  # the command's id; empty until it is sent
 
     def command(self) -> Verb | None:
         """Return the command to send for yes; None if it is not possible yet, after showing the reason."""

@@ -25,13 +25,6 @@ from .load import TAIL_FRAMES, Endpoint, History, Hub, Overview, adopt, load, re
 from .replay import Playback, marks
 from .ssh import RemoteReader
 
-# Receives a live run's frames in a thread: subscribes, fetches missing frames, and reconnects to a new hub.
-#
-# Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
-# before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in
-# the numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
-
-
 _CHECK_S = 0.5
 
 _SILENCE_S = 15.0  # seconds of silence after which a hub counts as gone, if its process cannot be checked
@@ -59,7 +52,12 @@ class Arrival:
 
 
 class Feed(threading.Thread):
-    """Receives a live run's frames into ``arrivals``."""
+    """Receives a live run's frames into ``arrivals``: subscribes, fetches missing frames, reconnects to a new hub.
+
+    Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
+    before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in
+    the numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
+    """
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
         super().__init__(name="feed", daemon=True)

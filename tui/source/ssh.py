@@ -58,8 +58,7 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
     created: float = 0.0
     host: str = ""
     read_only: bool = False
-    sockets: dict[str, str] = {}
-    """Path of the hub's socket by channel."""
+    sockets: dict[str, str] = {}  # path of the hub's socket by channel
 
 
 class SshError(FtmonError):
@@ -73,14 +72,10 @@ class SshError(FtmonError):
 class SshCommand(NamedTuple):
     """Words of an ssh command."""
 
-    program: list[str]
-    """OpenSSH's client and the user's options."""
-    target: list[str]
-    """Options and the host."""
-    relay: str
-    """The command on the other host, without the run."""
-    run: str = ""
-    """The run; empty: the newest one there."""
+    program: list[str]  # OpenSSH's client and the user's options
+    target: list[str]  # options and the host
+    relay: str  # the command on the other host, without the run
+    run: str = ""  # the run; empty: the newest one there
 
     def session(self, control: Path, unattended: bool) -> list[str]:
         """Return the words that connect; unless ``unattended``, ssh may ask for a password."""

@@ -119,8 +119,7 @@ class Listing(Canvas):
 
     selected = 0
     top = 0
-    follow = False
-    """Keep the last item selected as items are added."""
+    follow = False  # keep the last item selected as items are added
     empty = "nothing here"
 
     def count(self) -> int:

@@ -137,12 +137,9 @@ _KEYS = {"enter": "↵", "space": "space", "escape": "esc", "left": "←", "righ
 class Glyphs:
     """Characters (or short texts) by their use."""
 
-    eighths: str = " ▁▂▃▄▅▆▇█"
-    """Nine characters from an empty cell to a full one, filled from the bottom."""
-    across: str = " ▏▎▍▌▋▊▉█"
-    """Characters from an empty cell to a full one, filled from the left."""
-    reserved: str = "░"
-    """Reserved memory without colour, to distinguish it from allocated memory."""
+    eighths: str = " ▁▂▃▄▅▆▇█"  # nine characters from an empty cell to a full one, filled from the bottom
+    across: str = " ▏▎▍▌▋▊▉█"  # characters from an empty cell to a full one, filled from the left
+    reserved: str = "░"  # reserved memory without colour, to distinguish it from allocated memory
     peak: str = "╌"
     spike: str = "▲"
     rule: str = "─"

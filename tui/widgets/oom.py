@@ -487,8 +487,7 @@ class ConsoleOutput(OomCanvas):
     """The console's input and output, the newest at the bottom."""
 
     session: ConsoleSession | None = None
-    refusal = ""
-    """Reason why there is no console; empty if there is one."""
+    refusal = ""  # reason why there is no console; empty if there is one
     back = 0
 
     def key(self) -> object:

@@ -103,10 +103,8 @@ class Column(NamedTuple):
     """One column of the graph: the highest figures, in bytes, of a fixed span of time."""
 
     allocated: int
-    reserved: int
-    """The figure behind: reserved memory on a GPU, the resident set on a CPU."""
-    mark: str = ""
-    """Severity of an alert in the column; a ``spike`` colours it too."""
+    reserved: int  # the figure behind: reserved memory on a GPU, the resident set on a CPU
+    mark: str = ""  # severity of an alert in the column; a `spike` colours it too
     spike: bool = False
 
 

@@ -450,10 +450,8 @@ class Plan(NamedTuple):
 
     mode: Literal["cards", "rows", "heat", "empty"]
     columns: int = 1
-    rows: int = 1
-    """Rows of cards, or lines of ranks, that fit at once."""
-    card_height: int = 0
-    """Lines of a card, or of one rank's row."""
+    rows: int = 1  # rows of cards, or lines of ranks, that fit at once
+    card_height: int = 0  # lines of a card, or of one rank's row
 
 
 def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Plan | None:

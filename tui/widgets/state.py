@@ -30,20 +30,17 @@ class RankView:
     """One rank at one moment. Bytes, seconds, percent, watts and degrees Celsius; None: not known."""
 
     rank: int
-    device: str
-    """``GPU 0`` or ``CPU``."""
+    device: str  # `GPU 0` or `CPU`
     host: str = ""
     state: str = "starting"
     text: str = ""
-    state_seconds: float | None = None
-    """Seconds for which it has been in trouble."""
+    state_seconds: float | None = None  # seconds for which it has been in trouble
     measure: str = "cuda"
     capacity: int = 0
     allocated: int = 0
     peak: int = 0
     peak_phase: str = ""
-    behind: int = 0
-    """Reserved memory on a GPU, resident set on a CPU."""
+    behind: int = 0  # reserved memory on a GPU, resident set on a CPU
     spikes: int = 0
     shares: tuple[tuple[str, float], ...] = ()
     step_seconds: float | None = None
@@ -51,8 +48,7 @@ class RankView:
     power: float | None = None
     temperature: float | None = None
     throttled: str = ""
-    host_memory: tuple[int, int] | None = None
-    """Used and total bytes of the host, for a rank on the CPU."""
+    host_memory: tuple[int, int] | None = None  # used and total bytes of the host, for a rank on the CPU
 
     @property
     def in_trouble(self) -> bool:

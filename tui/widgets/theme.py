@@ -15,8 +15,7 @@ class Palette:
     name: str
     dark: bool
     background: str
-    raised: str
-    """Background of a selected line or a dialog."""
+    raised: str  # background of a selected line or a dialog
     text: str
     dim: str
     faint: str
@@ -27,15 +26,13 @@ class Palette:
     error: str
     allocated: str
     reserved: str
-    spike_behind: str
-    """Background of a spike's column, which itself has the warning colour."""
+    spike_behind: str  # background of a spike's column, which itself has the warning colour
     peak: str
     on_color: str
     phases: dict[str, str]
     parts: dict[str, str]
     """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
-    heat: tuple[str, ...]
-    """Memory share from empty to full, in equal steps."""
+    heat: tuple[str, ...]  # memory share from empty to full, in equal steps
 
 
 DARK = Palette(

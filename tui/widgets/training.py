@@ -196,8 +196,7 @@ class _Figure:
     write: Callable[[float], str]
     floor: bool = False
     zero: bool = False
-    extreme: str = ""
-    """Attribute with the highest value of a moment's steps."""
+    extreme: str = ""  # attribute with the highest value of a moment's steps
 
 
 def _percent(value: float) -> str:
