@@ -416,24 +416,13 @@ def waterfall_lines(
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
-    def beside(size: int, predicted: int | None) -> Line:
-        if expected is None:
-            return Line()
-        if predicted is None:
-            return Line(" " * (_PREDICTED + _DIFFERENCE), theme.base)
-        by = size - predicted
-        line = Line(f"{size_words(fall, predicted):>{_PREDICTED}}", theme.style("dim"))
-        tone = "warning" if abs(by) > allowed else "dim"
-        size_text = size_words(fall, abs(by))
-        sign = "" if not size_text.strip("0.") else "+" if by > 0 else theme.glyphs.minus
-        return line.add(f"{sign + size_text:>{_DIFFERENCE}}", theme.style(tone))
-
     def row(
         label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
     ) -> Line:
         style = theme.style("text" if size else "dim", bold=bold)
         line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
-        figure, more = "-" if size is None else size_words(fall, size), beside(size or 0, predicted)
+        figure = "-" if size is None else size_words(fall, size)
+        more = _compared(fall, size or 0, predicted, allowed, theme) if expected is not None else Line()
         line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
         if more.width:
             line.join(more).add("  ", theme.base)
@@ -466,6 +455,16 @@ def waterfall_lines(
         at += size or 0
     lines.append(used_line(fall, width, theme))
     return lines
+
+
+def _compared(fall: Waterfall, size: int, predicted: int | None, allowed: float, theme: Theme) -> Line:
+    if predicted is None:
+        return Line(" " * (_PREDICTED + _DIFFERENCE), theme.base)
+    by = size - predicted
+    line = Line(f"{size_words(fall, predicted):>{_PREDICTED}}", theme.style("dim"))
+    size_text = size_words(fall, abs(by))
+    sign = "" if not size_text.strip("0.") else "+" if by > 0 else theme.glyphs.minus
+    return line.add(f"{sign + size_text:>{_DIFFERENCE}}", theme.style("warning" if abs(by) > allowed else "dim"))
 
 
 def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
