@@ -367,7 +367,6 @@ SMOOTHINGS: tuple[int | None, ...] = (None, 10, 30, 100, 300, 1)
 
 _FIFTIETH = 50
 _MOST_SMOOTHED = 1000
-
 FEWEST_STEPS = 8  # steps of the narrowest window
 FIGURES = ("lr", "grad_norm", "tokens_per_second", "mfu", "data_share")
 """Attributes of a ``HistoryPoint`` that the second pane may show, in order."""

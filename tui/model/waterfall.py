@@ -21,7 +21,6 @@ REASONS = {
 }
 
 CPU_LABELS = {"other": "other, in the process"}
-
 UNTRACED = "untraced"  # the part `unattributed` on a CPU, where it is the usual case instead of a gap in a trace
 
 UNTRACED_WORDS = (

@@ -17,7 +17,6 @@ from .dialogs import Dialog
 from .kill import suggested
 
 SMALLEST = (60, 16)
-
 TALL = 30  # minimum rows with room for more alerts
 
 

@@ -26,10 +26,8 @@ from .replay import Playback, marks
 from .ssh import RemoteReader
 
 _CHECK_S = 0.5
-
 _SILENCE_S = 15.0  # seconds of silence after which a hub counts as gone, if its process cannot be checked
 _FETCH = 2000
-
 _MAX_FETCHED = 40_000  # a gap of more frames is not fetched: the state is reloaded
 _GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500

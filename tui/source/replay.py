@@ -109,7 +109,6 @@ def _within(time_: float, first: float, last: float) -> float:
 
 
 TICK_S = 0.1
-
 MAX_FRAMES = 3000  # playing over more frames at once becomes a seek, because the screen could not fold them in time
 SEEK_FRAMES = 1000  # a move over more frames becomes a seek, which is faster than reading and folding them
 _SETTLE_S = 0.4  # seconds without a request after a seek before the recent steps that it omitted are loaded

@@ -386,6 +386,7 @@ _LABEL = 23
 _FIGURE = 8
 _PREDICTED = 11
 _DIFFERENCE = 10
+_OUTSIDE = (("unused but reserved", "unused"), ("CUDA context, NCCL", "context"), ("other processes", "others"))
 _SMALL = 2**30
 
 
@@ -442,19 +443,12 @@ def waterfall_lines(
     on_cpu = fall.measure == "glibc"
     total = expected.allocated_peak_bytes if expected is not None else None
     lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True, predicted=total))
-    if on_cpu:
-        return lines
     at = fall.peak
-    outside = (
-        ("unused but reserved", fall.unused, "unused"),
-        ("CUDA context, NCCL", fall.context, "context"),
-        ("other processes", fall.others, "others"),
-    )
-    for label, size, name in outside:
+    for label, name in () if on_cpu else _OUTSIDE:
+        size = getattr(fall, name)
         lines.append(row(label, size, at, theme.part(name)))
         at += size or 0
-    lines.append(used_line(fall, width, theme))
-    return lines
+    return lines if on_cpu else [*lines, used_line(fall, width, theme)]
 
 
 def _compared(fall: Waterfall, size: int, predicted: int | None, allowed: float, theme: Theme) -> Line:

@@ -283,9 +283,8 @@ def test_a_run_that_resumed_begins_at_the_step_it_resumed_from():
 
 
 def test_no_time_is_left_after_an_early_stop():
-    model = RunModel()
-    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=300, evaluate_every=10)))
-    model.apply(Frame(2, STARTED + 1, run_model_step(0, 1, started=STARTED + 1)))
+    plan = telemetry.Plan(0, total_steps=300, evaluate_every=10)
+    model = model_of(plan, run_model_step(0, 1, started=STARTED + 1), every=1.0)
     assert model.seconds_left is not None
     model.apply(Frame(3, STARTED + 2, EARLY_STOP))
     assert model.seconds_left is None

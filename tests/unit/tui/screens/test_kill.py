@@ -8,19 +8,16 @@ from ftmon.tui.model import RunModel
 from ftmon.tui.screens.kill import Targets, launcher_that_ends_all, suggested, target_line
 from ftmon.tui.widgets.state import stalled_seconds
 from ftmon.tui.widgets.theme import Theme
+from models import folded
 from streams import Stream
 
 NOW = 1_780_000_200.0
 
 
 def of(states: dict[int, RankStateName], ranks: int = 4) -> RunModel:
-    model = RunModel()
-    frames = list(Stream(ranks=ranks, steps=4, finished=False).frames())
-    for frame in frames:
-        model.apply(frame)
-    for index, (rank, state) in enumerate(states.items()):
-        told = RankState(rank=rank, state=state, time=NOW, since=NOW - 34, text="", pid=1)
-        model.apply(Frame(frames[-1].seq + 1 + index, NOW, told))
+    model = folded(Stream(ranks=ranks, steps=4, finished=False).frames())
+    for rank, state in states.items():
+        model.apply(Frame(model.last_seq + 1, NOW, RankState(rank, state, NOW, since=NOW - 34, pid=1)))
     return model
 
 
