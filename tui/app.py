@@ -20,12 +20,8 @@ from .source.base import Source, Transport
 from .widgets.state import AppState
 
 FPS = 4
-
-FIRST_POLLS = 100
-"""Polls per second until the first ranks have reported, so that they are painted at once."""
-
-FIRST_SECONDS = 3.0
-"""Time limit of that polling in seconds."""
+FIRST_POLLS = 100  # polls per second until the first ranks have reported, so that they are painted at once
+FIRST_SECONDS = 3.0  # time limit of that polling in seconds
 
 
 def _opening(module: str, screen: str) -> "Callable[[FtmonApp], None]":

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 ACCEPT_SECONDS = 10.0
-RESULT_SECONDS = 120.0
-"""Time limit of a result: an escalating kill waits after INT and TERM."""
+RESULT_SECONDS = 120.0  # time limit of a result: an escalating kill waits after INT and TERM
 
 
 def ask(
@@ -142,17 +141,12 @@ def opened(path: Path) -> "Generator[Reader, None, None]":
             print(f"ftmon: {path}: {reader.left_out}", file=sys.stderr)
 
 
-_RECIPE = "ftmon.trainer.recipe.start"
 SCRIPT = "ftmon.trainer.launch.start"
-_FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 60.0
 _LAUNCHER_SECONDS = 5.0
-_SILENT_SECONDS = 2.0
-"""Time after which a terminal shows that a start is still under way."""
-_PREFIX_COLUMNS = 10
-"""``launcher| `` before each line of output."""
-_MOST_LINES = 100
-"""Maximum number of output lines kept of a process that could not start a run."""
+_SILENT_SECONDS = 2.0  # time after which a terminal shows that a start is still under way
+_PREFIX_COLUMNS = 10  # `launcher| ` before each line of output
+_MOST_LINES = 100  # maximum number of output lines kept of a process that could not start a run
 
 
 class StartFailedError(FtmonError):
@@ -219,7 +213,9 @@ def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> 
     ``ends_at_once``: whether ctrl-c ends it silently; otherwise the module handles it.
     """
     sys.stdout.flush()
-    command = module_command(_FOREGROUND, [module, *words]) if ends_at_once else module_command(module, words)
+    if ends_at_once:
+        module, words = "ftmon.trainer.foreground", [module, *words]
+    command = module_command(module, words)
     os.execve(command[0], command, _with_own_programs())
 
 
@@ -259,7 +255,8 @@ def _started(output: bytes) -> RunDir:
 
 def print_config() -> int:
     """Make the trainer print its commented default configuration; return its exit status."""
-    return subprocess.run(module_command(_RECIPE, ["print-config"]), stdin=subprocess.DEVNULL, check=False).returncode
+    command = module_command("ftmon.trainer.recipe.start", ["print-config"])
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def living_hub(run: RunDir) -> HubFile:

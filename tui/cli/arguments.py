@@ -31,8 +31,7 @@ whole = _whole_number(0, "a whole number of 0 or more")
 device = _whole_number(0, "a device's number")
 
 
-_LONGEST = 100_000_000
-"""Maximum sequence length in tokens."""
+_LONGEST = 100_000_000  # maximum sequence length in tokens
 
 
 def lengths(text: str) -> list[int]:
@@ -124,8 +123,7 @@ class GroupedParser(argparse.ArgumentParser):
         return formatter.format_help()
 
 
-Add = Callable[..., argparse.ArgumentParser]
-"""``add_command`` for one parser."""
+Add = Callable[..., argparse.ArgumentParser]  # `add_command` for one parser
 
 
 class Argument(NamedTuple):

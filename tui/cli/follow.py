@@ -65,17 +65,13 @@ def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generato
         yield stopped
 
 
-# State of a run for the command that follows it, from the connection to the launcher or from the run directory.
-#
-# A removed, moved or unreadable run directory raises no error here: the run continues without it.
-
-
-_LAUNCHER_SECONDS = 30.0
-"""Time limit within which a launcher records itself in the run's file."""
+_LAUNCHER_SECONDS = 30.0  # time limit within which a launcher records itself in the run's file
 
 
 class Standing:
     """A run's launcher and end; ``line``: the connection to its launcher, if this command started it.
+
+    A removed, moved or unreadable run directory raises no error later on: the run continues without it.
 
     Raises:
         RunDirError: there is no ``run.json``.
@@ -168,12 +164,10 @@ class Standing:
 
 
 POLL_SECONDS = 0.1
-DRAIN_SECONDS = 5.0
-"""Time limit of waiting for the rest of the stream after the run's end."""
+DRAIN_SECONDS = 5.0  # time limit of waiting for the rest of the stream after the run's end
 _LATE_SECONDS = 25.0
 """Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
-_INTERRUPTS = 3
-"""The first requests the end of the run, the second and third end it; the next one leaves it."""
+_INTERRUPTS = 3  # the first requests the end of the run, the second and third end it; the next one leaves it
 _INTERRUPT_WORDS = (
     "ctrl-c was passed on to the training; again: SIGTERM to all of it",
     "SIGTERM to all of the run; ctrl-c again kills it",

@@ -13,26 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.analysis.allocator.snapshot_layout import (
-    Node,
-    fragmentation,
-    fragmentation_words,
-    frame_words,
-    layout_at,
-    node_words,
-    stack_tree,
-)
+from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
 from ...protocol.analysis.allocator.snapshot_replay import Replay
-from ...protocol.analysis.allocator.snapshot_views import (
-    NO_STACK,
-    difference,
-    difference_report,
-    find_oom,
-    largest,
-    live_stacks,
-    place,
-    report,
-)
 from ...protocol.errors import HubError, RunDirError, UsageError
 from ...protocol.messages import control
 from ...protocol.messages.memory import Cause
@@ -195,8 +177,7 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     }
 
 
-_WHOLE = 1 << 30
-"""A limit above any number of samples of a rank."""
+_WHOLE = 1 << 30  # a limit above any number of samples of a rank
 
 
 def show_events(arguments: Namespace) -> int:
@@ -319,8 +300,7 @@ def events_data(events: AllocatorEvents) -> dict[str, Any]:
     return {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
 
 
-_LARGE = 4 * 2**20
-"""Minimum size of a file, bytes, for which a message is shown while it is read."""
+_LARGE = 4 * 2**20  # minimum size of a file, bytes, for which a message is shown while it is read
 
 
 def explore(arguments: Namespace) -> int:
@@ -346,12 +326,12 @@ def explore(arguments: Namespace) -> int:
 
         before = opened[0] if len(opened) > 1 else []
         return run_explorer(opened[-1], before, ascii_only=output.draws_ascii(arguments))
-    reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
+    reports = [snapshot_views.report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
         # Of two files, the second is described as the present state, with its differences from the first.
         result = reports[-1]
         if len(opened) == 2:
-            compared = difference_report(opened[0], opened[1], arguments.top)
+            compared = snapshot_views.difference_report(opened[0], opened[1], arguments.top)
             result = result | {"difference": {"before": opened[0][0].snapshot.path, **compared}}
         print_json(result)
         return 0
@@ -415,29 +395,34 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
         yield f"{of.unsure} blocks older than the trace have no exact size; figures may be {gib(of.unsure_bytes)} low"
     if of.lost:
         yield f"{of.lost:,} frees are missing from the trace, which has gaps"
-    if (oom := find_oom(replay)) is not None:
+    if (oom := snapshot_views.find_oom(replay)) is not None:
         yield ""
         yield f"out of memory at entry {oom.entry:,}: {oom.verdict}"
-        yield from (f"    {frame_words(frame)}" for frame in snapshot.frames_of(oom.stack)[:_DEPTH])
+        yield from (f"    {snapshot_layout.frame_words(frame)}" for frame in snapshot.frames_of(oom.stack)[:_DEPTH])
     yield ""
     yield "fragmentation at the end"
-    yield from (f"  {line}" for line in fragmentation_words(fragmentation(layout_at(replay, replay.last))))
+    yield from (
+        f"  {line}"
+        for line in snapshot_layout.fragmentation_words(
+            snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, replay.last))
+        )
+    )
     yield ""
     yield f"live at the highest point, {gib(replay.peak_bytes)}, by stack (library frames folded)"
-    yield from _tree(stack_tree(snapshot, live_stacks(replay, replay.peak_index)), top)
+    yield from _tree(snapshot_layout.stack_tree(snapshot, snapshot_views.live_stacks(replay, replay.peak_index)), top)
     yield ""
     yield "largest blocks then"
-    for number in largest(replay, replay.peak_index, min(top, _STACKS_SHOWN)):
-        yield f"  {gib(of.sizes[number]):>12}  {place(snapshot, of.stacks[number])}"
+    for number in snapshot_views.largest(replay, replay.peak_index, min(top, _STACKS_SHOWN)):
+        yield f"  {gib(of.sizes[number]):>12}  {snapshot_views.place(snapshot, of.stacks[number])}"
 
 
-def _tree(root: Node, most: int) -> Iterator[str]:
+def _tree(root: snapshot_layout.Node, most: int) -> Iterator[str]:
     left = most
     waiting = [(node, 0) for node in reversed(root.ordered())]
     while waiting and left:
         node, depth = waiting.pop()
         left -= 1
-        words = node_words(node)
+        words = snapshot_layout.node_words(node)
         yield f"  {gib(node.bytes):>12} {node.blocks:>7,}  {'  ' * depth}{words}"
         waiting += [(child, depth + 1) for child in reversed(node.ordered())]
     if root.bytes and not root.children:
@@ -459,9 +444,9 @@ def difference_lines(before: list[Replay], after: list[Replay], top: int) -> lis
             f"reserved {_signed(new.reserved[-1] - old.reserved[-1])}, "
             f"highest allocated {_signed(new.peak_bytes - old.peak_bytes)}"
         )
-        for change in difference(old, old.last, new, new.last)[:top]:
-            where = " < ".join(frame_words(frame).replace("  ", " ") for frame in change.frames[:3])
-            lines.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or NO_STACK}")
+        for change in snapshot_views.difference(old, old.last, new, new.last)[:top]:
+            where = " < ".join(snapshot_layout.frame_words(frame).replace("  ", " ") for frame in change.frames[:3])
+            lines.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or snapshot_views.NO_STACK}")
     lines += [
         f"device {new.device}: only in the second" for new in after if new.device not in {o.device for o in before}
     ]

@@ -16,8 +16,7 @@ from ..model.run import RunModel, early_stop_words
 from ..model.runs import JobRow, failed, job_rows
 from ..model.training import perplexity_of
 
-_SHOWN = 40
-"""Maximum number of listed jobs: the last ones."""
+_SHOWN = 40  # maximum number of listed jobs: the last ones
 
 
 def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
@@ -91,8 +90,7 @@ class Narrator:
         self._results_version = 0
         self._printed_results: set[tuple[str, int, str]] = set()
         """Printed evaluations, checkpoints and early stops: kind, step, name."""
-        self._activities = 0
-        """Number of the job's activities that were printed or skipped."""
+        self._activities = 0  # number of the job's activities that were printed or skipped
         self._printed_jobs: set[int] = set()
 
     def new_lines(self, model: RunModel) -> Iterator[str]:

@@ -186,8 +186,7 @@ _WELCOME = (
     "Python in the frame in which the allocation of rank {rank} failed; help() lists helpers, ctrl-d leaves.\n"
     "Leaving does not release the rank: ftmon release does."
 )
-_SECONDS = 75.0
-"""Time limit of a result; the hub's own is a minute."""
+_SECONDS = 75.0  # time limit of a result; the hub's own is a minute
 
 
 def console(arguments: Namespace) -> int:
@@ -260,8 +259,7 @@ def _read() -> str | None:
 
 
 _STACKS_SECONDS = 60.0
-_STACKS_MOST = 240
-"""Recorded stacks of a rank that are searched."""
+_STACKS_MOST = 240  # recorded stacks of a rank that are searched
 
 
 def show_stacks(arguments: Namespace) -> int:

@@ -98,9 +98,7 @@ def _guarded(stream: TextIO) -> TextIO:
 
 
 MIN_COLUMNS = 60
-MIN_LINES = 16
-"""Minimum lines of the narrow layout, which is made for 80x24."""
-
+MIN_LINES = 16  # minimum lines of the narrow layout, which is made for 80x24
 _NO_SCREEN = ("", "dumb", "unknown", "emacs")
 
 

@@ -62,9 +62,7 @@ def _is_over(run: RunDir) -> bool:
         return True
 
 
-CONNECT_SECONDS = 30.0
-"""Time limit of the first answer; a hub that does not allow this user never answers."""
-
+CONNECT_SECONDS = 30.0  # time limit of the first answer; a hub that does not allow this user never answers
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
 _KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
 
@@ -199,8 +197,7 @@ def manage_keys(arguments: Namespace) -> int:
     return 0
 
 
-SSH_ENV = "FTMON_SSH"
-"""OpenSSH client command with options, if not ``ssh``."""
+SSH_ENV = "FTMON_SSH"  # OpenSSH client command with options, if not `ssh`
 REMOTE_ENV = "FTMON_REMOTE"
 """Path of ftmon on the remote host, if it is not on the PATH of ssh commands: ``~/venv/bin/ftmon``."""
 

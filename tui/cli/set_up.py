@@ -169,9 +169,7 @@ def own_checks() -> Iterator[Check]:
 
 
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
-_TRAINER_SECONDS = 120.0
-"""Time limit: importing torch and DeepSpeed from a cold, shared disk is slow."""
-
+_TRAINER_SECONDS = 120.0  # time limit: importing torch and DeepSpeed from a cold, shared disk is slow
 INSTALL = 'pip install "ftmon[train]"'
 
 

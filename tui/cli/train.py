@@ -29,17 +29,12 @@ from .narrate import attach_line
 from .output import OutputError, draws_ascii
 from .watch import opens_app, watch
 
-MODULE = "ftmon.trainer.recipe.chat"
-
 
 def chat(arguments: Namespace) -> NoReturn:
     """Run the chat."""
     require_training()
     names = ("system", "temperature", "top_p", "max_tokens", "seed", "device", "whole", "debug")
-    become(MODULE, [*words_of(arguments, names), "--", arguments.target])
-
-
-CHECK = "ftmon.trainer.recipe.data_check"
+    become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", arguments.target])
 
 
 def check(arguments: Namespace) -> int:
@@ -47,10 +42,10 @@ def check(arguments: Namespace) -> int:
     require_training()
     words = words_of(arguments, ("samples", "json", "color"))
     words += ["--ascii"] if draws_ascii(arguments) else []
-    become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
+    overrides = [*words, "--", arguments.config, *arguments.overrides]
+    become("ftmon.trainer.recipe.data_check", overrides, ends_at_once=True)
 
 
-PREDICT = "ftmon.trainer.predict"
 _OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
 _OF_A_SCRIPT = {
     "deepspeed": "deepspeed",
@@ -70,7 +65,7 @@ def predict(arguments: Namespace) -> int:
         UsageError: neither a configuration nor --model, or options of the one with the other.
     """
     require_training()
-    become(PREDICT, words(arguments), ends_at_once=True)
+    become("ftmon.trainer.predict", words(arguments), ends_at_once=True)
 
 
 def words(arguments: Namespace) -> list[str]:

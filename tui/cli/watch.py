@@ -169,8 +169,7 @@ def show_logs(arguments: Namespace) -> int:
     return 0
 
 
-_WIDE = 140
-"""Columns from which the table has all its columns, and a run its subject in the same line."""
+_WIDE = 140  # columns from which the table has all its columns, and a run its subject in the same line
 _INDENT = "    "
 
 

@@ -49,8 +49,7 @@ class AlertHistory:
 
 
 LOG_CAPACITY = 10_000
-LONGEST = 4_096
-"""Maximum number of characters kept and shown per line."""
+LONGEST = 4_096  # maximum number of characters kept and shown per line
 
 
 @dataclass(frozen=True, slots=True)

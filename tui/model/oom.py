@@ -22,11 +22,8 @@ from ...protocol.messages.memory import Cause, OomReport, OomVerdict, RankMoment
 from ...protocol.messages.telemetry import Oom, StackGroup
 from ...protocol.text import duration, gib, sanitize
 
-CaseKey = tuple[int, float]
-"""Rank, and time by that rank's clock: identifies an error."""
-
-MOST_CASES = 64
-"""Maximum number of errors kept, the oldest are dropped first: a script may catch errors for hours."""
+CaseKey = tuple[int, float]  # Rank, and time by that rank's clock: identifies an error
+MOST_CASES = 64  # maximum number of errors kept, the oldest are dropped first: a script may catch errors for hours
 
 
 @dataclass(frozen=True)
@@ -122,9 +119,7 @@ def numbers(oom: Oom) -> list[tuple[str, int, str]]:
     return rows
 
 
-MOST_LINES = 5000
-"""Maximum number of output lines kept; the oldest are dropped first."""
-
+MOST_LINES = 5000  # maximum number of output lines kept; the oldest are dropped first
 Kind = Literal["in", "out", "error", "note"]
 
 
@@ -151,12 +146,10 @@ class ConsoleSession:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lines: list[ConsoleLine] = []
-        self.place = ""
-        """The frame the console is in, by the rank's last answer."""
+        self.place = ""  # the frame the console is in, by the rank's last answer
         self.history: list[str] = []
         self.version = 0
-        self._waiting: dict[str, float] = {}
-        """Commands without a result, and when they were sent."""
+        self._waiting: dict[str, float] = {}  # commands without a result, and when they were sent
         self._from_history: int | None = None
         self._draft = ""
 
@@ -247,8 +240,7 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 class SpikeVerdict:
     """The hub's verdict on a spike."""
 
-    pattern: str = ""
-    """Such as ``foreach temporaries``; empty if unknown."""
+    pattern: str = ""  # such as `foreach temporaries`; empty if unknown
     where: str = ""
     remedy: str = ""
     saves_bytes: int = 0

@@ -1,4 +1,8 @@
-"""State of the predicted changes of a run that ran out of memory, each from a dry run of its job."""
+"""The phase with a rank's peak, its lead, its dependence on batch length and step; and predicted changes of a run.
+
+This explains a curve that is flat and then rises: with short batches, the highest phase is one whose peak does not
+depend on the batch (such as the optimizer step); from some length on, it is a phase whose peak does.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +14,8 @@ from ...protocol.messages.telemetry import Oom
 from ...protocol.recording.results import PeakMark, bucket_of
 from ...protocol.text import gib, sanitize
 
-# Finds the phase with a rank's peak, its lead over other phases, and the dependence on batch length and step.
-#
-# This explains a curve that is flat and then rises: with short batches, the highest phase is one whose peak does not
-# depend on the batch (such as the optimizer step); from some length on, it is a phase whose peak does.
-
-
-FLAT_SHARE = 0.01
-"""A phase whose peaks differ by less than this share over all lengths does not depend on the length."""
-
-STEADY_SHARE = 0.7
-"""A peak grows with the batch when at least this share of the next longer batches has a higher one."""
+FLAT_SHARE = 0.01  # a phase whose peaks differ by less than this share over all lengths does not depend on the length
+STEADY_SHARE = 0.7  # a peak grows with the batch when at least this share of the next longer batches has a higher one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +24,9 @@ class Crossing:
 
     below: str
     above: str
-    last_below: PeakMark
-    """The longest batch at which ``below`` had the highest peak."""
+    last_below: PeakMark  # the longest batch at which `below` had the highest peak
     first_above: PeakMark
-    size: float
-    """Elements of a batch at which both peaks would be equal, by a line between the two."""
+    size: float  # elements of a batch at which both peaks would be equal, by a line between the two
     ahead: bool = False
     """Whether the length is extrapolated: no batch was that long yet, and ``first_above`` is the longest batch."""
 
@@ -252,8 +245,7 @@ class Change(msgspec.Struct, frozen=True):
     fits: bool
     needed_bytes: int
     step_seconds: float = 0.0
-    slower: float = 0.0
-    """GPU time per sample relative to the unchanged run."""
+    slower: float = 0.0  # GPU time per sample relative to the unchanged run
     refused: str = ""
 
 
@@ -279,10 +271,8 @@ class Answer(msgspec.Struct, frozen=True):
 class WhatIf:
     """The changes of one error's run."""
 
-    state: str = "none"
-    """``none``, ``running``, ``done``, ``cancelled`` or ``failed``."""
-    since: float = 0.0
-    """Start of the dry runs, ``time.monotonic``."""
+    state: str = "none"  # `none`, `running`, `done`, `cancelled` or `failed`
+    since: float = 0.0  # start of the dry runs, `time.monotonic`
     done: list[str] = field(default_factory=list[str])
     """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""

@@ -9,8 +9,7 @@ from ...protocol.recording.results import PeakMark, size_of
 from .rank import RankModel
 from .run import RunModel
 
-_STEADY_STEPS = 2
-"""Predictions apply from this step on: the first step begins without the optimizer's states."""
+_STEADY_STEPS = 2  # predictions apply from this step on: the first step begins without the optimizer's states
 
 
 def comparable(rank: RankModel, prediction: Prediction | None) -> bool:

@@ -7,23 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import evidence
+from ...protocol.messages import telemetry
 from ...protocol.messages.control import RankState, RankStateName
 from ...protocol.messages.memory import Cause, Composition
-from ...protocol.messages.telemetry import (
-    PHASES,
-    STEP_PHASES,
-    AllocatorEvents,
-    Closing,
-    Failure,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Oom,
-    PhaseRecord,
-    SnapshotTaken,
-    Stacks,
-    Step,
-)
 from ...protocol.messages.throughput import peak_flops
 from ...protocol.recording.results import PeakMark, PhasePeaks
 from ...protocol.text import ranks_counted, sanitize
@@ -42,12 +28,11 @@ class RankMemory:
         self.causes: dict[str, Cause] = {}
         self.version = 0
         self._peaks = PhasePeaks()
-        self._past: Sequence[PeakMark] = ()
-        """Marks of the whole run, also those after this state; filtered when used."""
+        self._past: Sequence[PeakMark] = ()  # marks of the whole run, also those after this state; filtered when used
         self._step = 0
         self._lead: tuple[int, PeakRanking | None] = (-1, None)
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: telemetry.Step) -> None:
         """Fold a finished step."""
         if step.step > self._step:
             self._step = step.step
@@ -98,8 +83,8 @@ def highest_bytes(composition: Composition) -> int:
     return top.peak_bytes if top is not None else 0
 
 
-_OWN_SHARE = (*STEP_PHASES, "generate")
-SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
+_OWN_SHARE = (*telemetry.STEP_PHASES, "generate")
+SHARE_NAMES: tuple[str, ...] = (*(name for name in telemetry.PHASES if name in _OWN_SHARE), "wait", "other")
 """The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
 
 
@@ -107,17 +92,15 @@ SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE)
 class Shares:
     """Shares of a step's time; fractions that add up to 1 (all 0 if unknown)."""
 
-    clock: Literal["device", "host"]
-    """The device's clock if every step has device times, else the host's."""
-    step_ms: float
-    """Mean duration of these steps, milliseconds."""
+    clock: Literal["device", "host"]  # the device's clock if every step has device times, else the host's
+    step_ms: float  # mean duration of these steps, milliseconds
     parts: dict[str, float]
     """Fraction of the step for each name of ``SHARE_NAMES``. On the device's clock collectives run inside the phases'
     kernels and cannot be separated from them, so ``wait`` is 0 there.
     """
 
 
-def shares(steps: Iterable[Step]) -> Shares:
+def shares(steps: Iterable[telemetry.Step]) -> Shares:
     """Return the shares of these steps' phases, in device time if all steps have it, else in host time.
 
     In host time, time inside collective calls is subtracted from its phase and counted as ``wait``. The record of
@@ -145,7 +128,7 @@ def shares(steps: Iterable[Step]) -> Shares:
     return Shares(clock, total / len(chosen) / 1000 if chosen else 0.0, parts)
 
 
-def _on_device(step: Step) -> bool:
+def _on_device(step: telemetry.Step) -> bool:
     within = [record for record in step.phases if record.name != "init"]
     return bool(within) and all(record.device_us is not None for record in within)
 
@@ -166,8 +149,7 @@ class StepSeries:
     """Values keyed by step number, from any number of ranks, in any order."""
 
     def __init__(self) -> None:
-        self.per = 1
-        """Steps per bucket."""
+        self.per = 1  # steps per bucket
         self.version = 0
         self._buckets: dict[int, tuple[float, int]] = {}
 
@@ -229,7 +211,9 @@ class Row(NamedTuple):
 
 
 def rows(
-    stacks: Mapping[int, Stacks], native: Mapping[int, Stacks] | None = None, unfolded: Collection[int] = ()
+    stacks: Mapping[int, telemetry.Stacks],
+    native: Mapping[int, telemetry.Stacks] | None = None,
+    unfolded: Collection[int] = (),
 ) -> list[Row]:
     """Return the rows: a head for each group, then its training thread's frames, innermost first.
 
@@ -251,7 +235,7 @@ def rows(
     return found
 
 
-def _whole(rank: int, stacks: Stacks, native: Stacks | None, ranks: tuple[int, ...]) -> list[Row]:
+def _whole(rank: int, stacks: telemetry.Stacks, native: telemetry.Stacks | None, ranks: tuple[int, ...]) -> list[Row]:
     found = [Row("thread", f"rank {rank}, all threads", ranks)]
     found += _lines("frame", stacks.text, ranks)
     if native is not None:
@@ -276,11 +260,9 @@ class PhaseRates:
     frees: int
     allocated_bytes: int
     largest: int
-    segments: int
-    """cudaMalloc calls minus cudaFree calls."""
+    segments: int  # cudaMalloc calls minus cudaFree calls
     segment_bytes: int
-    allocations_per_second: float | None
-    """None if the phase's duration is unknown."""
+    allocations_per_second: float | None  # none if the phase's duration is unknown
     bytes_per_second: float | None
 
 
@@ -290,10 +272,9 @@ class AllocatorHistory:
     __slots__ = ("_past", "_recent", "_step", "last", "retries", "retry_steps", "version")
 
     def __init__(self) -> None:
-        self._recent: deque[AllocatorEvents] = deque(maxlen=KEPT)
-        self._past: Sequence[AllocatorEvents] = ()
-        """Samples of the whole run, also those after this state."""
-        self.last: AllocatorEvents | None = None
+        self._recent: deque[telemetry.AllocatorEvents] = deque(maxlen=KEPT)
+        self._past: Sequence[telemetry.AllocatorEvents] = ()  # samples of the whole run, also those after this state
+        self.last: telemetry.AllocatorEvents | None = None
         self.retries: int | None = None
         """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
@@ -301,7 +282,7 @@ class AllocatorHistory:
         self.version = 0
         self._step = 0
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: telemetry.Step) -> None:
         """Fold a finished step."""
         before, self.retries = self.retries, step.retries
         follows, self._step = step.step == self._step + 1, step.step
@@ -310,7 +291,7 @@ class AllocatorHistory:
             self.retry_steps.append((step.step, step.retries - before))
             self.version += 1
 
-    def on_events(self, events: AllocatorEvents) -> None:
+    def on_events(self, events: telemetry.AllocatorEvents) -> None:
         """Fold a sampled step."""
         if self.last is None or events.step >= self.last.step:
             self.last = events
@@ -318,13 +299,13 @@ class AllocatorHistory:
             self._recent.append(events)
         self.version += 1
 
-    def adopt(self, samples: Sequence[AllocatorEvents]) -> None:
+    def adopt(self, samples: Sequence[telemetry.AllocatorEvents]) -> None:
         """Add samples of the whole run, by step, before those that were applied here."""
         self._past = samples
         self.version += 1
 
     @property
-    def samples(self) -> list[AllocatorEvents]:
+    def samples(self) -> list[telemetry.AllocatorEvents]:
         """All samples up to this state, oldest first, at most ``KEPT``."""
         recent = list(self._recent)
         if not self._past or not recent:
@@ -333,27 +314,27 @@ class AllocatorHistory:
         return [*self._past[max(0, before - KEPT) : before], *recent][-KEPT:]
 
 
-def allocations(events: AllocatorEvents) -> int:
+def allocations(events: telemetry.AllocatorEvents) -> int:
     """Count the blocks allocated in a sampled step."""
     return sum(phase.allocations for phase in events.phases)
 
 
-def allocated_bytes(events: AllocatorEvents) -> int:
+def allocated_bytes(events: telemetry.AllocatorEvents) -> int:
     """Return the bytes allocated in a sampled step, including those freed again."""
     return sum(phase.allocated_bytes for phase in events.phases)
 
 
-def segment_bytes(events: AllocatorEvents) -> int:
+def segment_bytes(events: telemetry.AllocatorEvents) -> int:
     """Return the growth of reserved memory in a sampled step, bytes."""
     return sum(phase.segment_bytes for phase in events.phases)
 
 
-def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
+def phase_rates(events: telemetry.AllocatorEvents, steps: Iterable[telemetry.Step]) -> list[PhaseRates]:
     """Return the allocator activity in each phase of a sampled step, in the order of phases.
 
     ``steps``: recent ones, for probes that do not send phase durations with the sample.
     """
-    order = {name: index for index, name in enumerate(PHASES)}
+    order = {name: index for index, name in enumerate(telemetry.PHASES)}
     step = next((step for step in steps if step.step == events.step), None)
     found: list[PhaseRates] = []
     for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
@@ -377,11 +358,8 @@ def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRat
     return found
 
 
-RECENT_STEPS = 240
-"""Number of steps kept in full for tables and charts."""
-
-SHARE_STEPS = 8
-"""Number of steps over which phase shares are averaged, so that the bar is steady."""
+RECENT_STEPS = 240  # number of steps kept in full for tables and charts
+SHARE_STEPS = 8  # number of steps over which phase shares are averaged, so that the bar is steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +369,7 @@ class Peak:
     bytes: int
     phase: str
     step: int
-    time: float
-    """When the phase began, seconds since the epoch, on the rank's clock."""
+    time: float  # when the phase began, seconds since the epoch, on the rank's clock
     rank: int
     after: bool = False
     """Whether it was after ``step``, the last one of the rank: in a final evaluation, a save, an export."""
@@ -408,39 +385,33 @@ class RankModel:
 
     def __init__(self, rank: int, keep_steps: int = RECENT_STEPS) -> None:
         self.rank = rank
-        self.hello: Hello | None = None
+        self.hello: telemetry.Hello | None = None
         self.state: RankStateName = "starting"
         self.state_text = ""
-        self.state_since = 0.0
-        """When the state began, seconds since the epoch; 0 while unknown."""
+        self.state_since = 0.0  # when the state began, seconds since the epoch; 0 while unknown
         self.exit_code: int | None = None
         self.signal: int | None = None
-        self.beat: Heartbeat | None = None
-        self.last: Step | None = None
-        self.steps: deque[Step] = deque(maxlen=keep_steps)
+        self.beat: telemetry.Heartbeat | None = None
+        self.last: telemetry.Step | None = None
+        self.steps: deque[telemetry.Step] = deque(maxlen=keep_steps)
         self.peak: Peak | None = None
         self.reserved_peak = 0
         self.timeline = Timeline()
         self.memory = RankMemory()
         self.allocator = AllocatorHistory()
-        self.oom: Oom | None = None
-        self.failure: Failure | None = None
-        self.goodbye: Goodbye | None = None
-        self.stacks: Stacks | None = None
-        """The latest stacks, as written by faulthandler."""
-        self.native_stacks: Stacks | None = None
-        """The latest stacks read by py-spy."""
-        self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
+        self.oom: telemetry.Oom | None = None
+        self.failure: telemetry.Failure | None = None
+        self.goodbye: telemetry.Goodbye | None = None
+        self.stacks: telemetry.Stacks | None = None  # the latest stacks, as written by faulthandler
+        self.native_stacks: telemetry.Stacks | None = None  # the latest stacks read by py-spy
+        self.snapshots: deque[telemetry.SnapshotTaken] = deque(maxlen=50)
         self.allocated_bytes = 0
         self.reserved_bytes = 0
-        self.resident_bytes = 0
-        """Latest known resident set size; 0 on CUDA."""
+        self.resident_bytes = 0  # latest known resident set size; 0 on CUDA
         self.dropped = 0
-        self.clock_offset = 0.0
-        """Seconds to add to its host's times for the hub's time."""
+        self.clock_offset = 0.0  # seconds to add to its host's times for the hub's time
         self.version = 0
-        self.peak_flops: float | None = None
-        """Data-sheet peak of its device for its data type, FLOP/s; None: not known."""
+        self.peak_flops: float | None = None  # Data-sheet peak of its device for its data type, FLOP/s; None: not known
         self._shares: tuple[tuple[int, int], Shares] | None = None
 
     @property
@@ -479,7 +450,7 @@ class RankModel:
         return self._shares[1]
 
     @property
-    def phases(self) -> list[PhaseRecord]:
+    def phases(self) -> list[telemetry.PhaseRecord]:
         """The phases of the last finished step, in the order they ran."""
         return sorted(self.last.phases, key=lambda record: record.start_us) if self.last is not None else []
 
@@ -497,7 +468,7 @@ class RankModel:
         self.allocator = AllocatorHistory()
         self.version += 1
 
-    def on_step(self, step: Step) -> bool:
+    def on_step(self, step: telemetry.Step) -> bool:
         """Fold a finished step; False: it is already known and changes nothing."""
         last = self.last
         if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
@@ -542,7 +513,7 @@ class RankModel:
         self.version += 1
         return True
 
-    def on_closing(self, closing: Closing) -> None:
+    def on_closing(self, closing: telemetry.Closing) -> None:
         """Fold the rank's record after its last step; it counts for memory but not as a step."""
         started = closing.started + self.clock_offset
         for record in closing.phases:
@@ -556,7 +527,7 @@ class RankModel:
             self.reserved_peak = max(self.reserved_peak, highs[1])
         self.version += 1
 
-    def on_hello(self, hello: Hello) -> None:
+    def on_hello(self, hello: telemetry.Hello) -> None:
         """Fold a ``Hello``; that of a new process resets the rank but keeps its history."""
         before = self.hello
         if before is not None and (before.pid, before.start_ticks) != (hello.pid, hello.start_ticks):
@@ -569,7 +540,7 @@ class RankModel:
             self.state_since = hello.time
         self.version += 1
 
-    def on_beat(self, beat: Heartbeat) -> None:
+    def on_beat(self, beat: telemetry.Heartbeat) -> None:
         """Fold a heartbeat."""
         self.beat = beat
         self.dropped = beat.dropped
@@ -594,7 +565,7 @@ class RankModel:
         self.steps.clear()
         self.version += 1
 
-    def remember_step(self, step: Step) -> None:
+    def remember_step(self, step: telemetry.Step) -> None:
         """Restore one of the dropped steps."""
         self.steps.append(step)
         self.version += 1
@@ -606,11 +577,8 @@ class RankModel:
         self.timeline.current = (allocated, reserved, resident or EMPTY)
 
 
-TIGHT_FRACTION = 0.92
-"""Above this share of the device a run is called tight: fragmentation alone can then end it."""
-
-STEADY_STEPS = 2
-"""Steps after which a peak is representative: the first optimizer step creates Adam's states."""
+TIGHT_FRACTION = 0.92  # above this share of the device a run is called tight: fragmentation alone can then end it
+STEADY_STEPS = 2  # steps after which a peak is representative: the first optimizer step creates Adam's states
 
 
 class Fit(NamedTuple):

@@ -31,11 +31,8 @@ _NEWEST = 3
 _CHANGE = 1.5
 """If the median of the newest 3 steps differs by this factor from that of the steps before, only these 3 count."""
 
-_PATIENCE = 3.0
-"""A step may take this many times the recent duration before the run counts as stalled."""
-
-_DELIVERY_SECONDS = 2.0
-"""Delays up to this are ignored: steps are sent, recorded and shown in batches."""
+_PATIENCE = 3.0  # a step may take this many times the recent duration before the run counts as stalled
+_DELIVERY_SECONDS = 2.0  # delays up to this are ignored: steps are sent, recorded and shown in batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,7 @@ class Rates:
     seconds_per_step: float = 0.0
     """Time between the ends of two steps; a stall does not increase it, so that time left stays realistic."""
     tokens_per_second: float = 0.0
-    flops_per_second: float = 0.0
-    """Model FLOP/s of all ranks together; 0 unless known for every rank."""
+    flops_per_second: float = 0.0  # model FLOP/s of all ranks together; 0 unless known for every rank
 
 
 def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rates:
@@ -114,15 +110,9 @@ def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
     return Rates(1 / seconds, seconds, tokens * ranks / seconds, flops * ranks / seconds)
 
 
-DeviceKey = tuple[str, str, int]
-"""Host, kind (``gpu`` or ``host``) and index."""
-
-FEWEST_STEPS = 40
-"""Minimum number of recent steps kept in full per rank."""
-
-_NEAR_STEPS = 4
-"""Maximum difference in steps between synchronous ranks of one training."""
-
+DeviceKey = tuple[str, str, int]  # Host, kind (`gpu` or `host`) and index
+FEWEST_STEPS = 40  # minimum number of recent steps kept in full per rank
+_NEAR_STEPS = 4  # maximum difference in steps between synchronous ranks of one training
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
 
 
@@ -132,8 +122,7 @@ class RunInfo:
 
     id: str = ""
     name: str = ""
-    kind: str = ""
-    """``demo``, ``train``, ``run`` or ``watch``."""
+    kind: str = ""  # `demo`, `train`, `run` or `watch`
     command: list[str] = field(default_factory=list[str])
     created: float = 0.0
     host: str = ""
@@ -149,8 +138,17 @@ class RunInfo:
     grad_accumulation: int | None = None
 
 
-class RunState:
-    """Everything the screens draw of a run, and derived figures; ``RunModel`` changes it."""
+_MOST_DEVICES = 4_096
+_FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch
+_ALL_STEPS = 20_000  # maximum number of steps kept in full for all ranks together (about 40 MB)
+KEPT_JOBS = 64
+
+MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
+"""Kinds of alert that are marked in the timelines of their ranks."""
+
+
+class RunModel:
+    """Everything the screens draw of a run, changed by ``apply`` with each frame, and figures derived from it."""
 
     def __init__(self, info: RunInfo | None = None) -> None:
         self.info = info or RunInfo()
@@ -172,19 +170,15 @@ class RunState:
         self.losses = StepSeries()
         """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
-        self.job = 0
-        """Number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs."""
+        self.job = 0  # number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs
         self.jobs: dict[int, hosts.Job] = {}
         self.job_losses: dict[int, StepSeries] = {}
-        self.first_t = 0.0
-        """Hub time of the first frame; 0 before any."""
-        self.now = 0.0
-        """Time of this state, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
+        self.first_t = 0.0  # hub time of the first frame; 0 before any
+        self.now = 0.0  # time of this state, seconds since the epoch: the latest frame's, or later (see `tick`)
         self.last_t = 0.0
         self.last_seq = 0
         self.version = 0
-        self.damaged = 0
-        """Number of ignored messages with impossible figures (an infinite time, a rank out of range)."""
+        self.damaged = 0  # number of ignored messages with impossible figures (an infinite time, a rank out of range)
         self._update_names: list[str] = []
         """Engines or optimizers that share the steps, in the order of their first messages."""
         self._by_uuid: dict[str, DeviceKey] = {}
@@ -377,23 +371,6 @@ class RunState:
         for rank in self.ranks.values():
             counts[rank.state] = counts.get(rank.state, 0) + 1
         return counts
-
-
-_MOST_DEVICES = 4_096
-_FAR_FUTURE = 1e11
-"""Upper bound of valid times, seconds since the epoch."""
-
-_ALL_STEPS = 20_000
-"""Maximum number of steps kept in full for all ranks together (about 40 MB)."""
-
-KEPT_JOBS = 64
-
-MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
-"""Kinds of alert that are marked in the timelines of their ranks."""
-
-
-class RunModel(RunState):
-    """A run's state, changed by ``apply`` with each frame, independent of the frames' source."""
 
     def apply(self, frame: Frame) -> bool:
         """Fold one frame; False if it was already applied (its number is not above the last one's)."""
@@ -671,9 +648,7 @@ def _rank(rank: RankModel, device: DeviceSample | None, model: RunModel) -> dict
     }
 
 
-_ACTIVITY_SECONDS = 1.0
-"""Seconds after which a phase without an ``activity`` message is named in the summary."""
-
+_ACTIVITY_SECONDS = 1.0  # seconds after which a phase without an `activity` message is named in the summary
 _PHASE_ACTIVITIES = {"eval": "evaluation", "checkpoint": "checkpoint"}
 
 
@@ -763,8 +738,7 @@ def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
     return next((case for case in cases if case.oom.time >= cases[-1].oom.time - _TOGETHER_S), None)
 
 
-_TOGETHER_S = 120.0
-"""Errors of several ranks within this many seconds form a group."""
+_TOGETHER_S = 120.0  # errors of several ranks within this many seconds form a group
 
 
 class HeldWatch:

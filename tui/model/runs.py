@@ -28,13 +28,10 @@ class RunEntry(msgspec.Struct, frozen=True):
     id: str
     name: str
     kind: str
-    state: str
-    """The run's state, or ``lost``: its end was not recorded."""
-    live: bool
-    """Whether its hub or launcher lives on this host."""
+    state: str  # the run's state, or `lost`: its end was not recorded
+    live: bool  # whether its hub or launcher lives on this host
     created: float
-    ended: float | None
-    """Time of its end or last message; None while live."""
+    ended: float | None  # time of its end or last message; None while live
     host: str
     command: list[str]
     ranks: int
@@ -42,20 +39,14 @@ class RunEntry(msgspec.Struct, frozen=True):
     exit_code: int | None
     recording: str
     recording_bytes: int
-    problem: str
-    """Reason why its recording cannot be read; empty if it can, or if there is none yet."""
+    problem: str  # reason why its recording cannot be read; empty if it can, or if there is none yet
     missing: str
-    open_errors: list[str] = []
-    """Kinds of its alerts of severity ``error`` that are not resolved, while it is live."""
-    model: str = ""
-    """Name of the trained model: the configuration's, else as the ranks reported it."""
-    data: list[str] = []
-    """The training data of ftmon's trainer: files, or the name of a data set."""
-    config: str = ""
-    """The configuration file of ftmon's trainer, as given."""
+    open_errors: list[str] = []  # kinds of its alerts of severity `error` that are not resolved, while it is live
+    model: str = ""  # name of the trained model: the configuration's, else as the ranks reported it
+    data: list[str] = []  # the training data of ftmon's trainer: files, or the name of a data set
+    config: str = ""  # the configuration file of ftmon's trainer, as given
     overrides: list[str] = []
-    script: list[str] = []
-    """Another script and its own arguments, without its launcher; empty for ftmon's trainer."""
+    script: list[str] = []  # another script and its own arguments, without its launcher; empty for ftmon's trainer
     loss: float | None = None
     evaluation_loss: float | None = None
     reason: str = ""
@@ -195,9 +186,7 @@ def _trained(recipe: Recipe | None, command: list[str], kind: str, info: Recordi
     return found
 
 
-TRAINER_KINDS = ("demo", "train")
-"""Kinds of the runs of ftmon's trainer."""
-
+TRAINER_KINDS = ("demo", "train")  # kinds of the runs of ftmon's trainer
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed")
 """Modules that start ranks, as in ``python -m torch.distributed.run``."""
 
@@ -239,8 +228,7 @@ class JobRow:
     """One job in the table; bytes, seconds."""
 
     number: int
-    words: str
-    """The words of its command line that differ from other jobs; for a single job, its script."""
+    words: str  # the words of its command line that differ from other jobs; for a single job, its script
     state: str
     text: str
     ranks: int

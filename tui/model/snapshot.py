@@ -7,41 +7,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from ...protocol.analysis.allocator.snapshot_layout import (
-    Key,
-    Node,
-    Piece,
-    StackTree,
-    Tally,
-    fragmentation,
-    fragmentation_words,
-    frame_words,
-    layout_at,
-    matches,
-    node_words,
-)
+from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
 from ...protocol.analysis.allocator.snapshot_replay import Replay, columns
-from ...protocol.analysis.allocator.snapshot_views import (
-    NO_STACK,
-    Between,
-    Change,
-    Oom,
-    between,
-    by_size,
-    difference,
-    find_oom,
-    largest,
-    live_stacks,
-    place,
-    total,
-)
 from ...protocol.code_owner import library_of
 from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.columns import ACTIONS, OWN_SPAN, Annotation
 from ...protocol.text import gib, sanitize
 
-MOST_BANDS = 20_000
-"""Maximum number of bands per row; a profiler may record more annotations than a screen can show."""
+MOST_BANDS = 20_000  # maximum number of bands per row; a profiler may record more annotations than a screen can show
 
 
 class Band(NamedTuple):
@@ -50,8 +23,7 @@ class Band(NamedTuple):
     first: int
     last: int
     name: str
-    phase: str = ""
-    """Name of the phase, if it is one of ftmon's."""
+    phase: str = ""  # name of the phase, if it is one of ftmon's
 
 
 def bands_of(replay: Replay) -> list[list[Band]]:
@@ -139,11 +111,11 @@ class Explorer:
         """Branches that were opened or closed by hand, by their path."""
         self.version = 0
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
-        self._trees: dict[bool, StackTree] = {}
+        self._trees: dict[bool, snapshot_layout.StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
         self._spans: dict[int, list[Annotation]] = {}
-        self._oom: dict[int, Oom | None] = {}
-        self._difference: dict[tuple[int, int], list[Change]] = {}
+        self._oom: dict[int, snapshot_views.Oom | None] = {}
+        self._difference: dict[tuple[int, int], list[snapshot_views.Change]] = {}
         self.mark: int | None = None
         self._begin()
 
@@ -158,10 +130,10 @@ class Explorer:
         return VIEWS if self.before else VIEWS[:-1]
 
     @property
-    def oom(self) -> Oom | None:
+    def oom(self) -> snapshot_views.Oom | None:
         """The out-of-memory error of the device in view, if its trace has one."""
         if self._number not in self._oom:
-            self._oom[self._number] = find_oom(self.replay)
+            self._oom[self._number] = snapshot_views.find_oom(self.replay)
         return self._oom[self._number]
 
     def _begin(self) -> None:
@@ -221,26 +193,26 @@ class Explorer:
         self.opened[path] = not shown
         self.version += 1
 
-    def between(self) -> Between | None:
+    def between(self) -> snapshot_views.Between | None:
         """Compare the mark with the cursor; None without a mark."""
-        return None if self.mark is None else between(self.replay, self.mark, self.cursor)
+        return None if self.mark is None else snapshot_views.between(self.replay, self.mark, self.cursor)
 
-    def difference(self) -> list[Change]:
+    def difference(self) -> list[snapshot_views.Change]:
         """Compare the end of the first file with the cursor of the second, on the device in view."""
         old = next((replay for replay in self.before if replay.device == self.replay.device), None)
         if old is None:
             return []
         key = (self._number, self.cursor)
         if key not in self._difference:
-            self._difference = {key: difference(old, old.last, self.replay, self.cursor)}
+            self._difference = {key: snapshot_views.difference(old, old.last, self.replay, self.cursor)}
         return self._difference[key]
 
-    def tree(self) -> Node:
+    def tree(self) -> snapshot_layout.Node:
         """Return the tree of stacks at the cursor, with bytes."""
         tree = self._trees.get(self.fold)
         if tree is None or tree.snapshot is not self.replay.snapshot:
-            tree = self._trees[self.fold] = StackTree(self.replay.snapshot, self.fold)
-        return tree.weigh(live_stacks(self.replay, self.cursor), self.find)
+            tree = self._trees[self.fold] = snapshot_layout.StackTree(self.replay.snapshot, self.fold)
+        return tree.weigh(snapshot_views.live_stacks(self.replay, self.cursor), self.find)
 
     def entry_words(self) -> str:
         """Return the entry at the cursor in words: ``alloc 4.64 GiB``."""
@@ -296,7 +268,7 @@ class Row(NamedTuple):
     shown: bool = False
     tone: str = "text"
     signed: bool = False
-    piece: Piece | None = None
+    piece: snapshot_layout.Piece | None = None
     head: bool = False
 
 
@@ -327,7 +299,7 @@ def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
     if explorer.view == "stacks":
         return _stacks(explorer)
     if explorer.view == "segments":
-        pieces = layout_at(explorer.replay, explorer.cursor)
+        pieces = snapshot_layout.layout_at(explorer.replay, explorer.cursor)
         return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
     if explorer.view == "between":
         return _between(explorer)
@@ -336,9 +308,9 @@ def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
 
 
 class _Branch(NamedTuple):
-    node: Node
+    node: snapshot_layout.Node
     depth: int
-    path: tuple[Key, ...]
+    path: tuple[snapshot_layout.Key, ...]
     shown: bool
 
 
@@ -350,11 +322,13 @@ def _stacks(explorer: Explorer) -> Sequence[Row]:
     total = max(1, root.bytes)
     branches: list[_Branch | Row] = list(_branches(explorer, root, (), 0, total))
     if without.bytes:
-        branches.append(Row(NO_STACK, without.bytes, without.blocks, without.bytes / total, tone="dim"))
+        branches.append(Row(snapshot_views.NO_STACK, without.bytes, without.blocks, without.bytes / total, tone="dim"))
     return Rows(branches, lambda part: part if isinstance(part, Row) else _branch_row(part, total))
 
 
-def _branches(explorer: Explorer, node: Node, path: tuple[Key, ...], depth: int, total: int) -> Iterator[_Branch]:
+def _branches(
+    explorer: Explorer, node: snapshot_layout.Node, path: tuple[snapshot_layout.Key, ...], depth: int, total: int
+) -> Iterator[_Branch]:
     # During a search, all matches are open, except for branches with very little memory.
     open_from = total * (_OPEN_FOUND_FROM if explorer.find else _OPEN_FROM)
     for child in node.ordered():
@@ -370,7 +344,7 @@ def _branch_row(branch: _Branch, total: int) -> Row:
     library = bool(library_of(node.of.tree.snapshot.frames[node.frames[-1]].filename))
     has_more = bool(node.children)
     return Row(
-        node_words(node), node.bytes, node.blocks, node.bytes / total, branch.depth, branch.path,
+        snapshot_layout.node_words(node), node.bytes, node.blocks, node.bytes / total, branch.depth, branch.path,
         has_more, branch.shown and has_more, "dim" if library else "text",
     )  # fmt: skip
 
@@ -379,19 +353,21 @@ def _blocks(explorer: Explorer) -> Iterator[Row]:
     replay = explorer.replay
     of = replay.allocations
     total = max(1, replay.at(replay.allocated, explorer.cursor))
-    for number in largest(replay, explorer.cursor, MOST_BLOCKS):
-        if explorer.find and not matches(replay.snapshot, of.stacks[number], explorer.find):
+    for number in snapshot_views.largest(replay, explorer.cursor, MOST_BLOCKS):
+        if explorer.find and not snapshot_layout.matches(replay.snapshot, of.stacks[number], explorer.find):
             continue
         since = f"since {of.begins[number]:,}" if of.begins[number] >= 0 else "from before"
         size = of.sizes[number]
         waste = size - of.requested[number]
         more = f"  rounding {gib(waste)}" if waste >= 2**16 else ""
-        yield Row(f"{since:<16} {place(replay.snapshot, of.stacks[number])}{more}", size, 1, size / total)
+        yield Row(
+            f"{since:<16} {snapshot_views.place(replay.snapshot, of.stacks[number])}{more}", size, 1, size / total
+        )
 
 
 class _Part(NamedTuple):
     stack: int
-    tally: Tally
+    tally: snapshot_layout.Tally
     sign: int
     whole: int
 
@@ -410,20 +386,20 @@ def _between(explorer: Explorer) -> Sequence[Row]:
         ("held before, freed in between", found.gone, -1),
         ("allocated and freed again in between", found.came_and_went, 1),
     ):
-        whole = total(part)
+        whole = snapshot_views.total(part)
         rows.append(Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True))
-        for stack, one in list(by_size(part).items())[:MOST_BLOCKS]:
-            if not explorer.find or matches(replay.snapshot, stack, explorer.find):
+        for stack, one in list(snapshot_views.by_size(part).items())[:MOST_BLOCKS]:
+            if not explorer.find or snapshot_layout.matches(replay.snapshot, stack, explorer.find):
                 rows.append(_Part(stack, one, sign, max(1, whole.bytes)))
     return Rows(rows, lambda row: row if isinstance(row, Row) else _part_row(replay, row))
 
 
 def _part_row(replay: Replay, part: _Part) -> Row:
-    words, one = place(replay.snapshot, part.stack), part.tally
+    words, one = snapshot_views.place(replay.snapshot, part.stack), part.tally
     return Row(words, part.sign * one.bytes, one.blocks, one.bytes / part.whole, 1, signed=True)
 
 
-def _segment_row(piece: Piece) -> Row:
+def _segment_row(piece: snapshot_layout.Piece) -> Row:
     kind = "small" if piece.small else "large"
     words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
     stream = f"stream {piece.stream:#x}" if piece.stream else ""
@@ -447,9 +423,11 @@ def _difference(explorer: Explorer) -> Iterator[Row]:
     for one in explorer.difference():
         if find and not any(find in frame.name.lower() or find in frame.filename.lower() for frame in one.frames):
             continue
-        inner = frame_words(one.frames[0]) if one.frames else NO_STACK
+        inner = snapshot_layout.frame_words(one.frames[0]) if one.frames else snapshot_views.NO_STACK
         own = next((frame for frame in one.frames if not library_of(frame.filename)), None)
-        words = f"{inner}  (from {frame_words(own)})" if own is not None and own != one.frames[0] else inner
+        words = (
+            f"{inner}  (from {snapshot_layout.frame_words(own)})" if own is not None and own != one.frames[0] else inner
+        )
         yield Row(words, one.bytes, one.blocks, 0.0, 1, signed=True)
 
 
@@ -459,9 +437,17 @@ def _report(explorer: Explorer, width: int) -> Iterator[Row]:
     if oom is not None:
         yield Row(f"out of memory at entry {oom.entry:,}", head=True, tone="error")
         yield from _wrapped([oom.verdict], width)
-        yield from (Row(frame_words(frame), depth=2, tone="dim") for frame in replay.snapshot.frames_of(oom.stack))
+        yield from (
+            Row(snapshot_layout.frame_words(frame), depth=2, tone="dim")
+            for frame in replay.snapshot.frames_of(oom.stack)
+        )
     yield Row("fragmentation at the cursor", head=True)
-    yield from _wrapped(fragmentation_words(fragmentation(layout_at(replay, explorer.cursor))), width)
+    yield from _wrapped(
+        snapshot_layout.fragmentation_words(
+            snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, explorer.cursor))
+        ),
+        width,
+    )
     yield Row("how sure the figures are", head=True)
     of = replay.allocations
     sure = [

@@ -33,10 +33,8 @@ class TableRow(NamedTuple):
     """One configuration as a line of the table."""
 
     cells: list[str]
-    verdict: str
-    """The row's verdict, ``running``, or ``planned``."""
-    text: str
-    """Text instead of the figures, for failed and planned configurations."""
+    verdict: str  # the row's verdict, `running`, or `planned`
+    text: str  # text instead of the figures, for failed and planned configurations
 
 
 class Dots(NamedTuple):
@@ -44,8 +42,7 @@ class Dots(NamedTuple):
 
     axis: str
     measured: list[tuple[int, float]]
-    predicted: list[list[tuple[int, float]]]
-    """A curve for each combination of the other axes."""
+    predicted: list[list[tuple[int, float]]]  # a curve for each combination of the other axes
     failed: list[int]
 
 

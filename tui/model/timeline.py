@@ -13,12 +13,8 @@ from math import floor
 from ...protocol.messages.control import Severity
 from .alerts import SEVERITIES
 
-EMPTY = -1
-"""A column, or a figure of it, without data."""
-
-KEEP = 512
-"""Minimum number of columns that a level keeps; at twice that number the oldest half is dropped."""
-
+EMPTY = -1  # a column, or a figure of it, without data
+KEEP = 512  # minimum number of columns that a level keeps; at twice that number the oldest half is dropped
 RATIO = 4
 
 
@@ -30,8 +26,7 @@ class Level:
     def __init__(self, span: int, first: int) -> None:
         self.span = span
         self.first = first
-        self.figures: tuple[list[int], list[int], list[int]] = ([], [], [])
-        """Allocated, reserved and resident bytes."""
+        self.figures: tuple[list[int], list[int], list[int]] = ([], [], [])  # Allocated, reserved and resident bytes
 
     def __len__(self) -> int:
         return len(self.figures[0])
@@ -104,13 +99,11 @@ class Mark:
 class Columns:
     """A part of a timeline, oldest column first, with lists of equal length; bytes, or ``EMPTY`` (-1) for no data."""
 
-    start: float
-    """Seconds since the epoch at which the first column begins."""
+    start: float  # seconds since the epoch at which the first column begins
     span: int
     allocated: list[int]
     reserved: list[int]
-    resident: list[int]
-    """Resident set size; ``EMPTY`` throughout on CUDA."""
+    resident: list[int]  # resident set size; `EMPTY` throughout on CUDA
     marks: list[Mark | None]
 
 
@@ -122,8 +115,7 @@ class Timeline:
     def __init__(self) -> None:
         self._fine = Level(1, 0)
         self._levels = [self._fine]
-        self._dirty: int | None = None
-        """Oldest column of the finest level that is not merged into coarser levels yet."""
+        self._dirty: int | None = None  # oldest column of the finest level that is not merged into coarser levels yet
         self.marks: list[Mark] = []
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)

@@ -29,12 +29,9 @@ class HistoryPoint:
     """One bucket, ready to draw. None: unknown."""
 
     first_step: int
-    step: int
-    """The last step of the bucket; equal to the first if the bucket has one step."""
-    t: float
-    """Time at which the hub received the last step, seconds since the epoch."""
-    tokens: float
-    """Tokens of all ranks from the beginning of the job to this bucket's end."""
+    step: int  # the last step of the bucket; equal to the first if the bucket has one step
+    t: float  # time at which the hub received the last step, seconds since the epoch
+    tokens: float  # tokens of all ranks from the beginning of the job to this bucket's end
     loss: float | None = None
     low_loss: float | None = None
     high_loss: float | None = None
@@ -43,8 +40,7 @@ class HistoryPoint:
     max_grad_norm: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    data_share: float | None = None
-    """Share of the step in which a rank waits for data."""
+    data_share: float | None = None  # share of the step in which a rank waits for data
     step_seconds: float | None = None
 
     @property
@@ -118,14 +114,12 @@ class TrainingHistory:
     """All figures of a job over its steps, from any number of ranks."""
 
     def __init__(self) -> None:
-        self.per = 1
-        """Steps per bucket."""
+        self.per = 1  # steps per bucket
         self.version = 0
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
-        self._mean = (-1, (0.0, 0.0, 0.0))
-        """The version for which ``mean_step`` was computed, and its value."""
+        self._mean = (-1, (0.0, 0.0, 0.0))  # the version for which `mean_step` was computed, and its value
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -227,11 +221,9 @@ class Training:
 
     def __init__(self) -> None:
         self.course = TrainingHistory()
-        self.evaluations: list[Evaluation] = []
-        """Sorted by step; one per step and name."""
+        self.evaluations: list[Evaluation] = []  # sorted by step; one per step and name
         self.checkpoints: list[Checkpoint] = []
-        self.activity: Activity | None = None
-        """The run's current activity besides steps; None if unknown."""
+        self.activity: Activity | None = None  # the run's current activity besides steps; None if unknown
         self.early_stop: EarlyStop | None = None
         self.begun: list[Activity] = []
         self.version = 0
@@ -375,10 +367,7 @@ SMOOTHINGS: tuple[int | None, ...] = (None, 10, 30, 100, 300, 1)
 
 _FIFTIETH = 50
 _MOST_SMOOTHED = 1000
-
-FEWEST_STEPS = 8
-"""Steps of the narrowest window."""
-
+FEWEST_STEPS = 8  # steps of the narrowest window
 FIGURES = ("lr", "grad_norm", "tokens_per_second", "mfu", "data_share")
 """Attributes of a ``HistoryPoint`` that the second pane may show, in order."""
 
@@ -400,12 +389,9 @@ class ChartView:
         self.axis: Axis = "steps"
         self.figure = 0
         self.smoothing: int | None = None
-        self.span: int | None = None
-        """Steps in view; None: all."""
-        self.end: int | None = None
-        """The last step in view; None: the newest, as the run continues."""
-        self.cursor: int | None = None
-        """The step whose figures are shown; None: the newest."""
+        self.span: int | None = None  # steps in view; None: all
+        self.end: int | None = None  # the last step in view; None: the newest, as the run continues
+        self.cursor: int | None = None  # the step whose figures are shown; None: the newest
         self.version = 0
 
     def visible(self, moments: Sequence[HistoryPoint]) -> Sequence[HistoryPoint]:

@@ -21,9 +21,7 @@ REASONS = {
 }
 
 CPU_LABELS = {"other": "other, in the process"}
-
-UNTRACED = "untraced"
-"""The part ``unattributed`` on a CPU, where it is the usual case instead of a gap in a trace."""
+UNTRACED = "untraced"  # the part `unattributed` on a CPU, where it is the usual case instead of a gap in a trace
 
 UNTRACED_WORDS = (
     "Not attributed: on the CPU the allocator is glibc's malloc, whose allocations are not traced. This is code and "
@@ -38,8 +36,7 @@ class Part:
     name: str
     label: str
     bytes: int
-    begin: int
-    """Start of its bar: the sum of the rows above."""
+    begin: int  # start of its bar: the sum of the rows above
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +48,18 @@ class Waterfall:
     phase: str
     measure: MemoryMeasure
     peak: int
-    parts: tuple[Part, ...]
-    """Parts of allocated memory (CPU: resident memory); they add up to ``peak``."""
-    standing: tuple[tuple[str, int], ...]
-    """Every phase of the step with its peak, the highest first."""
-    unused: int | None = None
-    """Reserved by the allocator and not allocated at the peak; None on a CPU."""
+    parts: tuple[Part, ...]  # parts of allocated memory (CPU: resident memory); they add up to `peak`
+    standing: tuple[tuple[str, int], ...]  # every phase of the step with its peak, the highest first
+    unused: int | None = None  # reserved by the allocator and not allocated at the peak; None on a CPU
     context: int | None = None
     """CUDA context, NCCL and other memory of the process outside PyTorch; None if NVML has no figure."""
     others: int | None = None
-    unexplained: int | None = None
-    """Used memory according to NVML that belongs to none of the other parts."""
-    used: int | None = None
-    """Used memory of the device in NVML's last sample."""
-    since: int = 0
-    """Growth of reserved memory from the peak to that sample."""
+    unexplained: int | None = None  # used memory according to NVML that belongs to none of the other parts
+    used: int | None = None  # used memory of the device in NVML's last sample
+    since: int = 0  # growth of reserved memory from the peak to that sample
     total: int = 0
-    ended: bool = False
-    """Whether the rank has ended, so that its device's current use is unrelated to the peak."""
-    taken_apart: bool = True
-    """Whether the parts are known; otherwise only the peak itself is."""
+    ended: bool = False  # whether the rank has ended, so that its device's current use is unrelated to the peak
+    taken_apart: bool = True  # whether the parts are known; otherwise only the peak itself is
 
     @property
     def next(self) -> tuple[str, int] | None:

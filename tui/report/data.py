@@ -51,8 +51,7 @@ class Chart(msgspec.Struct, frozen=True):
     x_name: str
     unit: str
     curves: list[Curve]
-    marks: list[tuple[float, str]] = []
-    """Positions on the horizontal axis with text: crossovers, ``OUT_OF_MEMORY``."""
+    marks: list[tuple[float, str]] = []  # positions on the horizontal axis with text: crossovers, `OUT_OF_MEMORY`
     notes: list[str] = []
 
 
@@ -73,8 +72,7 @@ class Report(msgspec.Struct, frozen=True):
     sections: list[Section]
 
 
-MOST_STEPS = 4096
-"""Maximum number of compared steps of a rank: the last ones."""
+MOST_STEPS = 4096  # maximum number of compared steps of a rank: the last ones
 CSV_SUFFIXES = (".csv", ".tsv")
 
 
@@ -84,8 +82,7 @@ class Loaded(msgspec.Struct):
     name: str
     of_sweep: bool
     sides: dict[str, Side]
-    steps: StepRange | None = None
-    """The steps of a run that its figures are of."""
+    steps: StepRange | None = None  # the steps of a run that its figures are of
 
 
 def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
@@ -222,8 +219,7 @@ class RunData(msgspec.Struct):
 
     name: str
     facts: list[tuple[str, str]]
-    series: dict[int, list[StepPoint]]
-    """Steps by rank, pooled if there are many."""
+    series: dict[int, list[StepPoint]]  # steps by rank, pooled if there are many
     ranks: list[RankRow]
     seconds: float
 

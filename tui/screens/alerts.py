@@ -52,8 +52,7 @@ class AlertDetail(Canvas):
 
     alert: Alert | None = None
     top = 0
-    unfolded = False
-    """Whether to show all stacks of a spike's cause, with all frames."""
+    unfolded = False  # whether to show all stacks of a spike's cause, with all frames
 
     def key(self) -> object:
         return self.alert, self.top, self.unfolded, id(self._cause())

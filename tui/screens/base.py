@@ -17,9 +17,7 @@ from .dialogs import Dialog
 from .kill import suggested
 
 SMALLEST = (60, 16)
-
-TALL = 30
-"""Minimum rows with room for more alerts."""
+TALL = 30  # minimum rows with room for more alerts
 
 
 def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: str | None = None) -> Binding:
@@ -95,8 +93,7 @@ class MonitorScreen(Screen[Any]):
     WHAT = ""
     inherits_keys = True
     """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
-    HIDDEN: ClassVar[frozenset[str]] = frozenset()
-    """Actions of the app that do not apply to this screen."""
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()  # actions of the app that do not apply to this screen
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 

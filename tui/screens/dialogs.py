@@ -42,7 +42,6 @@ class Dialog(ModalScreen[Any]):
 
     @property
     def theme(self) -> Theme:
-        """The current palette and glyphs."""
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
@@ -56,7 +55,6 @@ class Dialog(ModalScreen[Any]):
 
     @property
     def inner_width(self) -> int:
-        """Cells of a line inside the frame."""
         return min(self.WIDTH, self.app.size.width - 2) - 4
 
     def fit(self) -> None:
@@ -96,8 +94,7 @@ class CommandDialog(Dialog):
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
     ]
     yes = False
-    sent = ""
-    """The command's id; empty until it is sent."""
+    sent = ""  # the command's id; empty until it is sent
 
     def command(self) -> Verb | None:
         """Return the command to send for yes; None if it is not possible yet, after showing the reason."""
@@ -194,8 +191,7 @@ class CommandStatus:
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
-        self._open: set[str] = set()
-        """Commands without a final answer, by id."""
+        self._open: set[str] = set()  # commands without a final answer, by id
 
     def ask(self, verb: Verb, words: str) -> None:
         """Send a command; ``words`` is the text to show once it is accepted."""
@@ -209,7 +205,6 @@ class CommandStatus:
 
     @property
     def waiting(self) -> bool:
-        """Whether a command has no final answer yet."""
         return bool(self._open)
 
     def tick(self) -> None:

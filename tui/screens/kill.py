@@ -18,8 +18,7 @@ from .dialogs import CommandDialog, answer_lines, button_line
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
 
-_NAMED = 6
-"""Maximum number of ranks named one by one; more are counted."""
+_NAMED = 6  # maximum number of ranks named one by one; more are counted
 
 
 @dataclass
@@ -81,7 +80,6 @@ class Targets:
             self.marked ^= {self.ranks[row - 1]}
 
     def remember(self, model: RunModel) -> None:
-        """Record the device memory of the targets."""
         for number in self.chosen or self.ranks:
             rank = model.ranks.get(number)
             if rank is not None:
@@ -225,9 +223,7 @@ def _consequence(targets: Targets, model: RunModel) -> str:
     return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
 
 
-SIGNALS = ("", "INT", "TERM", "KILL")
-"""Signals to choose from; empty escalates: INT, then TERM, then KILL."""
-
+SIGNALS = ("", "INT", "TERM", "KILL")  # signals to choose from; empty escalates: INT, then TERM, then KILL
 _LISTED = 6
 
 
@@ -261,7 +257,6 @@ class KillDialog(CommandDialog):
 
     @property
     def buttons(self) -> int:
-        """The cursor's position on the buttons."""
         return len(self.targets.ranks) + 2
 
     def command(self) -> Kill | None:

@@ -11,38 +11,22 @@ from ...protocol.messages import control
 from ..model.oom import spike_alert, verdict_of
 from ..model.rank import RankModel
 from ..model.waterfall import Waterfall, next_phase, rank_bars
+from ..widgets import memory
 from ..widgets.base import Canvas
 from ..widgets.drawing import Line, wrap
-from ..widgets.memory import (
-    MemoryChoice,
-    body_lines,
-    cause_of,
-    course_lines,
-    fall_of,
-    free_line,
-    head_lines,
-    memory_title_line,
-    peak_bars,
-    phase_lines,
-    rank_lines,
-    retry_line,
-    title_line,
-    unused_lines,
-)
 from ..widgets.plots import Chart, Series, chart_lines
 from ..widgets.ranks import name
 from ..widgets.state import AppState, rank_view
 from .base import TALL, SelectedRankScreen, key
 from .dialogs import CommandStatus
 
-_CHART_LINES = 14
-"""Minimum remaining rows for the chart of peaks over steps."""
+_CHART_LINES = 14  # minimum remaining rows for the chart of peaks over steps
 
 
 class MemoryCanvas(Canvas):
     """The screen between summary and keys."""
 
-    choice = MemoryChoice()
+    choice = memory.MemoryChoice()
     bars = False
     top = 0
 
@@ -61,18 +45,18 @@ class MemoryCanvas(Canvas):
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
         view = rank_view(self.app_state.model, rank, with_host=True)
-        lines = [memory_title_line(rank, name(view, theme), width, theme)]
+        lines = [memory.memory_title_line(rank, name(view, theme), width, theme)]
         if self.bars:
             return [*lines, *self._bars(width, height - 1)]
-        fall = fall_of(rank, self.choice, self.app_state.model.device_of(rank))
+        fall = memory.fall_of(rank, self.choice, self.app_state.model.device_of(rank))
         if fall is None:
             text = "no step is finished yet: the first one gives its peaks by phase"
             return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
-        lines += head_lines(rank, fall, self.choice, width, theme)
-        cause = cause_of(rank, fall.phase)
+        lines += memory.head_lines(rank, fall, self.choice, width, theme)
+        cause = memory.cause_of(rank, fall.phase)
         alert = spike_alert(self.app_state.model.alerts, rank.rank, cause.phase) if cause is not None else None
         prediction = self.app_state.model.prediction
-        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, theme, prediction)
+        body = memory.body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, theme, prediction)
         room = height - len(lines)
         if len(body) > room:
             self.top = max(0, min(self.top, len(body) - room))
@@ -91,7 +75,7 @@ class MemoryCanvas(Canvas):
         if not bars:
             return [Line(" no step is finished yet", self.theme.style("dim"))]
         capacity = min((rank.capacity_bytes for rank in ranks if rank.capacity_bytes), default=0)
-        return peak_bars(bars, self.choice.phase, self.app_state.selected, capacity, width, height, self.theme)
+        return memory.peak_bars(bars, self.choice.phase, self.app_state.selected, capacity, width, height, self.theme)
 
     def _why(self) -> str:
         source = self.app_state.source
@@ -159,7 +143,7 @@ class MemoryScreen(SelectedRankScreen):
     def __init__(self, app_state: AppState, phase: str = "") -> None:
         super().__init__(app_state)
         self._canvas = MemoryCanvas(app_state, name="body")
-        self._canvas.choice = MemoryChoice(phase=phase)
+        self._canvas.choice = memory.MemoryChoice(phase=phase)
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
@@ -176,7 +160,7 @@ class MemoryScreen(SelectedRankScreen):
 
     def _fall(self) -> Waterfall | None:
         rank = self.app_state.rank
-        return fall_of(rank, self._canvas.choice, None) if rank is not None else None
+        return memory.fall_of(rank, self._canvas.choice, None) if rank is not None else None
 
     @property
     def phase(self) -> str:
@@ -229,8 +213,7 @@ class MemoryScreen(SelectedRankScreen):
         self._asking.ask(control.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")
 
 
-_HIGH = 46
-"""Minimum rows for graphs of five rows."""
+_HIGH = 46  # minimum rows for graphs of five rows
 
 
 class EventsCanvas(Canvas):
@@ -248,19 +231,19 @@ class EventsCanvas(Canvas):
         if rank is None:
             return [Line(" no rank yet", theme.style("dim"))]
         view = rank_view(model, rank, with_host=True)
-        lines = [title_line(rank, name(view, theme), width, theme)]
+        lines = [memory.title_line(rank, name(view, theme), width, theme)]
         if rank.on_cpu:
             text = "On a CPU there is no caching allocator to watch: m shows the resident set by phase."
             return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
         if rank.allocator.last is None:
             lines += [Line(f" {row}", theme.style("dim")) for row in wrap(self._empty(), width - 2)]
         high = 5 if height >= _HIGH else 2 if height >= TALL else 1
-        lines += phase_lines(rank, width, theme)
-        lines += course_lines(rank, width, high, theme)
-        lines += unused_lines(rank, width, high, theme)
-        lines += [free] if (free := free_line(rank, width, theme)) is not None else []
-        lines.append(retry_line(rank, width, theme))
-        return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), theme)]
+        lines += memory.phase_lines(rank, width, theme)
+        lines += memory.course_lines(rank, width, high, theme)
+        lines += memory.unused_lines(rank, width, high, theme)
+        lines += [free] if (free := memory.free_line(rank, width, theme)) is not None else []
+        lines.append(memory.retry_line(rank, width, theme))
+        return [*lines, *memory.rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), theme)]
 
     def _empty(self) -> str:
         source = self.app_state.source

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
@@ -88,7 +88,6 @@ class ReleaseDialog(CommandDialog):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that would be released."""
         if not self.all_of_them:
             return [self.case.oom.rank]
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
@@ -133,17 +132,8 @@ _MOST_BYTES = 1 << 20
 _OWN = ("train", "demo")
 
 
-class JobOfRun(NamedTuple):
-    """The job to predict."""
-
-    config: str
-    words: list[str]
-    environment: dict[str, str]
-    cwd: Path | None
-
-
-def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
-    """Return the job to predict, as it was at the error; or in one line why there is none."""
+def begin(app_state: AppState, case: OomCase) -> DryRuns | str:
+    """Start the dry runs of an error's job, as it was then; or return in one line why they cannot start."""
     model, oom = app_state.model, case.oom
     folder = app_state.source.folder if app_state.source is not None else None
     if model.info.kind and model.info.kind not in _OWN:
@@ -165,16 +155,9 @@ def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
     if length := length_of(oom):
         words.append(f"--sequence-length={length}")
     settings = "expandable_segments:True" if oom.expandable else ""
-    return JobOfRun(config, words, {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": ""}, _cwd(folder))
-
-
-def begin(app_state: AppState, case: OomCase) -> DryRuns | str:
-    """Start the dry runs of an error's job; return the reason in one line if they cannot start."""
-    job = job_of(app_state, case)
-    if isinstance(job, str):
-        return job
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": ""}
     try:
-        return DryRuns(job.config, job.words, job.environment, job.cwd)
+        return DryRuns(config, words, environment, _cwd(folder))
     except OSError as error:
         return f"the dry runs cannot be started: {error.strerror}"
 

@@ -24,8 +24,7 @@ class StackList(Listing):
 
     empty = "no stacks yet"
     waiting = False
-    unfolded: frozenset[int] = frozenset()
-    """Ranks whose group is shown with all threads."""
+    unfolded: frozenset[int] = frozenset()  # ranks whose group is shown with all threads
     _made: tuple[object, list[Row]] = (None, [])
 
     def key(self) -> object:

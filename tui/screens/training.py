@@ -14,8 +14,7 @@ from ..widgets.state import AppState
 from ..widgets.training import GUTTER, training_lines
 from .base import MonitorScreen, key
 
-RESTS = 8.0
-"""New steps are drawn only after this multiple of the last drawing's duration."""
+RESTS = 8.0  # new steps are drawn only after this multiple of the last drawing's duration
 
 
 class TrainingCanvas(Canvas):
@@ -24,8 +23,7 @@ class TrainingCanvas(Canvas):
     def __init__(self, app_state: AppState, view: ChartView, name: str) -> None:
         super().__init__(app_state, name=name)
         self.view = view
-        self._shown: tuple[int, int] = (0, 0)
-        """The drawn model and version of its training figures."""
+        self._shown: tuple[int, int] = (0, 0)  # the drawn model and version of its training figures
         self._drawn = 0.0
         self._cost = 0.0
 

@@ -13,11 +13,6 @@ from typing import Literal, Protocol
 from ...protocol.messages.control import Accepted, AlertKind, Result, Severity, Verb
 from ..model.run import RunModel
 
-# Play, pause, speed and seek: the controls of a recording and of the past of a live run.
-#
-# A transport has the figures to draw and turns keys into requests, which ``Playback`` executes in its own thread.
-
-
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Mode = Literal["live", "rewound", "replay"]
@@ -54,7 +49,11 @@ class AlertMark:
 
 
 class Transport:
-    """The controls' figures and keys. Figures are written by ``pump``, on the terminal's thread."""
+    """The controls of a recording and of the past of a live run: play, pause, speed and seek.
+
+    It has the figures to draw, which ``pump`` writes on the terminal's thread, and turns keys into requests, which
+    ``Playback`` executes in its own thread.
+    """
 
     def __init__(self, mode: Mode, request: Callable[[Request], None]) -> None:
         self.mode: Mode = mode
@@ -63,10 +62,8 @@ class Transport:
         self.speed = 1.0
         self.position = 0.0
         self.first = 0.0
-        self.last = 0.0
-        """The last time; grows while live."""
-        self.marks: list[AlertMark] = []
-        """All alerts of the recording, by time (of a live run: up to now)."""
+        self.last = 0.0  # the last time; grows while live
+        self.marks: list[AlertMark] = []  # all alerts of the recording, by time (of a live run: up to now)
         self.message = ""
         """Reason why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
         self.seeking = False
@@ -150,8 +147,7 @@ class Connection:
     state: ConnectionState
     text: str = ""
     since: float = 0.0
-    lost: int = 0
-    """Number of frames missed here that are not in the recording either (heartbeats never are)."""
+    lost: int = 0  # number of frames missed here that are not in the recording either (heartbeats never are)
 
 
 @dataclass(slots=True)
@@ -173,12 +169,9 @@ class CommandRecord:
 class Source(Protocol):
     """A live or replayed run; the screens do not distinguish them."""
 
-    transport: Transport
-    """Play, pause, seek; the scrubber's figures."""
-    commands: dict[str, CommandRecord]
-    """Commands sent from here, by id, oldest first."""
-    folder: Path | None
-    """The run's directory if it is on this host, so that its files can be opened; else None."""
+    transport: Transport  # Play, pause, seek; the scrubber's figures
+    commands: dict[str, CommandRecord]  # commands sent from here, by id, oldest first
+    folder: Path | None  # the run's directory if it is on this host, so that its files can be opened; else None
 
     @property
     def model(self) -> RunModel:

@@ -25,23 +25,10 @@ from .load import TAIL_FRAMES, Endpoint, History, Hub, Overview, adopt, load, re
 from .replay import Playback, marks
 from .ssh import RemoteReader
 
-# Receives a live run's frames in a thread: subscribes, fetches missing frames, and reconnects to a new hub.
-#
-# Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
-# before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in
-# the numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
-
-
 _CHECK_S = 0.5
-
-_SILENCE_S = 15.0
-"""Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
-
+_SILENCE_S = 15.0  # seconds of silence after which a hub counts as gone, if its process cannot be checked
 _FETCH = 2000
-
-_MAX_FETCHED = 40_000
-"""A gap of more frames is not fetched: the state is reloaded."""
-
+_MAX_FETCHED = 40_000  # a gap of more frames is not fetched: the state is reloaded
 _GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500
 _MOST_WAITING = 40
@@ -63,7 +50,12 @@ class Arrival:
 
 
 class Feed(threading.Thread):
-    """Receives a live run's frames into ``arrivals``."""
+    """Receives a live run's frames into ``arrivals``: subscribes, fetches missing frames, reconnects to a new hub.
+
+    Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
+    before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in
+    the numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
+    """
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
         super().__init__(name="feed", daemon=True)
@@ -80,10 +72,8 @@ class Feed(threading.Thread):
         self._joined = False
         self._reported: tuple[ConnectionState, str, int] | None = None
         self._lost = 0
-        self._unrecorded = False
-        """Whether the hub last reported that it could not record."""
-        self._pooled = False
-        """Whether only a part of the stream was loaded, so that older history must be read pooled."""
+        self._unrecorded = False  # whether the hub last reported that it could not record
+        self._pooled = False  # whether only a part of the stream was loaded, so that older history must be read pooled
 
     def close(self) -> None:
         """End the thread; safe to call twice."""
@@ -334,8 +324,7 @@ class Feed(threading.Thread):
             self._refuse_commands()
 
 
-ANSWER_S = 10.0
-"""Seconds after which a command that the hub has not accepted counts as failed."""
+ANSWER_S = 10.0  # seconds after which a command that the hub has not accepted counts as failed
 
 
 class LiveSource:

@@ -51,22 +51,16 @@ class History(Protocol):
 
 
 MAX_COLUMNS = 512
-MAX_CELLS = 40_000
-"""Maximum number of columns of all ranks together; with many ranks each has fewer."""
-
+MAX_CELLS = 40_000  # maximum number of columns of all ranks together; with many ranks each has fewer
 MAX_SAMPLES = 3_000
 FEWEST_SAMPLES = 8
 """Sampled steps: the maximum of all ranks together, and the minimum per rank, below which none are read."""
 
 SERIES_POINTS = 512
 FEWEST_RANKS = 4
-JOBS_READ = 16
-"""Maximum number of jobs whose curves are read, and the minimum number of ranks per job."""
-
+JOBS_READ = 16  # maximum number of jobs whose curves are read, and the minimum number of ranks per job
 COURSE_POINTS = 2048
-COURSE_RANKS = 4
-"""Number of training points read, and of ranks: the other ranks are assumed to be similar."""
-
+COURSE_RANKS = 4  # number of training points read, and of ranks: the other ranks are assumed to be similar
 RESULTS_READ = 1000
 """Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
 
@@ -91,18 +85,15 @@ class Overview:
 
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
-        self.span = 1
-        """Seconds per column: a power of four, as in a timeline."""
+        self.span = 1  # seconds per column: a power of four, as in a timeline
         while (floor(end / self.span) - floor(begin / self.span) + 1) > columns:
             self.span *= RATIO
         self.first = floor(begin / self.span)
         self.columns = floor(end / self.span) - self.first + 1
         self.end = end
         self.memory: dict[int, Level] = {}
-        self.curves: dict[int, Curves] = {}
-        """By job; a run without jobs has one part, under 0."""
-        self.marks: dict[int, list[PeakMark]] = {}
-        """By rank: the steps in which a phase reached a new peak."""
+        self.curves: dict[int, Curves] = {}  # by job; a run without jobs has one part, under 0
+        self.marks: dict[int, list[PeakMark]] = {}  # by rank: the steps in which a phase reached a new peak
         self.events: dict[int, list[AllocatorEvents]] = {}
 
 
@@ -213,12 +204,9 @@ TAIL_FRAMES = 1200
 """Maximum number of frames before the requested time that are folded individually, for recent steps and memory."""
 
 QUICK_TAIL = 400
-QUICK_TAIL_A_RANK = 40
-"""The same for a quick seek, per rank (at least)."""
-
+QUICK_TAIL_A_RANK = 40  # the same for a quick seek, per rank (at least)
 LOG_LINES = 300
-FINE_SECONDS = 112
-"""Seconds before the requested time for which memory is read second by second."""
+FINE_SECONDS = 112  # seconds before the requested time for which memory is read second by second
 
 
 def describe(info: RecordingInfo) -> RunInfo:
@@ -486,7 +474,6 @@ class Endpoint:
 
     @property
     def local(self) -> bool:
-        """Whether the hub's process is on this host."""
         return self._run is not None
 
     @property

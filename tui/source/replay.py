@@ -21,12 +21,8 @@ from ..model.run import RunInfo, RunModel
 from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
 from .load import History, Overview, Superseded, adopt, describe, load, read_overview
 
-_LATEST_S = 60.0
-"""Maximum seconds between an alert's own time and its first message."""
-
-_FIRST_BATCH = 128
-"""Frames searched at first; most alerts are raised within a second."""
-
+_LATEST_S = 60.0  # maximum seconds between an alert's own time and its first message
+_FIRST_BATCH = 128  # frames searched at first; most alerts are raised within a second
 _BATCH = 2048
 
 
@@ -113,18 +109,10 @@ def _within(time_: float, first: float, last: float) -> float:
 
 
 TICK_S = 0.1
-
-MAX_FRAMES = 3000
-"""Playing over more frames at once becomes a seek, because the screen could not fold them in time."""
-
-SEEK_FRAMES = 1000
-"""A move over more frames becomes a seek, which is faster than reading and folding them."""
-
-_SETTLE_S = 0.4
-"""Seconds without a request after a seek before the recent steps that it omitted are loaded."""
-
-_MAX_WAITING = 4
-"""Maximum number of batches not yet folded by the screen; then playing waits."""
+MAX_FRAMES = 3000  # playing over more frames at once becomes a seek, because the screen could not fold them in time
+SEEK_FRAMES = 1000  # a move over more frames becomes a seek, which is faster than reading and folding them
+_SETTLE_S = 0.4  # seconds without a request after a seek before the recent steps that it omitted are loaded
+_MAX_WAITING = 4  # maximum number of batches not yet folded by the screen; then playing waits
 
 
 @dataclass(slots=True)
@@ -161,8 +149,7 @@ class Playback:
         model: RunModel | None = None,
     ) -> None:
         self.model = model or RunModel(info)
-        self.reached_live = False
-        """Whether a live run's past was played up to the live end."""
+        self.reached_live = False  # whether a live run's past was played up to the live end
         self.error = ""
         self._open = open_history
         self._info = info
@@ -170,8 +157,7 @@ class Playback:
         self._live_end = live_end
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._updates: deque[_Update] = deque()
-        self._showing: _Update | None = None
-        """An update whose frames are not all applied yet."""
+        self._showing: _Update | None = None  # an update whose frames are not all applied yet
         self._sent = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playback", daemon=True)
@@ -182,8 +168,7 @@ class Playback:
         self._last_seq = 0
         self._step = model.leading_step if model else 0
         self._loaded = False
-        self._quick = False
-        """Whether the shown state is from a quick seek, with few recent steps."""
+        self._quick = False  # whether the shown state is from a quick seek, with few recent steps
         self._first = self._last = 0.0
         self._overview: Overview | None = None
         self._new_overview: Overview | None = None
@@ -202,7 +187,6 @@ class Playback:
             self._thread.join(timeout=5)
 
     def request(self, request: Request) -> None:
-        """Queue a request for the thread."""
         self._sent += 1
         moves = request.kind not in ("faster", "pause") or not self._thread.is_alive()
         self._transport.seeking = self._transport.seeking or moves
@@ -471,11 +455,8 @@ def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert
 AT_ITS_END = "this run failed: its end is shown; N: alert before, space: play from the start"
 """Shown when a replay begins at a run's end."""
 
-_LOOKED_AT = 64
-"""Messages per read when searching for the first ranks' messages."""
-
-_TOGETHER_S = 1.0
-"""Ranks whose first messages are within this of each other started together."""
+_LOOKED_AT = 64  # messages per read when searching for the first ranks' messages
+_TOGETHER_S = 1.0  # ranks whose first messages are within this of each other started together
 
 
 def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:

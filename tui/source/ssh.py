@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import inspect
 import os
 import secrets
 import shlex
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import zmq
@@ -24,9 +25,9 @@ import zmq
 from ...protocol.errors import FtmonError, HubError, RecordingError
 from ...protocol.link.sockets import peer_socket
 from ...protocol.messages import wire
-from ...protocol.messages.control import Alert, Answer, Query
-from ...protocol.messages.wire import Frame
-from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, StepPoint, TrainingPoint, decode_answer
+from ...protocol.messages.control import Answer, Query
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import decode_answer
 from ...protocol.run import exits
 from ...protocol.text import sanitize
 from ..model.run import RunInfo
@@ -35,14 +36,11 @@ from .load import Endpoint, History, Hub
 APP_CHANNELS = ("stream", "control", "query")
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
-_FORWARD_SECONDS = 5.0
-"""Time limit of the hub's first byte through a forwarded socket."""
+_FORWARD_SECONDS = 5.0  # time limit of the hub's first byte through a forwarded socket
 _EXIT_SECONDS = 3.0
-_GREETING_LIMIT = 64 << 10
-"""Limit of a login shell's output before the relay's first line."""
+_GREETING_LIMIT = 64 << 10  # limit of a login shell's output before the relay's first line
 _ERRORS_LIMIT = 16 << 10
-_CHANNEL = "channel "
-"""Prefix of ssh's messages about a forwarded connection, which occur whenever the hub is gone."""
+_CHANNEL = "channel "  # prefix of ssh's messages about a forwarded connection, which occur whenever the hub is gone
 _ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 _OWN_MASTER = ("-o", "ControlPersist=no")
 """Overrides the user's configuration, which may keep connections open: this one must end with ftmon."""
@@ -61,8 +59,7 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
     created: float = 0.0
     host: str = ""
     read_only: bool = False
-    sockets: dict[str, str] = {}
-    """Path of the hub's socket by channel."""
+    sockets: dict[str, str] = {}  # path of the hub's socket by channel
 
 
 class SshError(FtmonError):
@@ -76,14 +73,10 @@ class SshError(FtmonError):
 class SshCommand(NamedTuple):
     """Words of an ssh command."""
 
-    program: list[str]
-    """OpenSSH's client and the user's options."""
-    target: list[str]
-    """Options and the host."""
-    relay: str
-    """The command on the other host, without the run."""
-    run: str = ""
-    """The run; empty: the newest one there."""
+    program: list[str]  # OpenSSH's client and the user's options
+    target: list[str]  # options and the host
+    relay: str  # the command on the other host, without the run
+    run: str = ""  # the run; empty: the newest one there
 
     def session(self, control: Path, unattended: bool) -> list[str]:
         """Return the words that connect; unless ``unattended``, ssh may ask for a password."""
@@ -142,7 +135,6 @@ class Session:
 
     @property
     def last_line(self) -> str:
-        """The last line of its error output."""
         return _last(line for line in _lines(self._errors) if not line.startswith(_CHANNEL))
 
     def close(self) -> None:
@@ -351,10 +343,23 @@ def _last(lines: Iterable[str]) -> str:
     return sanitize(found[-1], 300) if found else ""
 
 
-TIMEOUT_S = 10.0
-"""Time limit of an answer, seconds; a hub on a slow disk needs that long."""
-
+TIMEOUT_S = 10.0  # time limit of an answer, seconds; a hub on a slow disk needs that long
 _POLL_MS = 50
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _asked(method: Callable[Concatenate[Reader, _P], _T]) -> Callable[Concatenate["RemoteReader", _P], _T]:
+    """Return a method of the recording's reader as a query of its name with its arguments."""
+    signature = inspect.signature(method)
+
+    def ask(reader: "RemoteReader", *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        given = signature.bind(None, *args, **kwargs)
+        given.apply_defaults()
+        return reader._ask(method.__name__, **{name: each for name, each in given.arguments.items() if name != "self"})
+
+    return ask
 
 
 class RemoteReader:
@@ -377,46 +382,19 @@ class RemoteReader:
         self._socket: zmq.Socket[Any] | None = None
         self._asked = 0
 
-    def info(self) -> RecordingInfo:
-        return self._ask("info")
-
-    def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
-        return self._ask("frames", after_seq=after_seq, limit=limit, until_t=until_t)
-
-    def state_at(self, t: float) -> list[Frame]:
-        return self._ask("state_at", t=t)
-
-    def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
-        return self._ask("memory", t0=t0, t1=t1, columns=columns)
-
-    def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]:
-        return self._ask("series", rank=rank, t0=t0, t1=t1, limit=limit)
-
-    def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
-        return self._ask("training", rank=rank, t0=t0, t1=t1, limit=limit)
-
-    def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        return self._ask("alerts", t0=t0, t1=t1)
-
-    def logs(
-        self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
-    ) -> list[Frame]:
-        return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
-
-    def marks(self) -> list[PeakMark]:
-        return self._ask("marks")
-
-    def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
-        return self._ask("sampled", kind=kind, rank=rank, limit=limit)
-
-    def jobs(self) -> list[Frame]:
-        return self._ask("jobs")
-
-    def step_time(self, step: int) -> float | None:
-        return self._ask("step_time", step=step)
-
-    def seq_at(self, t: float) -> int:
-        return self._ask("seq_at", t=t)
+    info = _asked(Reader.info)
+    frames = _asked(Reader.frames)
+    state_at = _asked(Reader.state_at)
+    memory = _asked(Reader.memory)
+    series = _asked(Reader.series)
+    training = _asked(Reader.training)
+    alerts = _asked(Reader.alerts)
+    logs = _asked(Reader.logs)
+    marks = _asked(Reader.marks)
+    sampled = _asked(Reader.sampled)
+    jobs = _asked(Reader.jobs)
+    step_time = _asked(Reader.step_time)
+    seq_at = _asked(Reader.seq_at)
 
     def close(self) -> None:
         if self._socket is not None:

@@ -10,18 +10,8 @@ from ...protocol.messages.control import Alert
 from ...protocol.messages.memory import Cause
 from ...protocol.messages.telemetry import StackGroup
 from ...protocol.text import duration, sanitize
+from ..model import oom
 from ..model.alerts import LogEntry
-from ..model.oom import (
-    SpikeVerdict,
-    evidence_groups,
-    evidence_words,
-    frame_parts,
-    group_parts,
-    other_evidence,
-    shown_bytes,
-    verdict_of,
-    verdict_words,
-)
 from .drawing import UNICODE, Glyphs, Line, gib, spread, wrap
 from .header import time_of_day
 from .theme import Theme
@@ -30,22 +20,22 @@ SHORT_LIST = 3
 
 
 def cause_lines(
-    cause: Cause, verdict: SpikeVerdict | None, width: int, theme: Theme, unfolded: bool = False
+    cause: Cause, verdict: oom.SpikeVerdict | None, width: int, theme: Theme, unfolded: bool = False
 ) -> list[Line]:
     """Draw a cause: a head, the hub's verdict, the evidence, and its stacks.
 
     ``unfolded``: all stacks with all frames, instead of the first ones in short.
     """
     lines = [cause_head(cause, theme)]
-    for index, words in enumerate(verdict_words(verdict) if verdict is not None else []):
+    for index, words in enumerate(oom.verdict_words(verdict) if verdict is not None else []):
         style = theme.style("text" if index else "accent", bold=not index)
         lines += [Line("   " + row, style) for row in wrap(words, width - 4)]
-    lines += [Line("   " + row, theme.style("dim")) for row in wrap(evidence_words(cause), width - 4)]
+    lines += [Line("   " + row, theme.style("dim")) for row in wrap(oom.evidence_words(cause), width - 4)]
     if cause.note:
         lines += [Line("   " + row, theme.style("dim")) for row in wrap(cause.note, width - 4)]
     shown = cause.groups if unfolded else cause.groups[:SHORT_LIST]
     for group in shown:
-        lines.append(_group_line(group, shown_bytes(cause, group), width, theme))
+        lines.append(_group_line(group, oom.shown_bytes(cause, group), width, theme))
         if unfolded:
             lines += _frames(group, width, theme)
     rest = len(cause.groups) - len(shown)
@@ -68,7 +58,7 @@ def cause_head(cause: Cause, theme: Theme) -> Line:
 def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:
     line = Line(f"   {text.gib(size):>10} ", theme.base)
     line.add(f"{theme.glyphs.times}{group.count:<5,} ", theme.style("dim"))
-    innermost, own = group_parts(group)
+    innermost, own = oom.group_parts(group)
     line.add(theme.cut(innermost, width - line.width), theme.base if group.frames else theme.style("dim"))
     room = width - line.width - 4
     if own and room > 12:
@@ -80,14 +70,13 @@ def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:
 def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
     lines: list[Line] = []
     for frame in reversed(group.frames):
-        words, library = frame_parts(frame)
+        words, library = oom.frame_parts(frame)
         text = theme.cut(" " * 20 + words, width - 1)
         lines.append(Line(text, theme.style("dim" if library else "accent")))
     return lines
 
 
-_EPOCH = 1e9
-"""Smallest figure that is a time of day: seconds since 1970, in 2001."""
+_EPOCH = 1e9  # smallest figure that is a time of day: seconds since 1970, in 2001
 
 
 def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
@@ -146,7 +135,7 @@ def alert_detail(
     for paragraph in alert.text.splitlines():
         lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
     lines += _cause(alert, cause, width, theme, unfolded)
-    evidence = other_evidence(alert)
+    evidence = oom.other_evidence(alert)
     if evidence:
         lines += [Line(), Line("   evidence", theme.style("accent", bold=True))]
         lines += evidence_lines(evidence, width, theme)
@@ -154,13 +143,13 @@ def alert_detail(
 
 
 def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded: bool) -> list[Line]:
-    verdict, groups = verdict_of(alert), evidence_groups(alert)
+    verdict, groups = oom.verdict_of(alert), oom.evidence_groups(alert)
     if cause is not None:
         return [Line(), *cause_lines(cause, verdict, width, theme, unfolded)]
     if verdict is None and not groups:
         return []
     lines = [Line(), Line("   cause", theme.style("accent", bold=True))]
-    for words in verdict_words(verdict) if verdict is not None else []:
+    for words in oom.verdict_words(verdict) if verdict is not None else []:
         lines += [Line("   " + row, theme.base) for row in wrap(words, width - 5)]
     return [*lines, *(_group_line(group, group.bytes, width, theme) for group in groups)]
 

@@ -40,7 +40,6 @@ class Canvas(Widget, can_focus=False):
 
     @property
     def theme(self) -> Theme:
-        """The current palette and glyphs."""
         return self.app_state.theme
 
     def key(self) -> Any:
@@ -120,8 +119,7 @@ class Listing(Canvas):
 
     selected = 0
     top = 0
-    follow = False
-    """Keep the last item selected as items are added."""
+    follow = False  # keep the last item selected as items are added
     empty = "nothing here"
 
     def count(self) -> int:

@@ -135,12 +135,9 @@ _KEYS = {"enter": "↵", "space": "space", "escape": "esc", "left": "←", "righ
 class Glyphs:
     """Characters (or short texts) by their use."""
 
-    eighths: str = " ▁▂▃▄▅▆▇█"
-    """Nine characters from an empty cell to a full one, filled from the bottom."""
-    across: str = " ▏▎▍▌▋▊▉█"
-    """Characters from an empty cell to a full one, filled from the left."""
-    reserved: str = "░"
-    """Reserved memory without colour, to distinguish it from allocated memory."""
+    eighths: str = " ▁▂▃▄▅▆▇█"  # nine characters from an empty cell to a full one, filled from the bottom
+    across: str = " ▏▎▍▌▋▊▉█"  # characters from an empty cell to a full one, filled from the left
+    reserved: str = "░"  # reserved memory without colour, to distinguish it from allocated memory
     peak: str = "╌"
     spike: str = "▲"
     rule: str = "─"
@@ -171,7 +168,6 @@ class Glyphs:
 
     @property
     def is_ascii(self) -> bool:
-        """Whether all glyphs are ASCII."""
         return self.eighths.isascii()
 
 

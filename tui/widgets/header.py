@@ -21,19 +21,14 @@ class Summary:
 
     name: str
     state: str = "starting"
-    trouble: str = ""
-    """Trouble of ranks in a few words, such as ``1 hung, 3 waiting``."""
-    job: int = 0
-    """Number of the job if the run has several, else 0."""
-    activity: str = ""
-    """Current activity other than steps, shown instead of the run's state: ``evaluation 12/40``."""
+    trouble: str = ""  # trouble of ranks in a few words, such as `1 hung, 3 waiting`
+    job: int = 0  # number of the job if the run has several, else 0
+    activity: str = ""  # current activity other than steps, shown instead of the run's state: `evaluation 12/40`
     step: int = 0
     total_steps: int | None = None
-    epochs: str = ""
-    """Finished and planned epochs, shown if there is room: ``1.25 / 3``."""
+    epochs: str = ""  # finished and planned epochs, shown if there is room: `1.25 / 3`
     seconds_left: float | None = None
-    stalled_seconds: int | None = None
-    """Seconds for which ranks have blocked the run; None while it makes progress."""
+    stalled_seconds: int | None = None  # seconds for which ranks have blocked the run; None while it makes progress
     ended: str = ""
     loss: float | None = None
     losses_by_name: tuple[tuple[str, float], ...] = ()
@@ -44,12 +39,9 @@ class Summary:
     step_seconds: float | None = None
     peak: int = 0
     capacity: int = 0
-    predicted: int = 0
-    """Predicted peak, with that batch, of the phase with the highest peak; 0: not known."""
-    parted: bool = False
-    """Whether peak and prediction differ by more than the prediction's expected error."""
-    setup: str = ""
-    """Parameters, ZeRO stage, ranks; shown if there is room."""
+    predicted: int = 0  # predicted peak, with that batch, of the phase with the highest peak; 0: not known
+    parted: bool = False  # whether peak and prediction differ by more than the prediction's expected error
+    setup: str = ""  # Parameters, ZeRO stage, ranks; shown if there is room
     connection: str = ""
 
 

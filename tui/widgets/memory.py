@@ -214,12 +214,9 @@ def rank_lines(ranks: Sequence[RankModel], selected: int, height: int, theme: Th
 class MemoryChoice:
     """The user's selections."""
 
-    phase: str = ""
-    """Empty: the phase with the highest peak."""
-    highest: bool = False
-    """Whether to show the analysed step with the run's highest peak instead of the latest."""
-    unfolded: bool = False
-    """Whether to show all stacks of the cause, with all frames."""
+    phase: str = ""  # Empty: the phase with the highest peak
+    highest: bool = False  # whether to show the analysed step with the run's highest peak instead of the latest
+    unfolded: bool = False  # whether to show all stacks of the cause, with all frames
 
 
 def composition_of(rank: RankModel, choice: MemoryChoice) -> Composition | None:

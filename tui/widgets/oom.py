@@ -47,8 +47,7 @@ class ConsoleInput(Canvas, can_focus=True):
     def __init__(self, app_state: AppState, name: str) -> None:
         super().__init__(app_state, name=name)
         self.session: ConsoleSession | None = None
-        self.before = ""
-        """Earlier lines of incomplete code; each ends with a newline."""
+        self.before = ""  # earlier lines of incomplete code; each ends with a newline
         self.text = ""
         self.cursor = 0
 
@@ -205,10 +204,8 @@ def _row(name: str, fits: bool | None, needs: int, slower: float, change: str, w
 
 
 _FRAMES, _HOLDERS = 16, 8
-_TWO_COLUMNS = 150
-"""Minimum width for the evidence beside the verdict."""
-_WIDE = 100
-"""Minimum width for a rank's reserved memory beside its collective."""
+_TWO_COLUMNS = 150  # minimum width for the evidence beside the verdict
+_WIDE = 100  # minimum width for a rank's reserved memory beside its collective
 
 
 def report_lines(
@@ -490,8 +487,7 @@ class ConsoleOutput(OomCanvas):
     """The console's input and output, the newest at the bottom."""
 
     session: ConsoleSession | None = None
-    refusal = ""
-    """Reason why there is no console; empty if there is one."""
+    refusal = ""  # reason why there is no console; empty if there is one
     back = 0
 
     def key(self) -> object:
@@ -522,7 +518,6 @@ class ConsoleOutput(OomCanvas):
         return lines[max(0, end - height) : end]
 
     def scroll(self, lines: int) -> None:
-        """Scroll back (negative) or forward."""
         self.back = max(0, self.back - lines)
         self.tick(force=True)
 

@@ -103,10 +103,8 @@ class Column(NamedTuple):
     """One column of the graph: the highest figures, in bytes, of a fixed span of time."""
 
     allocated: int
-    reserved: int
-    """The figure behind: reserved memory on a GPU, the resident set on a CPU."""
-    mark: str = ""
-    """Severity of an alert in the column; a ``spike`` colours it too."""
+    reserved: int  # the figure behind: reserved memory on a GPU, the resident set on a CPU
+    mark: str = ""  # severity of an alert in the column; a `spike` colours it too
     spike: bool = False
 
 
@@ -388,6 +386,7 @@ _LABEL = 23
 _FIGURE = 8
 _PREDICTED = 11
 _DIFFERENCE = 10
+_OUTSIDE = (("unused but reserved", "unused"), ("CUDA context, NCCL", "context"), ("other processes", "others"))
 _SMALL = 2**30
 
 
@@ -418,24 +417,13 @@ def waterfall_lines(
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
-    def beside(size: int, predicted: int | None) -> Line:
-        if expected is None:
-            return Line()
-        if predicted is None:
-            return Line(" " * (_PREDICTED + _DIFFERENCE), theme.base)
-        by = size - predicted
-        line = Line(f"{size_words(fall, predicted):>{_PREDICTED}}", theme.style("dim"))
-        tone = "warning" if abs(by) > allowed else "dim"
-        size_text = size_words(fall, abs(by))
-        sign = "" if not size_text.strip("0.") else "+" if by > 0 else theme.glyphs.minus
-        return line.add(f"{sign + size_text:>{_DIFFERENCE}}", theme.style(tone))
-
     def row(
         label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
     ) -> Line:
         style = theme.style("text" if size else "dim", bold=bold)
         line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
-        figure, more = "-" if size is None else size_words(fall, size), beside(size or 0, predicted)
+        figure = "-" if size is None else size_words(fall, size)
+        more = _compared(fall, size or 0, predicted, allowed, theme) if expected is not None else Line()
         line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
         if more.width:
             line.join(more).add("  ", theme.base)
@@ -455,19 +443,22 @@ def waterfall_lines(
     on_cpu = fall.measure == "glibc"
     total = expected.allocated_peak_bytes if expected is not None else None
     lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True, predicted=total))
-    if on_cpu:
-        return lines
     at = fall.peak
-    outside = (
-        ("unused but reserved", fall.unused, "unused"),
-        ("CUDA context, NCCL", fall.context, "context"),
-        ("other processes", fall.others, "others"),
-    )
-    for label, size, name in outside:
+    for label, name in () if on_cpu else _OUTSIDE:
+        size = getattr(fall, name)
         lines.append(row(label, size, at, theme.part(name)))
         at += size or 0
-    lines.append(used_line(fall, width, theme))
-    return lines
+    return lines if on_cpu else [*lines, used_line(fall, width, theme)]
+
+
+def _compared(fall: Waterfall, size: int, predicted: int | None, allowed: float, theme: Theme) -> Line:
+    if predicted is None:
+        return Line(" " * (_PREDICTED + _DIFFERENCE), theme.base)
+    by = size - predicted
+    line = Line(f"{size_words(fall, predicted):>{_PREDICTED}}", theme.style("dim"))
+    size_text = size_words(fall, abs(by))
+    sign = "" if not size_text.strip("0.") else "+" if by > 0 else theme.glyphs.minus
+    return line.add(f"{sign + size_text:>{_DIFFERENCE}}", theme.style("warning" if abs(by) > allowed else "dim"))
 
 
 def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:

@@ -17,8 +17,7 @@ from .plots import SHORT, Column, Scale, memory_graph, phase_bar
 from .state import AppState, History, RankView, rank_views, scale_of
 from .theme import Theme
 
-FIXED_LINES = 4
-"""Lines of a card besides its graph: title, figures, phases, health."""
+FIXED_LINES = 4  # lines of a card besides its graph: title, figures, phases, health
 
 
 def card(
@@ -138,9 +137,7 @@ def health_words(view: RankView, width: int, theme: Theme) -> str:
     return fitting(words, "  ", width)
 
 
-GROUP = 8
-"""Ranks between gaps: the devices of a usual node."""
-
+GROUP = 8  # ranks between gaps: the devices of a usual node
 LABEL = 5
 
 _SIZES = sorted(
@@ -342,8 +339,7 @@ def _monitor(rank: RankModel) -> Pairs:
     return found
 
 
-NARROWEST = 76
-"""Minimum width of a row in cells; from twice that on there are two rows side by side."""
+NARROWEST = 76  # minimum width of a row in cells; from twice that on there are two rows side by side
 
 
 class Parts(NamedTuple):
@@ -454,10 +450,8 @@ class Plan(NamedTuple):
 
     mode: Literal["cards", "rows", "heat", "empty"]
     columns: int = 1
-    rows: int = 1
-    """Rows of cards, or lines of ranks, that fit at once."""
-    card_height: int = 0
-    """Lines of a card, or of one rank's row."""
+    rows: int = 1  # rows of cards, or lines of ranks, that fit at once
+    card_height: int = 0  # lines of a card, or of one rank's row
 
 
 def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Plan | None:
@@ -641,8 +635,7 @@ class RankGrid(Container):
         super().__init__(id="fleet")
         self.app_state = app_state
         self.plan = Plan("empty")
-        self.first = 0
-        """The first row of cards, or first rank of rows, in view."""
+        self.first = 0  # the first row of cards, or first rank of rows, in view
         self._views: list[RankView] = []
         self._shape: tuple[object, ...] = ()
         self._cards: list[Card] = []

@@ -24,8 +24,7 @@ _TOKEN = re.compile(
 _FORGETTING = re.compile(r"\x1b\[\?(?:1049|1047|47)[hl]|\x1b\[[0-3]?J|\x1bc")
 """Sequences after which the contents of the screen are another's, or unknown."""
 
-_SHORT_GAP = 4
-"""Unchanged cells between changed ones that cost less than moving the cursor."""
+_SHORT_GAP = 4  # unchanged cells between changed ones that cost less than moving the cursor
 
 _CERTAIN = ((0x20, 0x7F), (0xA1, 0x530), (0x2010, 0x2028), (0x2190, 0x2194), (0x2500, 0x25FD), (0x2713, 0x2718),
             (0x2800, 0x2900))  # fmt: skip
@@ -153,8 +152,7 @@ class ScreenOutput:
         """Columns and lines of the terminal, which draws what is beyond them in its last cells; None: no limit."""
         self._shown: dict[int, list[Cell | None]] = {}
         """Cells by row, from 0; None: unknown, as are missing rows and columns."""
-        self._cursor: tuple[int, int] | None = None
-        """Row and column of the terminal's cursor; None: unknown."""
+        self._cursor: tuple[int, int] | None = None  # row and column of the terminal's cursor; None: unknown
 
     def forget(self) -> None:
         """Assume nothing about what the terminal shows: everything is sent again when it is next drawn."""

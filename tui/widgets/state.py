@@ -30,20 +30,17 @@ class RankView:
     """One rank at one moment. Bytes, seconds, percent, watts and degrees Celsius; None: not known."""
 
     rank: int
-    device: str
-    """``GPU 0`` or ``CPU``."""
+    device: str  # `GPU 0` or `CPU`
     host: str = ""
     state: str = "starting"
     text: str = ""
-    state_seconds: float | None = None
-    """Seconds for which it has been in trouble."""
+    state_seconds: float | None = None  # seconds for which it has been in trouble
     measure: str = "cuda"
     capacity: int = 0
     allocated: int = 0
     peak: int = 0
     peak_phase: str = ""
-    behind: int = 0
-    """Reserved memory on a GPU, resident set on a CPU."""
+    behind: int = 0  # reserved memory on a GPU, resident set on a CPU
     spikes: int = 0
     shares: tuple[tuple[str, float], ...] = ()
     step_seconds: float | None = None
@@ -51,12 +48,10 @@ class RankView:
     power: float | None = None
     temperature: float | None = None
     throttled: str = ""
-    host_memory: tuple[int, int] | None = None
-    """Used and total bytes of the host, for a rank on the CPU."""
+    host_memory: tuple[int, int] | None = None  # used and total bytes of the host, for a rank on the CPU
 
     @property
     def in_trouble(self) -> bool:
-        """Whether its state needs attention."""
         return self.state in TROUBLE
 
     @property
@@ -280,14 +275,12 @@ class AppState:
         self.source = source
         self.theme = theme
         self.read_only = read_only
-        self.selected = 0
-        """The selected rank of every screen; initially the first."""
+        self.selected = 0  # the selected rank of every screen; initially the first
         self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
         self.held = HeldWatch()
-        self.chart = ChartView()
-        """Window, cursor and axis of the training screen, kept after it is closed."""
+        self.chart = ChartView()  # Window, cursor and axis of the training screen, kept after it is closed
         self.consoles: dict[int, ConsoleSession] = {}
         """Console sessions with held ranks, by rank, kept after their screen is closed."""
         self.dry_runs: dict[CaseKey, DryRuns] = {}
@@ -298,11 +291,9 @@ class AppState:
 
     @property
     def can_act(self) -> bool:
-        """Whether commands to the run are possible."""
         return self.source is not None and self.source.can_command and not self.read_only
 
     def end_dry_runs(self) -> None:
-        """End the predictions under way."""
         for one in self.dry_runs.values():
             one.close()
         self.dry_runs.clear()
@@ -354,11 +345,9 @@ class AppState:
         return f"{top}, 1 column = {self.span} s"
 
     def finer(self) -> None:
-        """Reduce the time of a graph's column."""
         self.span = SPANS[max(0, SPANS.index(self.span) - 1)]
 
     def coarser(self) -> None:
-        """Increase the time of a graph's column."""
         self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
 
     def next_view(self) -> None:
@@ -381,7 +370,6 @@ class AppState:
         return (text, tone) if text and time.monotonic() < until else ("", "")
 
     def select_valid(self) -> None:
-        """Move the selection to an existing rank."""
         ranks = self.model.ranks
         if ranks and not self.chosen:
             self.selected = next(iter(ranks))

@@ -20,8 +20,7 @@ from .theme import Theme
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """State of a run or rank whose sign is used for a job's state."""
-_WIDE = 110
-"""Minimum cells of a line with the number of ranks and the duration; narrower ones use them for the command."""
+_WIDE = 110  # minimum cells of a line with the number of ranks and the duration; narrower ones use them for the command
 _ENDINGS_SHOWN = 8
 
 
@@ -129,7 +128,6 @@ class SweepTable(SweepCanvas):
     _shown_below = 0
 
     def scroll(self, lines: int) -> None:
-        """Scroll up by lines, or down if negative."""
         self._below = max(0, self._shown_below + lines)
 
     def draw(self, width: int, height: int) -> list[Line]:

@@ -15,8 +15,7 @@ class Palette:
     name: str
     dark: bool
     background: str
-    raised: str
-    """Background of a selected line or a dialog."""
+    raised: str  # background of a selected line or a dialog
     text: str
     dim: str
     faint: str
@@ -27,15 +26,13 @@ class Palette:
     error: str
     allocated: str
     reserved: str
-    spike_behind: str
-    """Background of a spike's column, which itself has the warning colour."""
+    spike_behind: str  # background of a spike's column, which itself has the warning colour
     peak: str
     on_color: str
     phases: dict[str, str]
     parts: dict[str, str]
     """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
-    heat: tuple[str, ...]
-    """Memory share from empty to full, in equal steps."""
+    heat: tuple[str, ...]  # memory share from empty to full, in equal steps
 
 
 DARK = Palette(
@@ -204,7 +201,6 @@ class Theme:
         return self.glyphs.states.get(name, "?"), STATE_TONES.get(name, "dim")
 
     def severity(self, name: str) -> tuple[str, str]:
-        """Return a severity's glyph and tone."""
         return getattr(self.glyphs, name, self.glyphs.info), SEVERITY_TONES.get(name, "dim")
 
     def heat(self, share: float) -> str:

@@ -51,7 +51,6 @@ class Scene:
         self.smooth_at = self.smooth[at] if at is not None else None
 
     def x(self, moment: HistoryPoint) -> float:
-        """Return a moment's coordinate on the selected axis."""
         return x_of(moment, self.view.axis, self.begun)
 
     def column(self, moment: HistoryPoint) -> int:
@@ -187,8 +186,7 @@ def foot(scene: Scene) -> Line:
     return line.add(" " * max(0, gap), dim).join(right)
 
 
-_FIXED = 6
-"""Rows besides the plots: head, two titles, marks, axis, foot."""
+_FIXED = 6  # rows besides the plots: head, two titles, marks, axis, foot
 _EACH = 1
 
 
@@ -198,8 +196,7 @@ class _Figure:
     write: Callable[[float], str]
     floor: bool = False
     zero: bool = False
-    extreme: str = ""
-    """Attribute with the highest value of a moment's steps."""
+    extreme: str = ""  # attribute with the highest value of a moment's steps
 
 
 def _percent(value: float) -> str:
@@ -426,15 +423,9 @@ def _extremes(scene: Scene, low: str, high: str, otherwise: str) -> list[tuple[f
     return list(found.values())
 
 
-STRIP_LINES = 9
-"""Lines of the strip: a rule, and of each chart a title, six rows and the steps."""
-
-FEWEST_COLUMNS = 120
-"""Columns of a terminal in which three charts fit side by side."""
-
-_SECONDS = 2
-"""Seconds between readings of the curves, which of a long run takes some milliseconds."""
-
+STRIP_LINES = 9  # lines of the strip: a rule, and of each chart a title, six rows and the steps
+FEWEST_COLUMNS = 120  # columns of a terminal in which three charts fit side by side
+_SECONDS = 2  # seconds between readings of the curves, which of a long run takes some milliseconds
 _LABEL = 7
 
 

@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_logs_of_a_rank_that_failed_before_its_first_message(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_rank_that_failed_before_its_first_message(path, capsys):
     writer = Writer(path, RUN)
     writer.append(100_000, RUN.created, LogLine(5, RUN.created, "err", "ImportError: no module named flash"))
     writer.close()
@@ -52,9 +52,7 @@ def test_logs_of_a_rank_that_failed_before_its_first_message(path: Path, capsys:
     assert main(["logs", str(path), "--rank", "6"]) == 2
 
 
-def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(path, capsys):
     assert main(["status", str(path)]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{RUN.id}  finished")
@@ -70,9 +68,7 @@ def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(
     assert capsys.readouterr().out.count(RUN.id) == 2
 
 
-def test_a_folder_without_a_recording_hides_no_run_of_its_name(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_recording_hides_no_run_of_its_name(path, tmp_path, monkeypatch, capsys):
     run = rundir.create("train", ["train"], "run")
     path.rename(run.recording)
     (tmp_path / "train").mkdir()
@@ -84,14 +80,7 @@ def test_a_folder_without_a_recording_hides_no_run_of_its_name(
 
 @pytest.mark.parametrize("command", ["status", "replay", "logs", "stacks", "kill", "stop", "report"])
 @pytest.mark.parametrize(("name", "told"), [("", "name of the run is empty"), ("folder", "folder")])
-def test_an_empty_name_and_an_empty_folder_are_wrong_usage(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    name: str,
-    told: str,
-) -> None:
+def test_an_empty_name_and_an_empty_folder_are_wrong_usage(tmp_path, monkeypatch, capsys, command, name, told):
     rundir.create("train", ["train"], "run")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -101,7 +90,7 @@ def test_an_empty_name_and_an_empty_folder_are_wrong_usage(
     assert "ftmon ls" in error
 
 
-def test_stacks_of_a_recording_are_those_recorded_last(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
     assert main(["stacks", str(path)]) == 0
     assert "rank 1: " in (text := capsys.readouterr().out)
     assert "train.py:12 in main" in text
@@ -118,9 +107,7 @@ def test_stacks_of_a_recording_are_those_recorded_last(path: Path, capsys: pytes
     # ``oom`` has a process read notes: tests/integration/test_oom_of_a_snapshot.py
     [pair for pair in product(NO_RECORDINGS, COMMANDS) if pair != ("notes", "oom")],
 )
-def test_what_is_no_recording_is_refused_at_once_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, kind: str
-) -> None:
+def test_what_is_no_recording_is_refused_at_once_in_one_line(tmp_path, capsys, command, kind):
     place = tmp_path / "x.sqlite"
     if kind == "fifo":
         os.mkfifo(place)
@@ -143,7 +130,7 @@ def test_what_is_no_recording_is_refused_at_once_in_one_line(
     assert "Traceback" not in err
 
 
-def test_what_json_escapes_is_read_back_as_it_was() -> None:
+def test_what_json_escapes_is_read_back_as_it_was():
     text = "".join(map(chr, (*range(0x20, 0xD800), *range(0xE000, 0x10000), 0xE0041, 0x1F600)))
     written = escape_json(json.dumps(text, ensure_ascii=False))
     assert json.loads(written) == text

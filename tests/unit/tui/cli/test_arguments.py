@@ -11,12 +11,12 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_shell_learns_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shell_learns_every_command(shell, capsys):
     text = script(shell, capsys)
     assert all(command in text for command in ("demo", "attach", "replay", "completion", "print-config"))
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0
@@ -24,14 +24,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n  {command} " in text for commands in GROUPS.values() for command in commands)
 
 
-def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help() -> None:
+def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help():
     (commands,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])
-def test_overrides_may_stand_between_options(command: str) -> None:
+def test_overrides_may_stand_between_options(command):
     config = [] if command == "demo" else ["mine.yaml"]
     arguments = parse([command, *config, "zero.stage=2", "--plain", "steps=3", "--detach", "data.path=a=b"])
     assert arguments.overrides == ["zero.stage=2", "steps=3", "data.path=a=b"]
@@ -39,28 +39,28 @@ def test_overrides_may_stand_between_options(command: str) -> None:
     assert arguments.detach
 
 
-def test_train_takes_its_first_word_as_the_configuration() -> None:
+def test_train_takes_its_first_word_as_the_configuration():
     assert parse(["train", "mine.yaml", "steps=3"]).config == "mine.yaml"
 
 
-def test_the_watched_command_keeps_its_own_options_untouched() -> None:
+def test_the_watched_command_keeps_its_own_options_untouched():
     arguments = parse(["run", "--name", "x", "--", "deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"])
     assert arguments.name == "x"
     assert arguments.command == ["deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"]
 
 
-def test_the_watched_command_may_come_without_dashes() -> None:
+def test_the_watched_command_may_come_without_dashes():
     arguments = parse(["run", "--plain", "torchrun", "--nproc-per-node", "2", "train.py", "--plain"])
     assert arguments.plain
     assert arguments.command == ["torchrun", "--nproc-per-node", "2", "train.py", "--plain"]
 
 
 @pytest.mark.parametrize(("command", "name"), [("ls", "runs"), ("logs", "run"), ("report", "targets")])
-def test_a_run_called_run_is_an_argument_of_another_command(command: str, name: str) -> None:
+def test_a_run_called_run_is_an_argument_of_another_command(command, name):
     assert "run" in getattr(parse([command, "run", "--"]), name)
 
 
-def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_before_the_dashes_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["run", "deepspeed", "--", "train.py"])
     assert ended.value.code == 2
@@ -83,9 +83,7 @@ def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str])
         (["completion", "fish"], "invalid choice: 'fish'"),
     ],
 )
-def test_wrong_usage_is_one_line_and_status_2(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_one_line_and_status_2(words, complaint, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(words)
     assert ended.value.code == 2
@@ -93,9 +91,7 @@ def test_wrong_usage_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize("words", [["train", "a.yaml"], ["data", "check", "a.yaml"], ["attach"]])
-def test_an_unknown_option_is_refused_with_the_usage_of_its_command(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option_is_refused_with_the_usage_of_its_command(words, capsys):
     name = " ".join(["ftmon", *(word for word in words if word != "a.yaml")])
     with pytest.raises(SystemExit):
         parse([*words, "--nope"])
@@ -105,29 +101,27 @@ def test_an_unknown_option_is_refused_with_the_usage_of_its_command(
 
 
 @pytest.mark.parametrize("command", ["replay", "report", "memory", "logs", "events", "oom"])
-def test_a_recording_that_is_not_there_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_that_is_not_there_is_wrong_usage(command, capsys):
     assert main([command, "nope.sqlite"]) == 2
     assert capsys.readouterr().err == "ftmon: nope.sqlite: no such file\n"
 
 
-def test_rank_may_be_repeated() -> None:
+def test_rank_may_be_repeated():
     arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
     assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
 
 
 @pytest.mark.parametrize("words", [["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]])
-def test_ascii_works_before_and_after_the_command(words: list[str]) -> None:
+def test_ascii_works_before_and_after_the_command(words):
     assert parse(words).ascii
 
 
-def test_ftmon_alone_opens_the_list_of_runs() -> None:
+def test_ftmon_alone_opens_the_list_of_runs():
     assert parse([]).handler == "watch:choose"
 
 
 @pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])
-def test_an_unknown_run_is_one_line_and_status_2(
-    command: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_run_is_one_line_and_status_2(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     assert main([command, "nosuch"]) == 2
     error = capsys.readouterr().err

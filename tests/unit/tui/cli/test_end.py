@@ -23,18 +23,18 @@ def ask(monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, *words: str) -> tup
 
 
 @pytest.mark.parametrize(("answer", "consent"), [("y\n", True), ("yes\n", True), ("n\n", False), ("\n", False)])
-def test_on_a_terminal_only_yes_is_consent(monkeypatch: pytest.MonkeyPatch, answer: str, consent: bool) -> None:
+def test_on_a_terminal_only_yes_is_consent(monkeypatch, answer, consent):
     given, question = ask(monkeypatch, FakeTerminal(answer))
     assert given is consent
     assert "INT, TERM and KILL in steps to all of demo-1" in question
 
 
-def test_killing_ranks_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killing_ranks_says_what_follows(monkeypatch):
     _, question = ask(monkeypatch, FakeTerminal("n\n"), "--rank", "3", "--rank", "1", "--signal", "TERM")
     assert "TERM to ranks 1, 3 of demo-1" in question
     assert "DeepSpeed ends the whole node" in question
 
 
-def test_yes_and_scripts_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yes_and_scripts_are_not_asked(monkeypatch):
     assert ask(monkeypatch, FakeTerminal(""), "--yes") == (True, "")
     assert ask(monkeypatch, io.StringIO("")) == (True, "")

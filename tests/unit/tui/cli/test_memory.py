@@ -21,7 +21,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return explained(tmp_path_factory.mktemp("runs") / "recording.sqlite", 2, steps=24)
 
 
-def test_memory_tells_parts_lead_and_cause(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_tells_parts_lead_and_cause(path, capsys):
     assert main(["memory", str(path), "--rank", "0"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("rank 0, step 24: ")
@@ -30,7 +30,7 @@ def test_memory_tells_parts_lead_and_cause(path: Path, capsys: pytest.CaptureFix
     assert "rank 1" not in text
 
 
-def test_memory_as_json_adds_up(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_as_json_adds_up(path, capsys):
     assert main(["memory", str(path), "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -41,14 +41,12 @@ def test_memory_as_json_adds_up(path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", ["memory", "events", "logs"])
-def test_a_rank_that_there_is_not_is_wrong_usage(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_there_is_not_is_wrong_usage(command, path, capsys):
     assert main([command, str(path), "--rank", "7"]) == 2
     assert capsys.readouterr().err == "ftmon: no rank 7 in this run; its ranks: 0 to 1\n"
 
 
-def test_events_tell_each_phase_of_each_sampled_step_or_as_json_an_object_a_line(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_events_tell_each_phase_of_each_sampled_step_or_as_json_an_object_a_line(path, capsys):
     assert main(["events", str(path), "--rank", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[4] for line in lines} == {"1", "2", "8", "16", "24"}
@@ -61,7 +59,7 @@ def test_events_tell_each_phase_of_each_sampled_step_or_as_json_an_object_a_line
     assert found[-1]["rates"]["optimizer"]["allocations_per_second"] > 7000
 
 
-def test_samples_of_a_later_job_are_news_though_its_steps_begin_again() -> None:
+def test_samples_of_a_later_job_are_news_though_its_steps_begin_again():
     model, printed = RunModel(), dict[int, float]()
     for number, steps in ((1, (8, 16)), (2, (1,))):
         begun = RUN.created + 30 * number
@@ -72,9 +70,7 @@ def test_samples_of_a_later_job_are_news_though_its_steps_begin_again() -> None:
         assert not list(_news(model, None, printed))
 
 
-def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(path, tmp_path, capsys):
     assert main(["events", str(path), "--follow"]) == 2
     assert capsys.readouterr().out == ""
     run = RunDir(tmp_path / RUN.id)
@@ -86,9 +82,7 @@ def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_e
     assert "rank 0 step 24" in capsys.readouterr().out
 
 
-def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     run = RunDir(tmp_path / "runs" / RUN.id)
     run.path.mkdir(parents=True, mode=0o700)

@@ -1,7 +1,6 @@
 """The plain lines a run is told in."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +11,7 @@ from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.cli import arguments, narrate
 from ftmon.tui.cli.narrate import Narrator
 from ftmon.tui.model.run import RunModel
+from models import model_of
 from places import DOCS
 
 
@@ -29,11 +29,11 @@ from places import DOCS
         (0, "stopped", 0),
     ],
 )
-def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code: int, state: str, status: int) -> None:
+def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code, state, status):
     assert exits.of_run(ExitFile(code, 0.0, state)) == status
 
 
-def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide() -> None:
+def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide():
     assert set(exits.CAUSES.values()) | {exits.RUN_USAGE, exits.LEFT} == set(exits.OWN)
     assert not set(exits.OWN) & {0, 1, 2, 120, *range(64, 79), *range(124, 193), *range(200, 256)}
     guide = (DOCS / "guide.md").read_text()
@@ -43,13 +43,10 @@ def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in
 
 
 def model_with(*messages: wire.Message) -> RunModel:
-    model = RunModel()
-    for seq, message in enumerate(messages, 1):
-        model.apply(wire.Frame(seq, float(seq), message))
-    return model
+    return model_of(*messages, t=0.0, every=1.0)
 
 
-def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
+def test_closing_lines_say_where_everything_is(tmp_path):
     run = RunDir(tmp_path / "runs" / "demo-1")
     run.logs.mkdir(parents=True)
     run.recording.touch()
@@ -70,7 +67,7 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Path) -> None:
+def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path):
     run = RunDir(tmp_path)
     latest = tmp_path / "output" / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)
@@ -85,7 +82,7 @@ def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Pa
     assert resume not in lines, "nothing is left to train"
 
 
-def test_a_failed_run_shows_its_last_words(tmp_path: Path) -> None:
+def test_a_failed_run_shows_its_last_words(tmp_path):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     (run.logs / "launcher.log").write_text("".join(f"line {n}\n" for n in range(100)) + "ValueError: \x1b[1mno\n\n")
@@ -95,7 +92,7 @@ def test_a_failed_run_shows_its_last_words(tmp_path: Path) -> None:
     assert lines[-1] == f"logs:       {run.logs}"
 
 
-def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_path):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     run.rank_log(0, "err").write_text("Traceback\nConnectionError: peer\n")
@@ -112,7 +109,7 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     assert told[0] == f"{run.id} failed: exit code 2"
 
 
-def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_that_explains_it(tmp_path: Path) -> None:
+def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_that_explains_it(tmp_path):
     run = RunDir(tmp_path / "demo-1")
     run.logs.mkdir(parents=True)
     error = telemetry.Oom(1, 7, "forward", 11.0, 2**30, 0, 2**33, 2**32, 2**32)
@@ -132,7 +129,7 @@ def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_th
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
-def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path: Path, code: int, state: str) -> None:
+def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path, code, state):
     run = RunDir(tmp_path / "runs" / "demo-1")
     lines = list(narrate.closing_lines(run, ExitFile(code, 0.0, state, f"exit code {code}"), RunModel()))
     assert lines == [
@@ -142,7 +139,7 @@ def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path:
 
 
 @pytest.mark.parametrize(("cause", "status"), list(exits.CAUSES.items()))
-def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
+def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause, status):
     assert exits.of_run(ExitFile(-9, 1.0, "failed", "", cause)) == status
 
 
@@ -176,12 +173,12 @@ def new_lines(messages: Sequence[tuple[float, wire.Message]], **options: bool) -
     return lines
 
 
-def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
+def test_ranks_are_introduced_once_when_all_have_said_hello():
     told = new_lines([(0, hello(0)), (1, hello(1)), (2, hello(1))])
     assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
 
 
-def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step() -> None:
+def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step():
     before = [(0, hello(0, 1, CPU, "")), (1, hello(0, 1, CPU))]
     assert new_lines(before) == []
     first = (3, step(0, 1, START + 3))
@@ -191,14 +188,14 @@ def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step() -
     assert told[1].startswith("step 1 ")
 
 
-def test_a_step_counts_when_every_rank_has_finished_it() -> None:
+def test_a_step_counts_when_every_rank_has_finished_it():
     told = new_lines([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
     assert len(told) == 2
     assert told[1].startswith("step 1  loss 2.5000  ")
     assert "peak 3.00 GiB" in told[1]
 
 
-def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -> None:
+def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told():
     plan = (0.0, telemetry.Plan(0, 40))
     steps = [(n * 0.5, step(0, n, START + n * 0.5)) for n in range(1, 41)]
     told = new_lines([(0, hello(0, 1)), plan, *steps])
@@ -208,7 +205,7 @@ def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -
     assert 8 <= len(numbers) <= 12
 
 
-def test_the_last_line_waits_for_the_figures_of_the_last_step() -> None:
+def test_the_last_line_waits_for_the_figures_of_the_last_step():
     begun = telemetry.Heartbeat(0, 3, "idle", START + 1, 1, START + 1.1)  # sent before step 2 has been
     last = msgspec.structs.replace(step(0, 2, START + 1.1), loss=1.5)
     told = new_lines(
@@ -217,7 +214,7 @@ def test_the_last_line_waits_for_the_figures_of_the_last_step() -> None:
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
-def test_an_early_stop_is_told_after_the_last_step() -> None:
+def test_an_early_stop_is_told_after_the_last_step():
     stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
     told = new_lines(
         [(0, hello(0, 1)), *((1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)), (1.4, stop), (2, stop)]
@@ -226,7 +223,7 @@ def test_an_early_stop_is_told_after_the_last_step() -> None:
     assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
 
 
-def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again() -> None:
+def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again():
     raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
     over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
     again = control.Alert(7, "hang", "error", START, raised.title, rank=1, count=2)
@@ -235,14 +232,14 @@ def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again() -> 
     assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
 
 
-def test_ascii_output_is_ascii() -> None:
+def test_ascii_output_is_ascii():
     raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
     (line,) = new_lines([(0, raised)], ascii_only=True)
     assert line.isascii()
     assert line.startswith("! spike: rank 1")
 
 
-def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal() -> None:
+def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal():
     log = telemetry.LogLine(1, START, "err", "\x1b[2Jboom\x07")
     assert new_lines([(0, log)]) == []
     model = RunModel()
@@ -251,7 +248,7 @@ def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal() 
     assert line == "rank 1| boom\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_end_brings_the_last_step_and_the_reason() -> None:
+def test_the_end_brings_the_last_step_and_the_reason():
     messages = [
         (0, hello(0, 1)),
         (1, step(0, 1, START + 1)),
@@ -263,7 +260,7 @@ def test_the_end_brings_the_last_step_and_the_reason() -> None:
     assert told[-1] == "failed: exit code 1"
 
 
-def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
+def test_evaluations_checkpoints_and_a_rehearsal_are_told_once():
     first = telemetry.Evaluation(0, 10, START + 3, "validation", 2.0, 7.389, seconds=1.5, metrics={"accuracy": 0.5})
     second = telemetry.Evaluation(0, 20, START + 5, "validation", 2.5)
     saved = telemetry.Checkpoint(0, 20, START + 6, "out/step-20", 3 * 2**30, 2.5, best=True)
@@ -286,7 +283,7 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
     ]
 
 
-def test_an_activity_that_is_over_before_the_next_look_is_told_before_the_first_step() -> None:
+def test_an_activity_that_is_over_before_the_next_look_is_told_before_the_first_step():
     model, narrator = RunModel(), Narrator()
     begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
     over = telemetry.Activity(0, START + 1, "rehearsal", over=True)
@@ -298,6 +295,6 @@ def test_an_activity_that_is_over_before_the_next_look_is_told_before_the_first_
     assert not list(narrator.new_lines(model))
 
 
-def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:
+def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards():
     later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
     assert [line[:24] for line in new_lines([(0, later), (1, earlier)])] == ["validation at step 20: l"]

@@ -1,7 +1,6 @@
 """Addresses and keys of runs on other hosts."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import UsageError
@@ -15,7 +14,7 @@ from ftmon.tui.source.live import LiveSource
 from streams import RUN, Stream, write
 
 
-def test_an_address_gives_a_port_for_each_channel() -> None:
+def test_an_address_gives_a_port_for_each_channel():
     found = parse_address("tcp://gpu7:7420")
     assert found["telemetry"] == "tcp://gpu7:7420"
     assert len(set(found.values())) == 6
@@ -23,12 +22,12 @@ def test_an_address_gives_a_port_for_each_channel() -> None:
 
 
 @pytest.mark.parametrize("text", ["tcp://gpu7", "tcp://gpu7:0", "tcp://gpu7:65534", "tcp://:7420", "tcp://a b:1"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_what_is_no_address_is_refused(text):
     with pytest.raises(UsageError, match="must be tcp://HOST:PORT"):
         parse_address(text)
 
 
-def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path: Path) -> None:
+def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path):
     public = keys.make_pair().public
     file = tmp_path / "hub.json"
     file.write_text(f'{{\n  "read_only": false,\n  "server_key": "{public}"\n}}\n')
@@ -40,9 +39,7 @@ def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path: Path) -> None:
             read_server_key(key and str(tmp_path / key))
 
 
-def test_keys_are_let_in_and_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_let_in_and_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     public = keys.make_pair().public
     assert main(["keys", f"--allow={public}", "--remark", "the laptop"]) == 0
@@ -53,13 +50,8 @@ def test_keys_are_let_in_and_out(
 
 @pytest.mark.parametrize(("told", "code", "status"), [(True, -9, 137), (False, 0, 1)], ids=["connected", "not"])
 def test_a_run_watched_from_elsewhere_ends_with_the_training_s_status_or_without_a_connection_too(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    told: bool,
-    code: int,
-    status: int,
-) -> None:
+    tmp_path, monkeypatch, capsys, told, code, status
+):
     monkeypatch.setattr("ftmon.tui.cli.remote.CONNECT_SECONDS", 200.0)
     run = RunDir(tmp_path / RUN.id)
     run.path.mkdir(mode=0o700)

@@ -5,6 +5,7 @@ import html.parser
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,10 +45,10 @@ def _peak(seq: int) -> int:
     return 8 * GIB + seq * 2 * MIB
 
 
-def ftmon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = main(words)
-    done = capsys.readouterr()
-    return status, done.out, done.err
+@pytest.fixture
+def ftmon(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command of these words; return its status, output and errors."""
+    return lambda *words: (main(words), *capsys.readouterr())
 
 
 def refused(answer: tuple[int, str, str], words: str) -> None:
@@ -59,10 +60,8 @@ def refused(answer: tuple[int, str, str], words: str) -> None:
     assert len(err.splitlines()) == 1
 
 
-def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--json", "--price", "9")
+def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(tmp_path, ftmon):
+    status, out, _ = ftmon("report", str(sweep(tmp_path)), "--json", "--price", "9")
     assert status == 0
     (section,) = json.loads(out)["sections"]
     peak = section["charts"][0]
@@ -91,12 +90,10 @@ class _Links(html.parser.HTMLParser):
         self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
 
 
-def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(tmp_path, ftmon):
     path = sweep(tmp_path, "a<script>alert(1)<")
     page = tmp_path / "report.html"
-    status, out, _ = ftmon(capsys, "report", str(path), "--html", str(page))
+    status, out, _ = ftmon("report", str(path), "--html", str(page))
     assert (status, out) == (0, f"written: {page}\n")
     text = page.read_text()
     links = _Links()
@@ -113,9 +110,9 @@ def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(
     assert ElementTree.fromstring("<svg" + drawings[0]).findall("polygon"), "the band over ranks"
 
 
-def test_all_charts_are_one_picture_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_charts_are_one_picture_one_below_the_other(tmp_path, ftmon):
     path, picture = sweep(tmp_path, "a<script>alert(1)<"), tmp_path / "report.svg"
-    status, out, _ = ftmon(capsys, "report", str(path), "--svg", str(picture))
+    status, out, _ = ftmon("report", str(path), "--svg", str(picture))
     assert (status, out) == (0, f"written: {picture}\n")
     root = ElementTree.parse(picture).getroot()
     name = "{http://www.w3.org/2000/svg}"
@@ -128,9 +125,9 @@ def test_all_charts_are_one_picture_one_below_the_other(tmp_path: Path, capsys: 
     assert all(drawing.findall(f"{name}polyline") for drawing in drawings), "a curve in each"
 
 
-def test_a_run_is_shown_by_step_and_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_by_step_and_by_phase(tmp_path, ftmon):
     path = recorded(tmp_path / "recording.sqlite", 2, steps=20)
-    status, out, _ = ftmon(capsys, "report", str(path), "--json")
+    status, out, _ = ftmon("report", str(path), "--json")
     assert status == 0
     (section,) = json.loads(out)["sections"]
     memory, times = section["charts"]
@@ -138,18 +135,18 @@ def test_a_run_is_shown_by_step_and_by_phase(tmp_path: Path, capsys: pytest.Capt
     assert [curve["name"] for curve in memory["curves"]] == ["allocated", "reserved"]
     assert len(times["curves"][0]["xs"]) == 20
     assert {row[0] for row in section["table"]} >= {"forward", "backward", "optimizer"}
-    status, out, _ = ftmon(capsys, "report", str(path), "--ascii")
+    status, out, _ = ftmon("report", str(path), "--ascii")
     assert status == 0
     assert out.isascii()
     assert "memory peak of a step, GiB, by step" in out
 
 
-def test_measurements_of_others_stand_in_the_same_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_of_others_stand_in_the_same_picture(tmp_path, ftmon):
     path = tmp_path / "theirs.csv"
     lines = ["seq_len,gpu_0_allocated_mib,gpu_1_allocated_mib"]
     lines += [f"{seq},{8192 + 2 * seq},{9216 + 2 * seq}" for seq in (512, 1024, 2048)]
     path.write_text("\n".join(lines) + "\n")
-    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), str(path), "--json")
+    status, out, _ = ftmon("report", str(sweep(tmp_path)), str(path), "--json")
     assert status == 0
     together = json.loads(out)["sections"][0]
     assert together["title"] == "in one picture"
@@ -158,12 +155,12 @@ def test_measurements_of_others_stand_in_the_same_picture(tmp_path: Path, capsys
     theirs = together["charts"][0]["curves"][2]
     assert (theirs["low"][0], theirs["high"][0]) == (9.0, 10.0)
     columns = "length=seq_len,allocated=gpu_{rank}_allocated_mib,unit=MiB"
-    assert ftmon(capsys, "report", str(path), "--columns", columns)[0] == 0
+    assert ftmon("report", str(path), "--columns", columns)[0] == 0
 
 
-def test_the_rows_are_one_line_a_rank_and_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rows_are_one_line_a_rank_and_phase(tmp_path, ftmon):
     out = tmp_path / "rows.csv"
-    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--csv", str(out))[0] == 0
+    assert ftmon("report", str(sweep(tmp_path)), "--csv", str(out))[0] == 0
     rows = list(csv.DictReader(out.open()))
     assert len(rows) == 5 * 2 * 2 + 1
     assert {row["phase"] for row in rows} == {"optimizer", "backward", ""}
@@ -174,10 +171,10 @@ def test_the_rows_are_one_line_a_rank_and_phase(tmp_path: Path, capsys: pytest.C
     assert int(rows[-1]["asked_bytes"]) == 4 * GIB
 
 
-def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parquet_has_the_rows_of_the_csv(tmp_path, ftmon):
     parquet = pytest.importorskip("pyarrow.parquet")
     out = tmp_path / "rows.parquet"
-    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--parquet", str(out))[0] == 0
+    assert ftmon("report", str(sweep(tmp_path)), "--parquet", str(out))[0] == 0
     table = parquet.read_table(out)
     assert table.num_rows == 21
     assert "allocated_peak_bytes" in table.column_names
@@ -202,12 +199,10 @@ def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureF
         ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,allocated=q"), "allocated is given twice"),
     ],
 )
-def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: tuple[str, ...], words: str
-) -> None:
+def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(tmp_path, ftmon, content, options, words):
     path, page = tmp_path / "their.csv", tmp_path / "out.html"
     path.write_text(content)
-    refused(ftmon(capsys, "report", str(path), "--html", str(page), *options), words)
+    refused(ftmon("report", str(path), "--html", str(page), *options), words)
     assert not page.exists()
 
 
@@ -222,45 +217,35 @@ def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
         ("bad.sqlite", "garbage\n", "bad.sqlite: is not an ftmon recording"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_and_status_2(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    name: str,
-    content: str | None,
-    words: str,
-) -> None:
+def test_what_cannot_be_read_is_one_line_and_status_2(tmp_path, ftmon, monkeypatch, command, name, content, words):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(name).write_text(content)
-    refused(ftmon(capsys, command, name, *([name] if command == "compare" else [])), f"ftmon: {words}")
+    refused(ftmon(command, name, *([name] if command == "compare" else [])), f"ftmon: {words}")
 
 
-def test_compare_refuses_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_csv_files(tmp_path, ftmon):
     path = tmp_path / "their.csv"
     path.write_text("seq,allocated_mib\n1,2\n")
-    refused(ftmon(capsys, "compare", str(path), str(path)), "CSV files are not compared; 'ftmon report")
+    refused(ftmon("compare", str(path), str(path)), "CSV files are not compared; 'ftmon report")
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--gate", "3%")])
-def test_compare_refuses_runs_without_a_measured_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
-) -> None:
+def test_compare_refuses_runs_without_a_measured_step(tmp_path, ftmon, options):
     run = str(recorded(tmp_path / "recording.sqlite", 2, steps=3))
-    refused(ftmon(capsys, "compare", run, run, "--warm-up", "3", *options), "ftmon: nothing to compare: ")
+    refused(ftmon("compare", run, run, "--warm-up", "3", *options), "ftmon: nothing to compare: ")
 
 
-def test_rows_of_a_run_without_a_measured_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_run_without_a_measured_step_are_refused(tmp_path, ftmon):
     run, rows = str(recorded(tmp_path / "recording.sqlite", 2, steps=3)), tmp_path / "rows.csv"
-    refused(ftmon(capsys, "report", run, "--warm-up", "3", "--csv", str(rows)), "no measured steps")
+    refused(ftmon("report", run, "--warm-up", "3", "--csv", str(rows)), "no measured steps")
     assert not rows.exists()
 
 
-def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path, ftmon):
     path = tmp_path / "recording.sqlite"
     Writer(path, RUN).close()
-    status, out, _ = ftmon(capsys, "report", str(path), "--json", "--price", "9")
+    status, out, _ = ftmon("report", str(path), "--json", "--price", "9")
     (section,) = json.loads(out)["sections"]
     assert status == 0
     assert "-" not in dict(section["facts"])["time"]
@@ -269,20 +254,18 @@ def test_an_empty_recording_took_no_time_and_cost_nothing(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("option", ["--json", "--csv", "--html", "--svg"])
-def test_names_that_are_not_utf_8_are_shown_with_a_mark(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_names_that_are_not_utf_8_are_shown_with_a_mark(tmp_path, ftmon, option):
     paths = [tmp_path / os.fsdecode(name) for name in (b"m\xff.csv", b"n\xff.csv")]
     for path in paths:
         path.write_text("seq,allocated_mib\n1,2\n2,3\n")
     made = tmp_path / "made"
     words = [option] if option == "--json" else [option, str(made)]
-    status, out, _ = ftmon(capsys, "report", *map(str, paths), *words)
+    status, out, _ = ftmon("report", *map(str, paths), *words)
     assert status == 0
     assert "m\ufffd" in (json.loads(out)["title"] if option == "--json" else made.read_text())
 
 
-def test_json_of_a_path_that_is_not_utf_8_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_a_path_that_is_not_utf_8_can_be_read(capsys):
     for indent in (False, True):
         print_json({"path": "m\udcff"}, indent=indent)
         assert json.loads(capsys.readouterr().out) == {"path": "m\udcff"}
@@ -296,24 +279,22 @@ def test_json_of_a_path_that_is_not_utf_8_can_be_read(capsys: pytest.CaptureFixt
         ["run", "--join", "x" * 300, "--", "true"],
     ],
 )
-def test_a_name_too_long_for_a_file_is_one_that_there_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+def test_a_name_too_long_for_a_file_is_one_that_there_is_not(tmp_path, ftmon, monkeypatch, words):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    _, out, err = ftmon(capsys, *words)
+    _, out, err = ftmon(*words)
     assert out == ""
     assert err.startswith("ftmon: ")
     assert len(err.splitlines()) == 1
 
 
-def test_the_ticks_of_a_short_axis_are_its_values() -> None:
+def test_the_ticks_of_a_short_axis_are_its_values():
     chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
     axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
     assert axis == [["1", "2", "3", "4"]]
 
 
 @pytest.mark.parametrize("xs", [[1e20], [1e16, 1e16 + 2], [1e16, 1e16 + 2e10], [0.0], [1.0, 2.0]])
-def test_an_axis_of_huge_values_ends(xs: list[float]) -> None:
+def test_an_axis_of_huge_values_ends(xs):
     ones = [1.0] * len(xs)
     drawn = svg(Chart("t", "x", "GiB", [Curve("", xs, ones, ones, ones)]))
     assert len(ElementTree.fromstring(drawn).findall("circle")) == len(xs)
@@ -331,36 +312,30 @@ def test_an_axis_of_huge_values_ends(xs: list[float]) -> None:
         (("--svg", "made", "--csv", ""), "--csv: needs a file's name"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_any_is(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    words: str,
-) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_any_is(tmp_path, ftmon, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     content = "seq,allocated_mib\n1,2\n"
     Path("their.csv").write_text(content)
     Path("link.csv").symlink_to("their.csv")
-    refused(ftmon(capsys, "report", "their.csv", *options), f"ftmon: {words}")
+    refused(ftmon("report", "their.csv", *options), f"ftmon: {words}")
     assert Path("their.csv").read_text() == content
     assert not Path("made").exists()
 
 
-def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_gates_sweeps_and_runs(tmp_path, ftmon):
     before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
-    status, out, _ = ftmon(capsys, "compare", str(before), str(after), "--gate", "3%")
+    status, out, _ = ftmon("compare", str(before), str(after), "--gate", "3%")
     assert status == 1
     assert "regression: highest peak +2." in out
     assert "5 of 6 regressed" in out
-    assert ftmon(capsys, "compare", str(before), str(before), "--gate", "3%")[0] == 0
-    assert ftmon(capsys, "compare", str(before), str(after))[0] == 0, "without a gate nothing is wrong"
+    assert ftmon("compare", str(before), str(before), "--gate", "3%")[0] == 0
+    assert ftmon("compare", str(before), str(after))[0] == 0, "without a gate nothing is wrong"
     run = recorded(tmp_path / "recording.sqlite", 2, steps=20)
-    status, out, _ = ftmon(capsys, "compare", str(run), str(run), "--gate", "0.03", "--json")
+    status, out, _ = ftmon("compare", str(run), str(run), "--gate", "0.03", "--json")
     assert status == 0
     (comparison,) = json.loads(out)["comparisons"]
     assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
-    refused(ftmon(capsys, "compare", str(run), str(before)), "compare two runs or two sweeps")
+    refused(ftmon("compare", str(run), str(before)), "compare two runs or two sweeps")
 
 
 def evaluated(path: Path, steps: int, every: int) -> str:
@@ -375,16 +350,14 @@ def evaluated(path: Path, steps: int, every: int) -> str:
     return str(path)
 
 
-def test_runs_of_different_lengths_are_compared_over_their_common_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_different_lengths_are_compared_over_their_common_steps(tmp_path, ftmon):
     short = evaluated(tmp_path / "short" / "recording.sqlite", 40, every=8)
     long = evaluated(tmp_path / "long" / "recording.sqlite", 90, every=16)
-    status, out, _ = ftmon(capsys, "compare", short, long)
+    status, out, _ = ftmon("compare", short, long)
     assert status == 0
     words = "steps 6 to 40 of both (the first run has 40 steps, the second 90); evaluation after step 32"
     assert out.splitlines()[1] == f"  {words}"
-    _, told, _ = ftmon(capsys, "compare", short, long, "--json")
+    _, told, _ = ftmon("compare", short, long, "--json")
     (comparison,) = json.loads(told)["comparisons"]
     figures = {one["name"]: (one["before"]["value"], one["after"]["value"]) for one in comparison["differences"]}
     assert figures["evaluation loss"] == (1.32, 1.32)
@@ -393,47 +366,43 @@ def test_runs_of_different_lengths_are_compared_over_their_common_steps(
     assert comparison["steps"] == {"first": 6, "last": 40, "before_last": 40, "after_last": 90, "evaluation": 32}
 
 
-def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path, ftmon):
     whole, resumed = tmp_path / "whole.sqlite", tmp_path / "resumed.sqlite"
     frames = list(Stream(ranks=1, steps=50).frames())
     write(whole, frames)
     write(resumed, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step <= 30)])
-    _, out, _ = ftmon(capsys, "compare", str(whole), str(resumed))
+    _, out, _ = ftmon("compare", str(whole), str(resumed))
     assert "  steps 36 to 50 of both" in out.splitlines()
     earlier = [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.step > 30)]
     write(tmp_path / "earlier.sqlite", earlier)
-    disjoint = ftmon(capsys, "compare", str(tmp_path / "earlier.sqlite"), str(resumed))
+    disjoint = ftmon("compare", str(tmp_path / "earlier.sqlite"), str(resumed))
     refused(disjoint, "have no measured steps in common")
 
 
-def test_of_many_configurations_only_those_that_differ_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_configurations_only_those_that_differ_are_shown(tmp_path, ftmon, monkeypatch):
     before, after = str(sweep(tmp_path, "before")), str(sweep(tmp_path, "after", 1.03))
-    _, every, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    _, every, _ = ftmon("compare", before, after, "--gate", "3%")
     monkeypatch.setattr(report, "_MOST", 5)
-    _, some, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    _, some, _ = ftmon("compare", before, after, "--gate", "3%")
     assert every.count(" -> ") == 6
     assert some.count(" -> ") == some.count("regression: ") == 5
     assert "not shown, equal within their noise: 1 of 6; --json has them" in some
-    _, none, _ = ftmon(capsys, "compare", before, before)
+    _, none, _ = ftmon("compare", before, before)
     assert none == "not shown, equal within their noise: 6 of 6; --json has them\n6 configurations compared\n"
 
 
-def test_a_png_is_refused_without_its_package_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_png_is_refused_without_its_package_and_nothing_is_written(tmp_path, ftmon, monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)  # as if it were not installed
     path = tmp_path / "charts.png"
     words = "ftmon: --png needs resvg-py: pip install 'ftmon[png]'; or write --svg FILE"
-    refused(ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path)), words)
+    refused(ftmon("report", str(sweep(tmp_path)), "--png", str(path)), words)
     assert not path.exists()
 
 
-def test_a_png_has_the_charts_with_their_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_png_has_the_charts_with_their_text(tmp_path, ftmon):
     library = pytest.importorskip("resvg_py")
     path, picture = tmp_path / "charts.png", tmp_path / "charts.svg"
-    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path), "--svg", str(picture))
+    status, out, _ = ftmon("report", str(sweep(tmp_path)), "--png", str(path), "--svg", str(picture))
     assert status == 0
     assert f"written: {path}" in out
     content = path.read_bytes()

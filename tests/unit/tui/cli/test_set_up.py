@@ -9,7 +9,7 @@ from ftmon.tui.cli import output, set_up
 from ftmon.tui.cli.main import main
 
 
-def test_a_pipe_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_not_a_terminal(capsys):
     assert output.why_no_app({"TERM": "xterm-256color"}) == "not a terminal"
 
 
@@ -22,19 +22,17 @@ def test_a_pipe_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
         ({"TERM": "xterm-256color", "NO_COLOR": "1"}, "none (NO_COLOR is set)"),
     ],
 )
-def test_colours_follow_the_environment(environ: dict[str, str], colours: str) -> None:
+def test_colours_follow_the_environment(environ, colours):
     assert output.colours(environ) == colours
 
 
-def test_tmux_and_screen_are_recognised() -> None:
+def test_tmux_and_screen_are_recognised():
     assert output.multiplexer({"TMUX": "/tmp/tmux-0/default,1,0"}) == "tmux"
     assert output.multiplexer({"STY": "1.x"}) == "screen"
     assert output.multiplexer({}) == ""
 
 
-def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs").chmod(0o755)
@@ -44,14 +42,12 @@ def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: nowhere that even root cannot write")
-def test_a_home_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_an_error(monkeypatch):
     monkeypatch.setenv("FTMON_HOME", f"/proc/{os.getpid()}/ftmon")
     assert set_up.home_check().state == "error"
 
 
-def test_json_has_both_sides(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_json_has_both_sides(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     monkeypatch.setattr("ftmon.tui.cli.set_up.find_spec", lambda name: None)
     assert main(["doctor", "--json"]) == 0

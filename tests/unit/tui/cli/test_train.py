@@ -10,7 +10,7 @@ from ftmon.tui.cli.train import words
     ("lengths", "size", "expected"),
     [("512,4096", "24GiB", ([512, 4096], 24 * 2**30)), ("64,32,64", "80gb", ([64, 32], 80 * 10**9))],
 )
-def test_lengths_and_sizes_are_numbers(lengths: str, size: str, expected: tuple[list[int], int]) -> None:
+def test_lengths_and_sizes_are_numbers(lengths, size, expected):
     arguments = parse(["predict", "--model", "m", "--sequence-length", lengths, "--capacity", size])
     assert (arguments.sequence_length, arguments.capacity) == expected
 
@@ -26,7 +26,7 @@ def test_lengths_and_sizes_are_numbers(lengths: str, size: str, expected: tuple[
         ("--optimizer", "x"),
     ],
 )
-def test_a_wrong_value_is_refused_with_status_2(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_refused_with_status_2(option, value, capsys):
     with pytest.raises(SystemExit) as refusal:
         parse(["predict", "--model", "m", option, value])
     assert refusal.value.code == 2
@@ -44,7 +44,7 @@ def test_a_wrong_value_is_refused_with_status_2(option: str, value: str, capsys:
         ),
     ],
 )
-def test_arguments_are_passed_on_to_the_process_that_predicts(given: str, passed: str) -> None:
+def test_arguments_are_passed_on_to_the_process_that_predicts(given, passed):
     assert words(parse(["predict", *given.split()])) == passed.split()
 
 
@@ -62,6 +62,6 @@ def test_arguments_are_passed_on_to_the_process_that_predicts(given: str, passed
         ("--deepspeed ds.json -- python t.py", "--deepspeed goes with --model"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(given: str, text: str) -> None:
+def test_options_that_do_not_go_together_are_refused(given, text):
     with pytest.raises(UsageError, match=text):
         words(parse(["predict", *given.split()]))

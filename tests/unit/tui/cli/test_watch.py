@@ -25,9 +25,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (1, "failed", "failed, exit code 1"),
     ],
 )
-def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(
-    code: int, state: str, ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(code, state, ending, capsys):
     run = rundir.create("done", ["train.py"], "run")
     run.write_exit(ExitFile(code, 1.0, state))
     show_status(Namespace(run=run.id, json=False))
@@ -62,7 +60,7 @@ ENTRY = RunEntry(
 
 
 @pytest.mark.parametrize("width", [80, 200, None])
-def test_each_run_has_model_data_overrides_losses_and_reason_at_every_width(width: int | None) -> None:
+def test_each_run_has_model_data_overrides_losses_and_reason_at_every_width(width):
     lines = list(table([ENTRY], width))
     text = " ".join(" ".join(lines).split())
     for words in ("Llama-3.1-8B chats.jsonl llama3.yaml zero.stage=3", "1.2500", "1.5000", ENTRY.reason.strip()):
@@ -71,14 +69,14 @@ def test_each_run_has_model_data_overrides_losses_and_reason_at_every_width(widt
     assert width is None or max(map(cells_of, lines)) <= width
 
 
-def test_columns_are_aligned_whatever_is_unknown() -> None:
+def test_columns_are_aligned_whatever_is_unknown():
     young = msgspec.structs.replace(ENTRY, id="a", loss=None, evaluation_loss=None, reason="", step=1_234_567)
     head, *lines = (line for line in table([ENTRY, young], 80) if not line.startswith(" "))
     assert {line[: head.index("EVAL") + 9].rstrip()[-1] for line in lines} == {"0", "-"}
     assert len({len(line) for line in lines}) == 1
 
 
-def test_a_long_subject_of_a_wide_table_has_its_own_line() -> None:
+def test_a_long_subject_of_a_wide_table_has_its_own_line():
     many = msgspec.structs.replace(ENTRY, overrides=[f"model.config.key_{n}={n}" for n in range(12)], reason="")
     head, first, second = list(table([many], 200))[:3]
     assert head.endswith("SCRIPT")

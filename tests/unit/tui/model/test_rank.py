@@ -12,7 +12,7 @@ from scenes import STACKS, WAITS
 
 @given(st.lists(st.tuples(st.integers(0, 50_000), st.floats(-1e6, 1e6)), min_size=1, max_size=200))
 @settings(deadline=None, max_examples=150)
-def test_pooling_keeps_the_mean(values: list[tuple[int, float]]) -> None:
+def test_pooling_keeps_the_mean(values):
     series = StepSeries()
     for step, value in values:
         series.add(step, value)
@@ -22,7 +22,7 @@ def test_pooling_keeps_the_mean(values: list[tuple[int, float]]) -> None:
     assert total == pytest.approx(sum(value for _, value in values), abs=1e-3)
 
 
-def test_a_short_run_keeps_every_step() -> None:
+def test_a_short_run_keeps_every_step():
     series = StepSeries()
     for step in range(1, 101):
         series.add(step, float(step))
@@ -30,7 +30,7 @@ def test_a_short_run_keeps_every_step() -> None:
     assert len(series.means(10)) == 10
 
 
-def test_adopted_history_ends_where_what_is_known_begins() -> None:
+def test_adopted_history_ends_where_what_is_known_begins():
     past, series = StepSeries(), StepSeries()
     for step in range(1, 201):
         past.add(step, 1.0)

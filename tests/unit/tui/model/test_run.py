@@ -6,23 +6,17 @@ import pytest
 from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import Closing, PhaseRecord, Span, Step, Update
-from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.cli.narrate import Narrator, figure_words
 from ftmon.tui.model.alerts import CAPACITY, AlertHistory
 from ftmon.tui.model.run import RunModel, early_stop_words, status
 from ftmon.tui.model.timeline import EMPTY
 from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets.state import summary_of
+from models import folded, model_of
 from streams import GIB, STARTED, Stream
 
 SPAN = Span(10, 10, 10)
-
-
-def model_of(*messages):
-    model = RunModel()
-    for seq, message in enumerate(messages, 1):
-        model.apply(Frame(seq, 1000.0 + seq, message))
-    return model
 
 
 def step(rank, number, loss, **more):
@@ -86,7 +80,7 @@ def stepped(lengths: Sequence[float], total: int = 0, pauses: dict[int, float] |
     return model
 
 
-def test_three_slower_steps_give_the_new_speed_and_time_left() -> None:
+def test_three_slower_steps_give_the_new_speed_and_time_left():
     model = stepped([3.8] * 30 + [11.6] * 3, total=43)
     assert model.rates.seconds_per_step == pytest.approx(11.6)
     assert model.rates.tokens_per_second == pytest.approx(100 / 11.6)
@@ -94,34 +88,34 @@ def test_three_slower_steps_give_the_new_speed_and_time_left() -> None:
 
 
 @pytest.mark.parametrize("since", [3, 4, 5, 6, 7, 8, 20])
-def test_after_a_change_the_earlier_speed_never_returns(since: int) -> None:
+def test_after_a_change_the_earlier_speed_never_returns(since):
     model = stepped([4.0] * 30 + [1.0] * since)
     assert model.rates.seconds_per_step == pytest.approx(1.0)
 
 
-def test_one_slow_step_is_no_change_of_speed() -> None:
+def test_one_slow_step_is_no_change_of_speed():
     for after in range(4):
         assert stepped([1.0] * 20 + [30.0] + [1.0] * after).rates.seconds_per_step == pytest.approx(1.0)
 
 
-def test_the_slow_first_step_counts_only_while_it_is_the_only_one() -> None:
+def test_the_slow_first_step_counts_only_while_it_is_the_only_one():
     assert stepped([60.0]).rates.seconds_per_step == pytest.approx(60.0)
     assert stepped([60.0, 1.0]).rates.seconds_per_step == pytest.approx(1.0)
 
 
-def test_evaluations_are_part_of_time_left_and_of_no_step() -> None:
+def test_evaluations_are_part_of_time_left_and_of_no_step():
     model = stepped([1.0] * 40, total=80, pauses={11: 20.0, 21: 20.0, 31: 20.0})
     assert model.rates.seconds_per_step == pytest.approx(1.0)
     assert model.seconds_left == pytest.approx(40 * (1.0 + 60.0 / 40))
 
 
-def test_steps_that_were_not_recorded_share_the_time_in_between() -> None:
+def test_steps_that_were_not_recorded_share_the_time_in_between():
     model = stepped([1.0] * 10)
     model.apply(Frame(100, BEGAN + 15, Step(0, 15, BEGAN + 14, 1_000_000, [], tokens=100)))
     assert model.rates.seconds_per_step == pytest.approx(1.0)
 
 
-def test_an_ended_run_has_the_mean_over_its_steps_without_the_first() -> None:
+def test_an_ended_run_has_the_mean_over_its_steps_without_the_first():
     lengths = [60.0, *[1.0] * 50, *[3.0] * 50]
     model = stepped(lengths, pauses={70: 500.0})
     assert model.rates.seconds_per_step == pytest.approx(3.0)
@@ -131,7 +125,7 @@ def test_an_ended_run_has_the_mean_over_its_steps_without_the_first() -> None:
     assert model.seconds_left is None
 
 
-def test_the_plain_lines_print_the_speed_of_the_last_steps() -> None:
+def test_the_plain_lines_print_the_speed_of_the_last_steps():
     model = stepped([3.8] * 30 + [11.6] * 3, total=43)
     text = "\n".join(Narrator().new_lines(model))
     assert "11.600 s/step" in text
@@ -139,13 +133,6 @@ def test_the_plain_lines_print_the_speed_of_the_last_steps() -> None:
 
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)
-
-
-def folded(*messages: Message, t: float = STARTED) -> RunModel:
-    model = RunModel()
-    for seq, message in enumerate(messages, 1):
-        model.apply(Frame(seq, t + seq * 0.001, message))
-    return model
 
 
 def phase(name: str, peak: int, start_us: int = 0, host_us: int = 100_000, **more: object) -> PhaseRecord:
@@ -160,20 +147,18 @@ def run_model_step(rank: int, number: int, *phases: PhaseRecord, started: float 
 @pytest.fixture(scope="module")
 def streamed() -> tuple[list[Frame], RunModel]:
     frames = list(Stream(ranks=4, steps=120).frames())
-    model = RunModel()
-    for frame in frames:
-        model.apply(frame)
+    model = folded(frames)
     return frames, model
 
 
-def test_a_frame_already_folded_changes_nothing(streamed: tuple[list[Frame], RunModel]) -> None:
+def test_a_frame_already_folded_changes_nothing(streamed):
     frames, model = streamed
     version = model.version
     assert not any(model.apply(frame) for frame in frames[-50:])
     assert model.version == version
 
 
-def test_every_rank_of_a_finished_stream_is_known_and_finished(streamed: tuple[list[Frame], RunModel]) -> None:
+def test_every_rank_of_a_finished_stream_is_known_and_finished(streamed):
     _, model = streamed
     assert list(model.ranks) == [0, 1, 2, 3]
     assert model.rank_states() == {"finished": 4}
@@ -184,7 +169,7 @@ def test_every_rank_of_a_finished_stream_is_known_and_finished(streamed: tuple[l
     assert model.info.zero_stage == 2
 
 
-def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[list[Frame], RunModel]) -> None:
+def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed):
     frames, model = streamed
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     expected = max((record.peak_span.peak, each.rank) for each in steps for record in each.phases)
@@ -197,8 +182,8 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[lis
         assert rank.reserved_peak == max(whole.reserved)
 
 
-def test_losses_are_means_over_ranks() -> None:
-    model = folded(
+def test_losses_are_means_over_ranks():
+    model = model_of(
         run_model_step(0, 1, loss=1.0),
         run_model_step(1, 1, loss=3.0),
         run_model_step(0, 2, loss=5.0),
@@ -207,12 +192,12 @@ def test_losses_are_means_over_ranks() -> None:
     assert [(point.step, point.mean) for point in model.losses.points()] == [(1, 2.0), (2, 5.0)]
 
 
-def test_the_runs_step_is_that_of_the_slowest_rank() -> None:
-    model = folded(run_model_step(0, 1), run_model_step(1, 1), run_model_step(0, 2))
+def test_the_runs_step_is_that_of_the_slowest_rank():
+    model = model_of(run_model_step(0, 1), run_model_step(1, 1), run_model_step(0, 2))
     assert (model.step, model.leading_step) == (1, 2)
 
 
-def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> None:
+def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps():
     model = RunModel()
     seq = 0
     for number in range(1, 31):
@@ -226,7 +211,7 @@ def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> 
     assert rates.tokens_per_second == pytest.approx(1000.0)
 
 
-def test_a_run_that_stands_still_does_not_keep_its_speed() -> None:
+def test_a_run_that_stands_still_does_not_keep_its_speed():
     model = RunModel()
     for number in range(1, 31):
         begun = STARTED + number
@@ -245,7 +230,7 @@ def fast_steps(model: RunModel, count: int = 30) -> float:
     return model.now
 
 
-def test_speed_does_not_fall_while_messages_are_on_their_way() -> None:
+def test_speed_does_not_fall_while_messages_are_on_their_way():
     model = RunModel()
     model.tick(fast_steps(model) + 1.5)
     assert model.rates.tokens_per_second == pytest.approx(10_000)
@@ -260,7 +245,7 @@ def test_speed_does_not_fall_while_messages_are_on_their_way() -> None:
     ],
     ids=["planned end", "export", "finished"],
 )
-def test_what_follows_the_last_step_does_not_slow_it_down(last: Message) -> None:
+def test_what_follows_the_last_step_does_not_slow_it_down(last):
     model = RunModel()
     end = fast_steps(model)
     model.apply(Frame(model.last_seq + 1, end + 1, last))
@@ -268,7 +253,7 @@ def test_what_follows_the_last_step_does_not_slow_it_down(last: Message) -> None
     assert model.rates.tokens_per_second == pytest.approx(10_000)
 
 
-def test_a_run_that_hangs_in_an_export_does_not_keep_its_speed() -> None:
+def test_a_run_that_hangs_in_an_export_does_not_keep_its_speed():
     model = RunModel()
     end = fast_steps(model)
     for later, message in enumerate((telemetry.Activity(0, end, "export"), control.RankState(0, "hung", end + 60)), 1):
@@ -277,7 +262,7 @@ def test_a_run_that_hangs_in_an_export_does_not_keep_its_speed() -> None:
     assert model.rates.tokens_per_second < 1000
 
 
-def test_a_host_whose_clock_is_behind_is_not_slow() -> None:
+def test_a_host_whose_clock_is_behind_is_not_slow():
     model = RunModel()
     end = fast_steps(model)
     away = HostState("node-2", "reachable", end, ranks=[0], clock_offset=3600.0)
@@ -286,21 +271,20 @@ def test_a_host_whose_clock_is_behind_is_not_slow() -> None:
     assert model.rates.tokens_per_second == pytest.approx(10_000)
 
 
-def test_a_step_counts_as_reported_once_its_figures_are_there() -> None:
-    model = folded(run_model_step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
+def test_a_step_counts_as_reported_once_its_figures_are_there():
+    model = model_of(run_model_step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
     assert (model.step, model.reported_step) == (2, 1)
 
 
-def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
-    model = folded(telemetry.Plan(0, total_steps=6, first_step=6))
+def test_a_run_that_resumed_begins_at_the_step_it_resumed_from():
+    model = model_of(telemetry.Plan(0, total_steps=6, first_step=6))
     assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
     assert model.seconds_left is None
 
 
-def test_no_time_is_left_after_an_early_stop() -> None:
-    model = RunModel()
-    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=300, evaluate_every=10)))
-    model.apply(Frame(2, STARTED + 1, run_model_step(0, 1, started=STARTED + 1)))
+def test_no_time_is_left_after_an_early_stop():
+    plan = telemetry.Plan(0, total_steps=300, evaluate_every=10)
+    model = model_of(plan, run_model_step(0, 1, started=STARTED + 1), every=1.0)
     assert model.seconds_left is not None
     model.apply(Frame(3, STARTED + 2, EARLY_STOP))
     assert model.seconds_left is None
@@ -316,7 +300,7 @@ def test_no_time_is_left_after_an_early_stop() -> None:
 
 
 @pytest.mark.parametrize("state", ["hung", "stopped", "gone", "unreachable"])
-def test_no_time_is_left_to_tell_while_a_rank_stands(state: control.RankStateName) -> None:
+def test_no_time_is_left_to_tell_while_a_rank_stands(state):
     model = RunModel()
     model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
     for number in range(1, 11):
@@ -327,17 +311,17 @@ def test_no_time_is_left_to_tell_while_a_rank_stands(state: control.RankStateNam
     assert model.seconds_left is not None
 
 
-def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
+def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once():
     first = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=3)
     again = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=4, count=2)
     error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
-    model = folded(first, error, again)
+    model = model_of(first, error, again)
     assert [alert.id for alert in model.alerts.unresolved()] == [8, 7]
     assert list(model.alerts) == [error, again]
     assert len(model.ranks[1].timeline.marks) == 1
 
 
-def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
+def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped():
     history = AlertHistory()
     for number in (*range(CAPACITY), 0, CAPACITY):
         history.put(control.Alert(number, "spike", "info", STARTED, "a spike"))
@@ -347,8 +331,8 @@ def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
     assert 1 not in kept
 
 
-def test_a_resolved_alert_no_longer_stands() -> None:
-    model = folded(
+def test_a_resolved_alert_no_longer_stands():
+    model = model_of(
         control.Alert(1, "hang", "error", STARTED, "hung", rank=0),
         control.Alert(1, "hang", "error", STARTED, "hung", rank=0, resolved=STARTED + 9),
     )
@@ -357,8 +341,8 @@ def test_a_resolved_alert_no_longer_stands() -> None:
     assert len(model.alerts) == 1
 
 
-def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart() -> None:
-    rank = folded(
+def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart():
+    rank = model_of(
         run_model_step(0, 1, phase("forward", 9), phase("backward", 9, 100_000, 300_000, collective_us=200_000))
     ).ranks[0]
     shares = rank.shares
@@ -369,18 +353,18 @@ def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart() -> None:
     )
 
 
-def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> None:
+def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own():
     first = run_model_step(
         0, 1, phase("init", 1, -3_000_000, 3_000_000), phase("generate", 9, 0, 300_000), phase("forward", 9)
     )
-    shares = folded(first).ranks[0].shares
+    shares = model_of(first).ranks[0].shares
     assert shares.step_ms == pytest.approx(first.host_us / 1000)
     assert shares.parts["generate"] == pytest.approx(300_000 / first.host_us)
     assert sum(shares.parts.values()) == pytest.approx(1)
 
 
-def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
-    rank = folded(
+def test_shares_are_of_device_time_where_every_phase_has_it():
+    rank = model_of(
         run_model_step(
             0, 1, phase("forward", 9, device_us=30_000), phase("backward", 9, device_us=60_000), device_us=100_000
         )
@@ -390,29 +374,29 @@ def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
     assert rank.shares.parts["other"] == pytest.approx(0.1)
 
 
-def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:
-    rank = folded(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
+def test_a_phase_of_several_seconds_shows_in_each_of_its_columns():
+    rank = model_of(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
     assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
 
 
-def test_a_device_is_matched_by_uuid_before_index() -> None:
+def test_a_device_is_matched_by_uuid_before_index():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     wrong = telemetry.DeviceSample(hello.host, "gpu", 0, "H200", STARTED, 1, 2, uuid="GPU-other")
     right = telemetry.DeviceSample(hello.host, "gpu", 5, "H200", STARTED, 3, 4, uuid=hello.device.uuid)
-    model = folded(hello, wrong, right)
+    model = model_of(hello, wrong, right)
     assert model.device_of(model.ranks[0]) == right
 
 
-def test_a_cpu_rank_gets_the_sample_of_its_host() -> None:
+def test_a_cpu_rank_gets_the_sample_of_its_host():
     hello = Stream(ranks=1, steps=1, cuda=False).hello(0, STARTED)
     host = telemetry.DeviceSample(hello.host, "host", 0, "AMD", STARTED, 1, 2)
-    model = folded(hello, host)
+    model = model_of(hello, host)
     assert model.device_of(model.ranks[0]) == host
 
 
-def test_memory_of_a_rank_that_is_gone_ends() -> None:
+def test_memory_of_a_rank_that_is_gone_ends():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
-    model = folded(
+    model = model_of(
         hello,
         run_model_step(0, 1, phase("forward", 50)),
         control.RankState(0, "gone", STARTED + 1, "SIGKILL", signal=9),
@@ -421,10 +405,10 @@ def test_memory_of_a_rank_that_is_gone_ends() -> None:
     assert not model.ranks[0].alive
 
 
-def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history() -> None:
+def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history():
     first = Stream(ranks=1, steps=1).hello(0, STARTED)
     second = telemetry.Hello(**{**{name: getattr(first, name) for name in first.__struct_fields__}, "pid": 99})
-    model = folded(
+    model = model_of(
         first, run_model_step(0, 1, phase("forward", 50)), control.RankState(0, "gone", STARTED, signal=9), second
     )
     rank = model.ranks[0]
@@ -433,28 +417,28 @@ def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history() ->
     assert rank.step == 1
 
 
-def test_whether_it_fits_is_unknown_until_adam_has_its_states() -> None:
+def test_whether_it_fits_is_unknown_until_adam_has_its_states():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     capacity = hello.device.capacity_bytes
-    assert folded(hello, run_model_step(0, 1, phase("forward", GIB))).fit.verdict == "unknown"
-    assert folded(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB))).fit.verdict == "fits"
-    tight = folded(hello, run_model_step(0, 1), run_model_step(0, 2, phase("backward", int(capacity * 0.95)))).fit
+    assert model_of(hello, run_model_step(0, 1, phase("forward", GIB))).fit.verdict == "unknown"
+    assert model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB))).fit.verdict == "fits"
+    tight = model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("backward", int(capacity * 0.95)))).fit
     assert tight == ("tight", 0, capacity)
     oom = telemetry.Oom(0, 3, "backward", STARTED, GIB, 0, capacity, 2, 3)
-    assert folded(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB)), oom).fit.verdict == "failed"
+    assert (
+        model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB)), oom).fit.verdict == "failed"
+    )
 
 
-def test_log_lines_filter_by_rank_and_text() -> None:
+def test_log_lines_filter_by_rank_and_text():
     lines = [telemetry.LogLine(rank, STARTED, "out", text) for rank, text in ((0, "Loss 1"), (1, "loss 2"), (1, "x"))]
-    model = folded(*lines)
+    model = model_of(*lines)
     assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
     assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]
 
 
-def test_a_status_is_plain_json_with_every_rank_in_it() -> None:
-    model = RunModel()
-    for frame in Stream(ranks=3, steps=50, finished=False).frames():
-        model.apply(frame)
+def test_a_status_is_plain_json_with_every_rank_in_it():
+    model = folded(Stream(ranks=3, steps=50, finished=False).frames())
     told = json.loads(json.dumps(status(model)))
     assert told["step"] == 50
     assert told["total_steps"] == 50
@@ -465,7 +449,7 @@ def test_a_status_is_plain_json_with_every_rank_in_it() -> None:
     assert abs(sum(told["ranks"][0]["shares"].values()) - 1) < 1e-6
 
 
-def test_a_run_nothing_is_known_of_has_a_status_too() -> None:
+def test_a_run_nothing_is_known_of_has_a_status_too():
     told = json.loads(json.dumps(status(RunModel())))
     assert told["state"] == "starting"
     assert told["peak"] is None

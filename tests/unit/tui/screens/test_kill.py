@@ -8,19 +8,16 @@ from ftmon.tui.model import RunModel
 from ftmon.tui.screens.kill import Targets, launcher_that_ends_all, suggested, target_line
 from ftmon.tui.widgets.state import stalled_seconds
 from ftmon.tui.widgets.theme import Theme
+from models import folded
 from streams import Stream
 
 NOW = 1_780_000_200.0
 
 
 def of(states: dict[int, RankStateName], ranks: int = 4) -> RunModel:
-    model = RunModel()
-    frames = list(Stream(ranks=ranks, steps=4, finished=False).frames())
-    for frame in frames:
-        model.apply(frame)
-    for index, (rank, state) in enumerate(states.items()):
-        told = RankState(rank=rank, state=state, time=NOW, since=NOW - 34, text="", pid=1)
-        model.apply(Frame(frames[-1].seq + 1 + index, NOW, told))
+    model = folded(Stream(ranks=ranks, steps=4, finished=False).frames())
+    for rank, state in states.items():
+        model.apply(Frame(model.last_seq + 1, NOW, RankState(rank, state, NOW, since=NOW - 34, pid=1)))
     return model
 
 
@@ -30,34 +27,34 @@ def alert(rank: int | None = None, ranks: list[int] | None = None, resolved: flo
     )
 
 
-def test_a_healthy_run_offers_the_rank_at_the_cursor() -> None:
+def test_a_healthy_run_offers_the_rank_at_the_cursor():
     assert suggested(of({}), 2) == {2}
 
 
 @pytest.mark.parametrize("state", ["hung", "stopped", "unreachable"])
-def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state: RankStateName) -> None:
+def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state):
     assert suggested(of({0: "waiting", 1: "waiting", 2: "waiting", 3: state}), 0) == {3}
 
 
-def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered() -> None:
+def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered():
     model = of({1: "hung", 3: "hung"})
     assert suggested(model, 0) == {1, 3}
     assert suggested(model, 1) == {1}
 
 
-def test_the_selected_alert_names_the_rank() -> None:
+def test_the_selected_alert_names_the_rank():
     model = of({1: "hung", 3: "stopped"})
     assert suggested(model, 0, alert(3)) == {3}
     assert suggested(model, 0, alert(ranks=[0, 1])) == {1}
     assert suggested(of({}), 0, alert(2)) == {2}
 
 
-def test_an_alert_that_is_over_or_names_nobody_does_not_choose() -> None:
+def test_an_alert_that_is_over_or_names_nobody_does_not_choose():
     assert suggested(of({}), 0, alert(2, resolved=NOW)) == {0}
     assert suggested(of({}), 0, alert()) == {0}
 
 
-def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
+def test_when_every_rank_is_stuck_the_run_is_offered():
     model = of({0: "hung", 1: "hung"}, ranks=2)
     targets = Targets.of(model, suggested(model, 0))
     assert targets.whole
@@ -74,7 +71,7 @@ def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
         (["python", "spawns.py"], "ddp", ""),
     ],
 )
-def test_the_whole_run_is_offered_where_one_death_ends_it(command: list[str], framework: str, launcher: str) -> None:
+def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, launcher):
     model = of({3: "hung"})
     model.info.command, model.info.framework = command, framework
     assert launcher_that_ends_all(model) == launcher
@@ -85,12 +82,12 @@ def test_the_whole_run_is_offered_where_one_death_ends_it(command: list[str], fr
     assert targets.chosen == [3], "a single rank can still be chosen"
 
 
-def test_a_run_that_stands_says_for_how_long() -> None:
+def test_a_run_that_stands_says_for_how_long():
     assert stalled_seconds(of({})) is None
     assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
 
 
-def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
+def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended():
     model = of({})
     targets = Targets.of(model, {3})
     model.apply(Frame(model.last_seq + 1, NOW, Job(1, NOW, "training", NOW, world_size=4)))
@@ -99,6 +96,6 @@ def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
     assert ["has ended" in line for line in lines] == [False, False, False, True, True]
 
 
-def test_one_rank_is_counted_as_one() -> None:
+def test_one_rank_is_counted_as_one():
     model = of({}, ranks=1)
     assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain

@@ -16,6 +16,7 @@ from ftmon.tui.model.training import HistoryPoint
 from ftmon.tui.source.load import TAIL_FRAMES, Overview, Superseded, adopt, describe, load, read_overview
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import folded
 from streams import Later, Stream, write
 from trainscenes import frames
 
@@ -53,7 +54,7 @@ def shown(model: RunModel) -> dict[str, Any]:
 
 @given(place=st.deferred(lambda: st.integers(60, len(FRAMES) - 1)), with_overview=st.booleans())
 @settings(deadline=None, max_examples=10)
-def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int, with_overview: bool) -> None:
+def test_a_seek_shows_what_folding_everything_shows(recording, place, with_overview):
     t = FRAMES[place].t
     with Reader(recording) as reader:
         until = FRAMES[: reader.seq_at(t)]
@@ -67,7 +68,7 @@ def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int,
 
 @given(place=st.deferred(lambda: st.integers(1, len(FRAMES) - 2)), more=st.integers(1, 400))
 @settings(deadline=None, max_examples=8)
-def test_history_and_then_the_tail_is_the_same_as_everything(recording: Path, place: int, more: int) -> None:
+def test_history_and_then_the_tail_is_the_same_as_everything(recording, place, more):
     """A late join: the state as recorded, then the live frames, some of which are in both."""
     t = FRAMES[place].t
     end = min(place + more, len(FRAMES) - 1)
@@ -81,7 +82,7 @@ def test_history_and_then_the_tail_is_the_same_as_everything(recording: Path, pl
     assert shown(joined) == shown(all_folded)
 
 
-def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(recording: Path) -> None:
+def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(recording):
     t = FRAMES[len(FRAMES) // 2].t
     with Reader(recording) as reader:
         overview = read_overview(reader, reader.info())
@@ -102,7 +103,7 @@ def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(rec
             assert min(around) <= recent.allocated[index] <= max(around)
 
 
-def test_charts_after_a_seek_reach_back_to_the_beginning_and_not_beyond_the_time(recording: Path) -> None:
+def test_charts_after_a_seek_reach_back_to_the_beginning_and_not_beyond_the_time(recording):
     t = FRAMES[len(FRAMES) // 2].t
     with Reader(recording) as reader:
         overview = read_overview(reader, reader.info())
@@ -116,7 +117,7 @@ def test_charts_after_a_seek_reach_back_to_the_beginning_and_not_beyond_the_time
     )
 
 
-def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording: Path) -> None:
+def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording):
     first_step = next(frame for frame in FRAMES if type(frame.message).__name__ == "Step")
     with Reader(recording) as reader:
         model = load(reader, first_step.t - 0.2, describe(reader.info()), read_overview(reader, reader.info()))
@@ -125,7 +126,7 @@ def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording: P
     assert model.peak is None
 
 
-def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording: Path, tmp_path: Path) -> None:
+def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording, tmp_path):
     damaged = tmp_path / "damaged.sqlite"
     shutil.copy(recording, damaged)
     with contextlib.closing(sqlite3.connect(damaged)) as connection, connection:
@@ -135,14 +136,14 @@ def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording: Path, t
     assert sorted(model.ranks) == [0, 1, 2, 3]
 
 
-def test_alerts_are_as_they_stood_then(recording: Path) -> None:
+def test_alerts_are_as_they_stood_then(recording):
     alerts = [frame for frame in FRAMES if isinstance(frame.message, Alert)]
     with Reader(recording) as reader:
         model = load(reader, alerts[0].t, describe(reader.info()))
     assert [alert.id for alert in model.alerts] == [alerts[0].message.id]  # type: ignore[union-attr]
 
 
-def test_loading_is_given_up_when_something_else_is_wanted(recording: Path) -> None:
+def test_loading_is_given_up_when_something_else_is_wanted(recording):
     asked: list[int] = []
 
     def superseded() -> bool:
@@ -162,19 +163,12 @@ def load_training_recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("trained") / "run.sqlite", LOAD_TRAINING_FRAMES)
 
 
-def folded(until: list[Frame]) -> RunModel:
-    model = RunModel()
-    for frame in until:
-        model.apply(frame)
-    return model
-
-
 def mean_loss(moments: list[HistoryPoint]) -> float:
     return sum((moment.loss or 0.0) * moment.steps for moment in moments) / sum(moment.steps for moment in moments)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_seek_has_the_course_and_the_results_up_to_its_time(load_training_recording: Path, share: float) -> None:
+def test_a_seek_has_the_course_and_the_results_up_to_its_time(load_training_recording, share):
     place = round(share * (len(LOAD_TRAINING_FRAMES) - 1))
     assert place > TAIL_FRAMES
     t = LOAD_TRAINING_FRAMES[place].t
@@ -191,7 +185,7 @@ def test_a_seek_has_the_course_and_the_results_up_to_its_time(load_training_reco
     assert sought.training.checkpoints == all_folded.training.checkpoints
 
 
-def test_a_late_join_gets_the_course_from_before_it(load_training_recording: Path) -> None:
+def test_a_late_join_gets_the_course_from_before_it(load_training_recording):
     live = folded([])
     cut = len(LOAD_TRAINING_FRAMES) - 500
     for frame in [LOAD_TRAINING_FRAMES[0], *LOAD_TRAINING_FRAMES[cut:]]:

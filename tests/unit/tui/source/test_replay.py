@@ -17,6 +17,7 @@ from ftmon.tui.source import replay as playback
 from ftmon.tui.source.base import Source
 from ftmon.tui.source.load import Overview, read_overview
 from ftmon.tui.source.replay import Position, ReplaySource, parse
+from models import folded
 from streams import Stream, write
 
 FIRST = datetime(2026, 3, 1, 22, 0, 0).timestamp()
@@ -29,11 +30,11 @@ def at(text: str) -> Position:
 
 
 @pytest.mark.parametrize("text", ["812", " 812 ", "step 812", "#812", "8_12"])
-def test_a_bare_number_is_a_step(text: str) -> None:
+def test_a_bare_number_is_a_step(text):
     assert at(text) == Position(step=812)
 
 
-def test_a_thousands_comma_is_understood() -> None:
+def test_a_thousands_comma_is_understood():
     assert at("1,204") == Position(step=1204)
 
 
@@ -41,26 +42,26 @@ def test_a_thousands_comma_is_understood() -> None:
     ("text", "expected"),
     [("+90s", NOW + 90), ("-2m", NOW - 120), ("+1h30m", NOW + 5400), ("+10", NOW + 10), ("-9d", FIRST), ("+9d", LAST)],
 )
-def test_a_sign_is_a_jump_from_here_that_stays_inside(text: str, expected: float) -> None:
+def test_a_sign_is_a_jump_from_here_that_stays_inside(text, expected):
     assert at(text).time == pytest.approx(expected)
 
 
-def test_a_share_is_of_the_whole_recording() -> None:
+def test_a_share_is_of_the_whole_recording():
     assert at("50%").time == pytest.approx((FIRST + LAST) / 2)
     assert at("100%").time == LAST
 
 
-def test_a_time_of_day_is_of_the_day_that_puts_it_inside() -> None:
+def test_a_time_of_day_is_of_the_day_that_puts_it_inside():
     assert at("23:45").time == datetime(2026, 3, 1, 23, 45).timestamp()
     assert at("03:10:20").time == datetime(2026, 3, 2, 3, 10, 20).timestamp()
 
 
-def test_a_date_is_understood() -> None:
+def test_a_date_is_understood():
     assert at("2026-03-02 01:00").time == datetime(2026, 3, 2, 1).timestamp()
 
 
 @pytest.mark.parametrize("text", ["", "soon", "25:00", "12:61", "+", "%", "-", "1.5", "12:03:10:4"])
-def test_anything_else_is_refused_with_what_can_be_typed(text: str) -> None:
+def test_anything_else_is_refused_with_what_can_be_typed(text):
     with pytest.raises(UsageError, match=r"type a step \(812\)"):
         at(text)
 
@@ -107,11 +108,8 @@ def settle(source: Source) -> None:
 
 def folded_until(t: float, frames: list[Frame] = FRAMES) -> RunModel:
     """Fold up to the last message of a time; what came before it may be of a moment later."""
-    model = RunModel()
     last = max((frame.seq for frame in frames if frame.t <= t), default=0)
-    for frame in frames[:last]:
-        model.apply(frame)
-    return model
+    return folded(frames[:last])
 
 
 def same(source: Source, frames: list[Frame] = FRAMES) -> None:
@@ -128,7 +126,7 @@ def same(source: Source, frames: list[Frame] = FRAMES) -> None:
     assert list(model.alerts) == list(expected.alerts)
 
 
-def test_a_replay_begins_when_the_ranks_are_there_and_holds(source: ReplaySource) -> None:
+def test_a_replay_begins_when_the_ranks_are_there_and_holds(source):
     hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
     assert source.transport.mode == "replay"
     assert source.transport.position == hellos[-1].t
@@ -139,12 +137,12 @@ def test_a_replay_begins_when_the_ranks_are_there_and_holds(source: ReplaySource
     assert source.connection.state == "replay"
 
 
-def test_the_scrubber_knows_every_alert_of_the_recording(source: ReplaySource) -> None:
+def test_the_scrubber_knows_every_alert_of_the_recording(source):
     pump(source, lambda: bool(source.transport.marks))
     assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
 
 
-def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording: Path) -> None:
+def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording):
     source = ReplaySource(recording)
     playback = source._playback
     source.start()
@@ -159,9 +157,7 @@ def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording: Path) 
         source.close()
 
 
-def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(
-    recording: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(recording, monkeypatch):
     monkeypatch.setattr(playback, "_SETTLE_S", 0.0)
     source = ReplaySource(recording)
     played, load, complete = source._playback, playback.load, list[RunModel]()
@@ -184,13 +180,13 @@ def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_
         source.close()
 
 
-def test_a_speed_key_does_not_end_the_wait_for_a_place(source: ReplaySource) -> None:
+def test_a_speed_key_does_not_end_the_wait_for_a_place(source):
     source.transport.goto("50%")
     source.transport.faster()
     assert source.transport.seeking
 
 
-def test_every_press_of_a_speed_key_counts_however_quick(source: ReplaySource) -> None:
+def test_every_press_of_a_speed_key_counts_however_quick(source):
     for _ in range(4):
         source.transport.faster()
     pump(source, lambda: source.transport.speed > 8)
@@ -201,7 +197,7 @@ def test_every_press_of_a_speed_key_counts_however_quick(source: ReplaySource) -
     assert source.transport.speed == 0.25
 
 
-def test_playing_at_64x_moves_64_seconds_a_second(tmp_path: Path) -> None:
+def test_playing_at_64x_moves_64_seconds_a_second(tmp_path):
     # Long enough that a stalled machine does not play it to the end.
     frames = list(Stream(ranks=1, steps=1500).frames())
     source = ReplaySource(write(tmp_path / "run.sqlite", frames))
@@ -222,7 +218,7 @@ def test_playing_at_64x_moves_64_seconds_a_second(tmp_path: Path) -> None:
         source.close()
 
 
-def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source: ReplaySource) -> None:
+def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source):
     source.transport.goto("90%")
     speed(source, 6)
     source.transport.play()
@@ -235,9 +231,7 @@ def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source: Rep
     same(source)
 
 
-def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(tmp_path, monkeypatch):
     reading = threading.Event()
 
     def read_late(*args: Any) -> Overview:
@@ -275,7 +269,7 @@ def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing
         source.close()
 
 
-def test_play_at_the_end_begins_again(source: ReplaySource) -> None:
+def test_play_at_the_end_begins_again(source):
     source.transport.goto("100%")
     settle(source)
     source.transport.play()
@@ -285,7 +279,7 @@ def test_play_at_the_end_begins_again(source: ReplaySource) -> None:
     assert transport.position - transport.first < 0.1 * (transport.last - transport.first)
 
 
-def test_steps_forward_and_back_move_by_one_step(source: ReplaySource) -> None:
+def test_steps_forward_and_back_move_by_one_step(source):
     source.transport.goto("100")
     settle(source)
     assert source.model.step == 100
@@ -298,7 +292,7 @@ def test_steps_forward_and_back_move_by_one_step(source: ReplaySource) -> None:
     same(source)
 
 
-def test_a_held_key_counts_every_press(source: ReplaySource) -> None:
+def test_a_held_key_counts_every_press(source):
     source.transport.goto("100")
     for _ in range(5):
         source.transport.step(-1)
@@ -310,7 +304,7 @@ def test_a_held_key_counts_every_press(source: ReplaySource) -> None:
     same(source)
 
 
-def test_alerts_are_visited_in_order_each_as_it_was_raised(source: ReplaySource) -> None:
+def test_alerts_are_visited_in_order_each_as_it_was_raised(source):
     pump(source, lambda: bool(source.transport.marks))
     seen: list[float] = []
     for _ in RAISED:
@@ -328,7 +322,7 @@ def test_alerts_are_visited_in_order_each_as_it_was_raised(source: ReplaySource)
     assert source.transport.position == seen[-2]
 
 
-def test_a_jump_of_time_and_of_share_lands_there(source: ReplaySource) -> None:
+def test_a_jump_of_time_and_of_share_lands_there(source):
     source.transport.goto("50%")
     settle(source)
     middle = (source.transport.first + source.transport.last) / 2
@@ -343,7 +337,7 @@ def test_a_jump_of_time_and_of_share_lands_there(source: ReplaySource) -> None:
 
 
 @pytest.mark.parametrize("text", ["99999", "tomorrow"])
-def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySource, text: str) -> None:
+def test_a_place_that_is_not_there_moves_nothing_and_says_why(source, text):
     before = source.transport.position
     source.transport.goto(text)
     settle(source)
@@ -351,21 +345,21 @@ def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySour
     assert source.transport.position == before
 
 
-def test_a_recording_takes_no_commands(source: ReplaySource) -> None:
+def test_a_recording_takes_no_commands(source):
     record = source.commands[source.send(control.Kill())]
     assert record.done
     assert not record.accepted.ok
     assert not source.can_command
 
 
-def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path):
     (tmp_path / "notes.txt").write_text("not a recording, and long enough to be looked at as one would be looked at")
     for name in ("notes.txt", "missing.sqlite"):
         with pytest.raises(RecordingError):
             ReplaySource(tmp_path / name)
 
 
-def test_an_empty_recording_opens_and_shows_nothing(tmp_path: Path) -> None:
+def test_an_empty_recording_opens_and_shows_nothing(tmp_path):
     frames: list[Frame] = []
     source = ReplaySource(write(tmp_path / "empty.sqlite", frames))
     source.start()
@@ -375,7 +369,7 @@ def test_an_empty_recording_opens_and_shows_nothing(tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path: Path) -> None:
+def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path):
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
     end = RunState("failed", frames[-1].t + 2, "rank 1 was killed by SIGKILL", 137)
     path = write(tmp_path / "failed.sqlite", [*frames, Frame(frames[-1].seq + 1, end.time, end)])
@@ -385,7 +379,7 @@ def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path: Path) 
     assert not ReplaySource(path, start=frames[0].t).transport.message
 
 
-def test_a_replay_moves_to_the_moment_of_an_alert(source: ReplaySource) -> None:
+def test_a_replay_moves_to_the_moment_of_an_alert(source):
     pump(source, lambda: bool(source.transport.marks))
     mark = source.transport.first_alert("spike")
     source.transport.to_alert(mark.alert_id)
