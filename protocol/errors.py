@@ -19,7 +19,6 @@ class FtmonError(Exception):
     exit_status: int = 1
 
     def __str__(self) -> str:
-        """Return the text as one safe line."""
         return sanitize(super().__str__(), MOST_CHARACTERS)
 
 
@@ -67,9 +66,6 @@ class HubError(FtmonError):
 
 class RecordingError(FtmonError):
     """A recording cannot be read: it is not a recording, of a newer schema, refused, or too damaged."""
-
-
-# One result of ``ftmon doctor``, from the command line's checks, or as JSON from those of the training side.
 
 
 State = Literal["ok", "warning", "error"]

@@ -10,7 +10,6 @@ import msgspec
 
 from ..errors import UsageError
 from ..host.process import read_private, write_private
-from ..run.rundir import JOIN_ENV as JOIN_ENV
 from ..run.rundir import RunDir, RunOptions
 from .keys import KeyPair
 from .sockets import CHANNELS

@@ -44,9 +44,6 @@ from .rows import (
 )
 from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, expected_tables
 
-# Rows to be written to a recording: kept while the disk cannot be written, and thinned out above a limit.
-
-
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
 
@@ -87,7 +84,6 @@ class Batch:
         """Messages lost: when the hub received the first and the last, their number, and the reason."""
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to write."""
         return bool(self.held or self.gap or self.received)
 
     @property
@@ -257,14 +253,12 @@ class RemovalWatch:
 
     def removed(self, now: float) -> bool:
         """Return whether the file is gone or replaced while its directory stays; ``now`` is monotonic."""
-        if _identity(self._path) == self._identity or not self._directory_stays():
+        directory_stays = self._beside.exists() if self._has_run else self._path.parent.is_dir()
+        if _identity(self._path) == self._identity or not directory_stays:
             self._missed_at = None
             return False
         self._missed_at = now if self._missed_at is None else self._missed_at
         return now - self._missed_at >= SETTLE_S
-
-    def _directory_stays(self) -> bool:
-        return self._beside.exists() if self._has_run else self._path.parent.is_dir()
 
 
 @dataclass
@@ -342,7 +336,6 @@ _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
-    """Return the rows of ``meta`` that identify the run."""
     found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _RECEIVED: "{}"}
     if run is not None:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
@@ -539,7 +532,6 @@ class Writer:
         return total
 
     def _try_open(self) -> bool:
-        """Open or create the recording unless it is open; return whether it is open."""
         if self._connection is not None:
             return True
         try:
@@ -590,7 +582,6 @@ class Writer:
         connection.execute("PRAGMA synchronous=NORMAL")
 
     def _begin_anew(self, connection: sqlite3.Connection) -> None:
-        """Close a removed file, and begin a new one in its place."""
         if self._carried is None:
             self._carried = carry_over(connection)
         self._end_checkpointer()

@@ -101,9 +101,6 @@ def read_end_request(run: RunDir) -> EndRequest | None:
         return None
 
 
-# Texts for how a process ended.
-
-
 def signal_name(number: int) -> str:
     """Return the name of a signal: ``SIGKILL`` for 9; ``signal 77`` for one without a name."""
     try:
@@ -190,16 +187,12 @@ def of_error(error: FtmonError, usage: int = RUN_USAGE) -> int:
     """Return the status of a command that starts a run where ftmon itself could not go on.
 
     Args:
-        error: the reason.
         usage: the command's status for wrong usage.
     """
     if isinstance(error, HubError):
         return LOST
     wrong = isinstance(error, UsageError) and not isinstance(error, StartError)
     return usage if wrong else NOT_STARTED
-
-
-# The cause of a failed run, derived from its alerts.
 
 
 FATAL: tuple[AlertKind, ...] = ("failure", "died", "oom")

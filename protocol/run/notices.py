@@ -133,9 +133,6 @@ class Notices:
     """Derives notices from a run's messages, each once.
 
     Args:
-        run: the run's identifier.
-        host: the hub's host.
-        events: the events to notify of.
         since: alerts raised before this time are not notified again (seconds since the epoch).
     """
 

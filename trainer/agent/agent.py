@@ -42,9 +42,6 @@ from ..host.loop import Failures, Flow, Mailbox, Post
 from ..host.supervisor import Supervisor
 from .uplink import Proxies, Route, Uplink
 
-# Receives the hub's commands to this agent: kill, stop, inspect, ping. Each is a coroutine of the main loop.
-
-
 _ANSWERS_KEPT = 64
 
 
@@ -340,7 +337,6 @@ class Agent:
         return self._uplink.clock_offset or 0.0
 
     def _put(self, message: Message) -> None:
-        """Queue one of the agent's own messages for the hub."""
         self._sequence += 1
         header, body = wire.encode(self._identity, self._sequence, time.time(), message)
         self._uplink.put(header, body)
@@ -422,7 +418,6 @@ class Agent:
             print(f"still there: pid {process.pid} ({process.name}) in state {process.state}", flush=True)
 
     def _flush(self) -> None:
-        """Send the remaining messages, and a goodbye."""
         deadline = time.monotonic() + FLUSH_SECONDS
         self._drain()
         self._put_logs(last=True)

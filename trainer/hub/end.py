@@ -25,7 +25,6 @@ from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ..host import processes
 from .agents import BACK_SECONDS, Agents
 
-# Detects the end of a run and its cause.
 #
 # The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
 # never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
@@ -208,9 +207,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-# Writes reports of out-of-memory errors as files of the run, which are readable without the recording.
 
 
 def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:

@@ -35,9 +35,6 @@ from ..host.loop import in_thread
 from .agents import Agents
 from .ranks import Answers, RankAccess
 
-# Inspects ranks without their cooperation on all hosts: on this one in a thread, on others through their agents.
-
-
 AWAY_SECONDS = 3.0
 """Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
 
@@ -314,7 +311,6 @@ class StallProbe:
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float
     ) -> _Seen | None:
-        """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)
         if action is None:
             self._seen.pop(rank, None)

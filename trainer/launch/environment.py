@@ -330,7 +330,6 @@ def _read_hostfile(path: Path) -> list[str]:
 
 
 def _own(words: list[str]) -> list[str]:
-    """Return a launcher's own arguments, without the script and its arguments."""
     for place, word in enumerate(words):
         if re.search(r"\.(py|sh)$", word):
             return words[:place]

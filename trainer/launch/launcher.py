@@ -34,9 +34,6 @@ from ..host import processes
 from ..host.end.kill import sweep
 from .environment import executable_command, job_environment, push
 
-# Keeps a hub running during a job: starts it, and starts another one if it dies.
-
-
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 30.0
 _HEALTHY_SECONDS = 60.0
@@ -122,9 +119,6 @@ class HubKeeper:
                 print_own("the hub has not ended yet; leaving it")
 
 
-# The signals that a launcher forwards to its job.
-
-
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Forwarded to the job's process only; its launcher (torchrun, deepspeed) decides what its children receive."""
 PASSED_ON = (signal.SIGINT, *TO_THE_JOB)
@@ -160,9 +154,6 @@ class Requests:
             if number not in _ENDING or not (same or (number != signal.SIGINT and number in found)):
                 found.append(number)
         return found
-
-
-# Reads SLURM's notice of a cancelled job in the job's output.
 
 
 _ENOUGH_BYTES = 65_536
@@ -256,7 +247,6 @@ class Launcher:
             print_own(f"{problem}; ranks there are not watched unless the run's directory is shared")
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str], nohup: bool) -> str:
-        """Start the job; return the error text, or an empty string."""
         try:
             self._job = subprocess.Popen(
                 executable_command(command, environment, cwd),
@@ -479,7 +469,6 @@ def _become_subreaper() -> None:
 
 
 def _ignore_hangup() -> None:
-    """Ignore SIGHUP in the job, as nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

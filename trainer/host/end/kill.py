@@ -22,9 +22,6 @@ from ..inspection import inspect
 from ..loop import Post, Reply
 from ..processes import Origin, Process, escaped, origin
 
-# Ends a set of processes: TERM, then KILL, repeatedly until none is left.
-
-
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 8.0
 
@@ -320,9 +317,6 @@ def _count(ended: list[Process]) -> str:
 def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
     """Return the table without the spared processes (except the roots), so that their descendants are not found."""
     return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}
-
-
-# Interrupts the ranks of this host, or their whole job, like ctrl-c, for scripts that have no command to stop.
 
 
 def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:

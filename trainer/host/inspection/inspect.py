@@ -150,11 +150,6 @@ def _add(reply: bytes, at: int, end: int, found: dict[int, int]) -> None:
         at += (length + 3) & ~3
 
 
-# Reads the activity of a rank's process tree from proc(5) and sock_diag(7): ``Activity``.
-#
-# ``protocol.analysis.stalls.activity`` compares two of them.
-
-
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
 second and forward data of other ranks, which is not work of the script."""
@@ -175,10 +170,7 @@ def measure(
     """Return the totals of the process ``pid`` and its descendants.
 
     Args:
-        pid: a rank's process.
         dump: ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
-        table: the process table (``processes.table``).
-        now: ``time.monotonic``.
         sockets: ``traffic.by_socket``; None: read here.
         others: other processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
         ranks: processes of ranks, whose work does not count for the rank that started them.
