@@ -63,10 +63,6 @@ class EndDetector:
         self._resumed = False
         """Whether some rank resumed after steps of an earlier run."""
 
-    @property
-    def _all_said_goodbye(self) -> bool:
-        return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
-
     def note(self, message: Message) -> None:
         """Record a message of the stream (for speed, the caller records steps itself)."""
         if isinstance(message, Hello):
@@ -100,7 +96,8 @@ class EndDetector:
         now = time.monotonic()
         if received != self._received:
             self._received, self._last_message_at = received, now
-        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not self._all_said_goodbye
+        all_ended = bool(self._hellos) and self._hellos <= self._goodbyes.keys()
+        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not all_ended
         if ranks_alive or heard:
             self._empty_polls = 0
             return None

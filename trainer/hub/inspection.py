@@ -228,7 +228,8 @@ class StallProbe:
             answers = await self._access.link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
-            self._nccl_address = _nccl_address_of(answers) or self._nccl_address
+            addresses = (str(answer.data["nccl"]) for answer in answers.values() if answer.data.get("nccl"))
+            self._nccl_address = next(addresses, self._nccl_address)
             local = await self._inspection.inspect(silent, self._nccl_address)
             if reads == self._native_reads:  # otherwise ranks may have been paused between two of these figures
                 self._found(answers, local)
@@ -367,8 +368,6 @@ class StallProbe:
         is_busy = percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS
         return is_busy and (spins or place.doing in ("device", "backward"))
 
-    # Saving.
-
     def _save(self, verdict: Verdict) -> None:
         """Append the stacks to the stream once per verdict, those of its ranks first; request native stacks of these.
 
@@ -484,10 +483,6 @@ def _activity_of(answer: Result | None) -> Activity | None:
 
 def _is_unfinished(calls: Calls) -> bool:
     return any(call.done is False for call in calls.recent)
-
-
-def _nccl_address_of(answers: Answers) -> str:
-    return next((str(answer.data["nccl"]) for answer in answers.values() if answer.data.get("nccl")), "")
 
 
 def _number_of(answer: Result | None, name: str) -> float | None:

@@ -30,6 +30,7 @@ from ...protocol.link.join import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
 from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub
+from ...protocol.text import counted
 from ..host import processes
 from ..host.end.kill import sweep
 from .environment import executable_command, job_environment, push
@@ -385,7 +386,8 @@ class Launcher:
         with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended
             hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
-        below = {process.pid for process in processes.descendants([me], _without(processes.table(), spared - {me}))}
+        table = {pid: process for pid, process in processes.table().items() if pid == me or pid not in spared}
+        below = {process.pid for process in processes.descendants([me], table)}
         return processes.of_run(self._run.path, below, spared)
 
     def _clear_leftovers(self) -> list[processes.Process]:
@@ -405,7 +407,7 @@ class Launcher:
             with _disk_trouble("left.json"):
                 self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
             how = "never began" if self._status is None else f"ended ({ending_in_words(self._status, None)})"
-            count = "1 process" if len(members) == 1 else f"{len(members)} processes"
+            count = counted(len(members), "process")
             print_own(f"the job {how} and left {count} to be ended: {', '.join(names)}")
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             members = sweep(self._members, on_wait=self._between_polls, term_seconds=term)
@@ -452,10 +454,6 @@ def _disk_trouble(name: str) -> Generator[None]:
         yield
     except OSError as error:
         print_own(f"{name} cannot be written: {error.strerror}")
-
-
-def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
-    return {pid: process for pid, process in table.items() if pid not in pids}
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

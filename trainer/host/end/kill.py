@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.run.rundir import RANK_PID_ENV
-from ....protocol.text import duration, kernel_sleep, sanitize
+from ....protocol.text import counted, duration, kernel_sleep, sanitize
 from .. import processes
 from ..hardware.gpus import GpuUse, gpu_use, verdict, wait_until_free
 from ..inspection import inspect
@@ -249,7 +249,7 @@ class Kill(threading.Thread):
         }
         if not self._known:
             return Outcome(True, "no process of the run was left", data)
-        sentences = [f"{_count(ended)} ended in {duration(seconds)} ({data['signal']})"]
+        sentences = [f"{counted(len(ended), 'process')} ended in {duration(seconds)} ({data['signal']})"]
         sentences += [self._why_left(process) for process in left]
         held = False
         if self._on_gpu:
@@ -308,10 +308,6 @@ def kill(scope: KillScope, number: signal.Signals | None, on_gpu: bool, post: Po
     except RuntimeError:
         done(Outcome(False, "no thread can be started on this host", {}))
     return reply
-
-
-def _count(ended: list[Process]) -> str:
-    return "1 process" if len(ended) == 1 else f"{len(ended)} processes"
 
 
 def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:

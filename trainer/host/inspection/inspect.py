@@ -513,15 +513,12 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
         lock = blocked.get(target.pid)
         holder = table.get(lock.holder) if lock is not None else None
         if lock is not None:
-            locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
+            words = f"pid {lock.holder} ({sanitize(holder.name, 40)})" if holder is not None else ""
+            locks[target.rank] = LockWait(lock.path, holder=words)
         others = [daemon.pid for daemon in daemons.get(target.rank, [])]
         others += [holder.pid] if holder is not None else []
         activities[target.rank] = measure(target.pid, target.dump, table, now, sockets, others, ranks)
     return Inspection(stacks, why, activities, locks)
-
-
-def _in_words(pid: int, holder: processes.Process | None) -> str:
-    return f"pid {pid} ({sanitize(holder.name, 40)})" if holder is not None else ""
 
 
 def answer_look(look: control.Look) -> dict[str, Any]:
