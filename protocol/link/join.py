@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..host.process import read_private, write_private
-from ..run.rundir import RunDir, RunOptions
+from ..run.rundir import RunDir, RunOptions, encode_file
 from .keys import KeyPair
 from .sockets import CHANNELS
 
@@ -60,14 +60,9 @@ def join_path(run: RunDir) -> Path:
     return run.path / JOIN_NAME
 
 
-def encode_join(content: JoinFile) -> bytes:
-    """Encode the file's content."""
-    return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
-
-
 def write_join(run: RunDir, content: JoinFile) -> Path:
     """Write the file, mode 0600; return its path."""
-    write_private(join_path(run), encode_join(content))
+    write_private(join_path(run), encode_file(content))
     return join_path(run)
 
 
