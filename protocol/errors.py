@@ -7,7 +7,6 @@ import msgspec
 from .text import sanitize
 
 MOST_CHARACTERS = 2000
-"""Maximum length of an error's text."""
 
 
 class FtmonError(Exception):

@@ -24,7 +24,6 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The run directory on the hub's host, which also marks the run's processes on every host."""
     id: str
     host: str
-    """The hub's host."""
     boot_id: str
     """Boot identifier, which distinguishes that host from others of the same name."""
     addresses: list[str]
@@ -38,7 +37,6 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The key pair of the run's agents, with ``public``."""
     version: str
     options: RunOptions = RunOptions()
-    """The run's options."""
     pushed: bool = False
     """This copy was made for this run, by ssh or srun; the last process of the run on this host removes it."""
 

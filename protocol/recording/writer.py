@@ -51,7 +51,6 @@ _EVENTS_KEPT = 5_000
 """Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
 
 _ROWS_A_STATEMENT = 200
-"""Rows inserted per statement."""
 
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
@@ -59,7 +58,6 @@ INSERTS = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
     for table, columns in expected_tables(SCHEMA_VERSION).items()
 } | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
-"""The statement that inserts a row, by table."""
 
 _BATCH_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """SQLite's errors for a value that no column can hold."""
@@ -268,7 +266,6 @@ class CarriedOver:
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     left: int = 0
-    """Messages left out."""
     first_t: float = 0.0
     """When the hub received the first message that was recorded, seconds since the epoch."""
 
@@ -371,7 +368,6 @@ class Writer:
         self.notice = ""
         """Text to show about the file, such as its replacement after a removal; empty: none."""
         self.recorded = 0
-        """Messages written by this writer."""
         self.last_seq = 0
         """Highest stream number recorded or appended."""
         self.next_seq = 1
@@ -388,7 +384,6 @@ class Writer:
         """Rows of a removed file for the new one, until that is made."""
         self._pending = Batch()
         self._writing = Batch()
-        """The batch that is being written."""
         self._lost = 0
         """Number of lost messages that are already recorded."""
         self._steps: list[tuple[int, float, Step]] = []

@@ -47,13 +47,10 @@ class Notice(msgspec.Struct, frozen=True):
 
     event: Event
     run: str
-    """The run's identifier."""
     host: str
-    """The hub's host."""
     time: float
     """Seconds since the epoch."""
     title: str
-    """One line."""
     text: str = ""
 
 

@@ -148,7 +148,6 @@ class _Seen(NamedTuple):
     worked: float
     """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
     work: Work
-    """The work that it was found doing."""
     slept: bool
     """Whether it has been found asleep since its last progress."""
     woke_after: float
@@ -176,7 +175,6 @@ class StallProbe:
         self._inspection = inspection
         self._under_way = False
         self._unanswered = False
-        """Whether a rank did not answer the last probe."""
         self._nccl_address = ""
         """Where NCCL's RAS service answers; empty: no rank uses NCCL."""
         self._probes = 0

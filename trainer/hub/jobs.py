@@ -290,7 +290,6 @@ class JobStream:
         self._end_job = end_job
         self._jobs = JobTable(self._lives)
         self.off_stream = self._jobs.off_stream
-        """Senders whose messages are kept out of the stream."""
         self.state = self._jobs.state
         self.add = self._jobs.add
 

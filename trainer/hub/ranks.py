@@ -246,4 +246,3 @@ class RankAccess:
     emit: Callable[[Message], object]
     """Appends a message to the stream, and analyses it."""
     post: Post
-    """Schedules a call in the main loop; any thread."""

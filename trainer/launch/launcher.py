@@ -51,7 +51,6 @@ class HubKeeper:
         self._delay = _FIRST_DELAY_SECONDS
         self._next_start = 0.0
         self._failed = False
-        """Whether the last start failed."""
         self.dismissed = False
 
     @property
@@ -194,7 +193,6 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        """Number of SIGINTs forwarded."""
         self._end_request: EndRequest | None = None
         """The request to end, kept here in case ``intent.json`` cannot be written."""
         self._grace = 0.0

@@ -229,7 +229,6 @@ def switches(pid: int, thread: int) -> int:
 
 class _Threads(NamedTuple):
     state: str
-    """State of the training thread."""
     seconds: float
     io_bytes: int
     chars: int
