@@ -3,7 +3,6 @@
 from .text import sanitize
 
 MOST_CHARACTERS = 2000
-"""Maximum length of an error's text."""
 
 
 class FtmonError(Exception):
@@ -15,7 +14,6 @@ class FtmonError(Exception):
     exit_status: int = 1
 
     def __str__(self) -> str:
-        """Return the text as one safe line."""
         return sanitize(super().__str__(), MOST_CHARACTERS)
 
 

@@ -39,7 +39,6 @@ class Gpu(NamedTuple):
     tf32: float
     fp32: float
     memory_gbs: float
-    """Bandwidth of the device's memory."""
     link_gbs: float
     """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe without NVLink."""
     host_gbs: float

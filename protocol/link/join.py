@@ -10,8 +10,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..host.process import read_private, write_private
-from ..run.rundir import JOIN_ENV as JOIN_ENV
-from ..run.rundir import RunDir, RunOptions
+from ..run.rundir import RunDir, RunOptions, encode_file
 from .keys import KeyPair
 from .sockets import CHANNELS
 
@@ -25,7 +24,6 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The run directory on the hub's host, which also marks the run's processes on every host."""
     id: str
     host: str
-    """The hub's host."""
     boot_id: str
     """Boot identifier, which distinguishes that host from others of the same name."""
     addresses: list[str]
@@ -39,7 +37,6 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The key pair of the run's agents, with ``public``."""
     version: str
     options: RunOptions = RunOptions()
-    """The run's options."""
     pushed: bool = False
     """This copy was made for this run, by ssh or srun; the last process of the run on this host removes it."""
 
@@ -61,14 +58,9 @@ def join_path(run: RunDir) -> Path:
     return run.path / JOIN_NAME
 
 
-def encode_join(content: JoinFile) -> bytes:
-    """Encode the file's content."""
-    return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
-
-
 def write_join(run: RunDir, content: JoinFile) -> Path:
     """Write the file, mode 0600; return its path."""
-    write_private(join_path(run), encode_join(content))
+    write_private(join_path(run), encode_file(content))
     return join_path(run)
 
 

@@ -158,8 +158,6 @@ class AllowList:
 
 
 class _Agents:
-    """Accepts one key: that of the run's agents."""
-
     def __init__(self, public: str) -> None:
         self._public = public.encode()
 
@@ -172,7 +170,6 @@ def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "Thread
     """Start checking every CURVE connection to sockets of ``context`` against the allow-list; ``stop()`` ends it.
 
     Args:
-        context: the context of the sockets.
         agent: the public key of the run's agents, allowed under ``AGENT_DOMAIN``; empty: none.
     """
     from zmq.auth.thread import ThreadAuthenticator  # imports asyncio; only a listening hub needs it

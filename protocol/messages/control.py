@@ -309,7 +309,6 @@ def decode(command: Command, known: tuple[type[V], ...]) -> V:
     """Decode a command's verb and arguments. An argument that is nil counts as absent.
 
     Args:
-        command: the command.
         known: the verbs that the receiver accepts.
 
     Raises:

@@ -8,8 +8,7 @@ from typing import Literal
 import msgspec
 
 from ..snapshot.columns import Snapshot
-from .telemetry import MemoryMeasure, Oom, ProcessMemory, Rank, Time, Whole
-from .telemetry import StackGroup as StackGroup
+from .telemetry import MemoryMeasure, Oom, ProcessMemory, Rank, StackGroup, Time, Whole
 
 PARTS = (
     "parameters",
@@ -106,9 +105,7 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
 
 
 # A captured step as recorded by its rank: numbers from which the hub computes the composition of the step's peaks.
-#
-# The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes, times ``us`` in microseconds
-# since the epoch. Columns are those of ``protocol.snapshot.model``.
+# Columns are those of ``protocol.snapshot.columns``.
 
 
 class StepMark(msgspec.Struct, frozen=True, array_like=True):
@@ -277,11 +274,6 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     """Used by all processes, at the last sample before; 0: not sampled."""
     path: str = ""
     """The report's file, relative to the run directory."""
-
-
-# The message with the predicted memory of a run of ftmon's own trainer; also ``prediction.json`` of a run.
-#
-# The same rules as in ``telemetry``: msgspec structs as msgpack maps, sizes in bytes.
 
 
 class PredictedPhase(msgspec.Struct, frozen=True, omit_defaults=True):

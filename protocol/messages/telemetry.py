@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .throughput import ModelFlops as ModelFlops
+from .throughput import ModelFlops
 
 # Bounds of numbers in messages: decoding refuses values outside them.
 #
@@ -37,11 +37,6 @@ Flops = Annotated[float, Meta(ge=0.0, le=1e30)]
 """A number of floating-point operations."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
 Name = Annotated[str, Meta(max_length=256)]
-
-
-# Messages about a run's health: data loaders, compilations, disks, and GPU faults.
-#
-# Times called ``time`` are seconds since the epoch on the sender's clock; sizes are bytes.
 
 
 class DataLoaderInfo(msgspec.Struct, frozen=True):
@@ -133,9 +128,6 @@ class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):
     """The driver's line in the kernel log; empty if NVML reported it."""
 
 
-# Parts of messages about blocks of memory: the stacks that allocated them, and the segments that contain them.
-
-
 MemoryMeasure = Literal["cuda", "glibc"]
 """Source of ``allocated`` and ``reserved``: PyTorch's CUDA allocator, or glibc (mallinfo2)."""
 
@@ -161,11 +153,6 @@ class SegmentUse(msgspec.Struct, frozen=True, array_like=True):
     free_blocks: Whole
     flags: str = ""
     """``s``: serves requests up to 1 MiB only; ``e``: expandable; ``p``: in a private pool; empty: none of these."""
-
-
-# The message of a rank whose allocation failed: the state at that moment, as known to the rank itself.
-#
-# The rules of ``telemetry`` apply; the message has its own file only because of its length.
 
 
 OptimizerImplementation = Literal["", "foreach", "fused", "for-loop"]

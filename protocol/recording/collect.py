@@ -17,7 +17,6 @@ class RecordedRun:
     """Contents of one recording.
 
     Args:
-        path: the recording.
         skip: number of first steps of each rank that are left out.
         most: number of last steps of each rank that are kept; None: all.
         until: step after which the recording is not read further; None: it is read to its end.

@@ -23,9 +23,6 @@ from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 Row = tuple[Any, ...]
 
 
-# Long windows of a recording: from the finest level with few enough pooled rows, and single steps at the edges.
-
-
 _PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
 _POINT = (
     "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
@@ -200,9 +197,6 @@ def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> 
     """Return a row of ``training_steps``; None if ``steps`` has all figures of the step.
 
     Args:
-        seq: the number of the step in the stream.
-        step: the step.
-        training_us: its ``training_us``.
         peak: data-sheet peak of the rank's device, FLOP/s; None: unknown.
     """
     rested = training_us != step.host_us

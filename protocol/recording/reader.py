@@ -38,8 +38,6 @@ from .rows import Row, RowDecoder, job_seqs, shown_since
 from .salvage import open_damaged, open_recording
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 
-# Summary of a recording: its ``meta`` table, its first and last messages, its gaps and missing parts.
-
 
 def read_info(
     path: Path,
@@ -53,12 +51,8 @@ def read_info(
     """Return the summary of a recording.
 
     Args:
-        path: the recording.
-        opened: the open recording.
         every: returns all rows of a query.
         one: returns the first value of a query.
-        ranks: the ranks in it.
-        state: the run's last state in it.
         left_out: returns what was left out of the answers so far, as text.
 
     Raises:
@@ -120,7 +114,6 @@ def _last_loss(rows: list[Row], ranks: int) -> float | None:
 
     Args:
         rows: step, loss and label tokens of the latest rank-steps.
-        ranks: number of ranks.
     """
     steps: dict[int, list[tuple[float, int]]] = {}
     recorded: dict[int, int] = {}
@@ -142,7 +135,6 @@ def _text(value: object) -> str:
 
 
 def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, gaps: list[Row]) -> str:
-    """Return what is missing of a recording, as text; empty: nothing."""
     until = f"; it ends at {_clock(last_t)}" if last_t else ""
     found = [f"{opened.missing}{until}"] if opened.missing else []
     if not closed and not live and not found:
@@ -167,7 +159,6 @@ def _number(text: str | None) -> int:
 
 
 def _time(text: str | None) -> float:
-    """Return a time that was written as text; 0 if it is invalid."""
     try:
         t = float(text or 0)
     except ValueError:
@@ -209,7 +200,6 @@ class Reader:
     """A recording, open for reading from any thread; the file is never changed.
 
     Args:
-        path: the recording.
         once: for one command: the cost of all queries together is bounded, not only of each. Beyond the limit messages
             are left out of the answers (``left_out``), or the query is refused.
 
@@ -309,7 +299,7 @@ class Reader:
 
         With several jobs, only those of the last one in the stream.
         """
-        return self._ask("marks", self._marks)
+        return self._ask("marks", lambda: read_marks(self._connection, shown_since(self._connection, 1 << 62)))
 
     def jobs(self) -> list[Frame]:
         """Return the last ``job`` message of each job, by number; none in older recordings."""
@@ -389,7 +379,8 @@ class Reader:
 
     def _seq_at(self, t: float) -> int:
         if not math.isfinite(t):
-            return self._last_seq() if t > 0 else 0
+            last = max(self._one(f"SELECT max(seq) FROM {table}") or 0 for table in STREAM_TABLES)
+            return last if t > 0 else 0
         first = self._one("SELECT seq FROM clock WHERE second <= ? ORDER BY second DESC LIMIT 1", (math.floor(t),))
         if first is None:
             return 0
@@ -400,9 +391,6 @@ class Reader:
             query = f"SELECT seq FROM {table} WHERE seq >= ? AND seq < ? AND t <= ? ORDER BY seq DESC LIMIT 1"
             found = max(found, self._one(query, (first, beyond, t)) or 0)
         return found
-
-    def _last_seq(self) -> int:
-        return max(self._one(f"SELECT max(seq) FROM {table}") or 0 for table in STREAM_TABLES)
 
     def _span(self, t0: float, t1: float) -> tuple[int, int]:
         return self._seq_at(math.nextafter(t0, -math.inf)) + 1, self._seq_at(t1)
@@ -417,9 +405,9 @@ class Reader:
             if len(rows) == limit:
                 last = rows[-1][0]
         found.sort(key=lambda entry: entry[0])
-        frames = [frame for _, table, row in found[:limit] if (frame := self._decoder.frame(table, row))]
         # A page that is in the file twice gives its rows twice.
-        return [frame for before, frame in zip((None, *frames), frames, strict=False) if not _same(before, frame)]
+        frames = {frame.seq: frame for _, table, row in found[:limit] if (frame := self._decoder.frame(table, row))}
+        return list(frames.values())
 
     def _rows_of(self, table: str, seqs: Sequence[int]) -> list[tuple[str, Row]]:
         rows: list[tuple[str, Row]] = []
@@ -445,14 +433,11 @@ class Reader:
             rows += self._rows_of(table, seqs)
         rows += self._rows_of("jobs", job_seqs(self._connection, seq))
         events = set(explained_seqs(self._connection, seq, since))
-        for kind in self._types():
+        for kind in self._values("events", "type", str):
             events.update(self._last_of_each("events", "rank", seq, kind))
         rows += self._rows_of("events", sorted(events))
         frames = [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
         return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
-
-    def _marks(self) -> list[PeakMark]:
-        return read_marks(self._connection, shown_since(self._connection, 1 << 62))
 
     def _jobs(self) -> list[Frame]:
         seqs = [seq for (seq,) in self._all("SELECT max(seq) FROM jobs GROUP BY number ORDER BY number")]
@@ -480,10 +465,6 @@ class Reader:
     def _peak_steps(self, seq: int, since: int) -> list[int]:
         found = [peak_seq(self._connection, rank, seq, since) for rank in self._ranks()]
         return [number for number in found if number is not None]
-
-    def _types(self) -> list[str]:
-        """Return the types in ``events``."""
-        return self._values("events", "type", str)
 
     def _ranks(self) -> list[int]:
         found: set[int] = set()
@@ -570,10 +551,6 @@ class Reader:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
         frame = self._decoder.frame("events", rows[0]) if rows else None
         return frame.message if frame is not None and isinstance(frame.message, RunState) else None
-
-
-def _same(before: Frame | None, frame: Frame) -> bool:
-    return before is not None and before.seq == frame.seq
 
 
 def _whole(value: Any) -> int:

@@ -114,7 +114,6 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     command: list[str]
     started: float
-    """When the run was created."""
     first_t: float
     last_t: float
     """The recording's end: the time of the last message, or the latest time before the clock was set back."""
@@ -129,7 +128,6 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     missing: str = ""
     """What is missing, as text; empty: nothing, or the run is still being recorded."""
     state: str = ""
-    """The run's last known state."""
     exit_code: int | None = None
     last_step: int = 0
     host: str = ""
@@ -179,9 +177,7 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """Host time of each ordinary phase."""
     phase_device_ms: dict[str, float] = {}
     max_host_ms: float = 0.0
-    """The longest of the pooled steps."""
     count: int = 1
-    """Number of pooled steps."""
 
 
 class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -193,7 +189,6 @@ class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """The (last) step."""
     first_step: int
     count: int = 1
-    """Number of pooled steps."""
     training_us: int = 0
     """Host time without evaluations and checkpoints."""
     tokens: int = 0
@@ -305,7 +300,6 @@ Row = tuple[Any, ...]
 
 
 MARK_LIMIT = 100_000
-"""Maximum number of marks read."""
 
 
 class Marks:

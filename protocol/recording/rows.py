@@ -320,7 +320,6 @@ def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Mes
     """Decode the result of ``pack_body``; None for a type that a newer version added.
 
     Args:
-        body: the bytes.
         charge: called with the unpacked size; it may raise to refuse it.
 
     Raises:
@@ -495,9 +494,6 @@ class RowDecoder:
             self._devices = {number: tuple(rest) for number, *rest in self._names("device_names")}
             self._processes = {number: tuple(rest) for number, *rest in self._names("process_names")}
             return sample_from_row(row, self._devices[row[2]], self._processes)
-
-
-# The recording's table of jobs: a row for each ``job`` message.
 
 
 def job_row(seq: int, t: float, job: Job) -> Row:

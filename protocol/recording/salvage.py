@@ -129,7 +129,6 @@ class _TornRecording:
                         whole.executemany(insert, self._connection.execute(f"SELECT {columns} FROM {table}"))
 
     def _rows(self, table: str) -> Iterator[tuple[str, Row]]:
-        """Yield the rows of a table, each number once; the number is the first column."""
         seen: set[int] = set()
         after, distance = -1, 1
         while table not in self._problems and after < _HIGHEST:

@@ -44,9 +44,6 @@ from .rows import (
 )
 from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, expected_tables
 
-# Rows to be written to a recording: kept while the disk cannot be written, and thinned out above a limit.
-
-
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
 
@@ -54,7 +51,6 @@ _EVENTS_KEPT = 5_000
 """Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
 
 _ROWS_A_STATEMENT = 200
-"""Rows inserted per statement."""
 
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
@@ -62,7 +58,6 @@ INSERTS = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
     for table, columns in expected_tables(SCHEMA_VERSION).items()
 } | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
-"""The statement that inserts a row, by table."""
 
 _BATCH_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """SQLite's errors for a value that no column can hold."""
@@ -87,7 +82,6 @@ class Batch:
         """Messages lost: when the hub received the first and the last, their number, and the reason."""
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to write."""
         return bool(self.held or self.gap or self.received)
 
     @property
@@ -257,14 +251,12 @@ class RemovalWatch:
 
     def removed(self, now: float) -> bool:
         """Return whether the file is gone or replaced while its directory stays; ``now`` is monotonic."""
-        if _identity(self._path) == self._identity or not self._directory_stays():
+        directory_stays = self._beside.exists() if self._has_run else self._path.parent.is_dir()
+        if _identity(self._path) == self._identity or not directory_stays:
             self._missed_at = None
             return False
         self._missed_at = now if self._missed_at is None else self._missed_at
         return now - self._missed_at >= SETTLE_S
-
-    def _directory_stays(self) -> bool:
-        return self._beside.exists() if self._has_run else self._path.parent.is_dir()
 
 
 @dataclass
@@ -274,7 +266,6 @@ class CarriedOver:
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     left: int = 0
-    """Messages left out."""
     first_t: float = 0.0
     """When the hub received the first message that was recorded, seconds since the epoch."""
 
@@ -342,7 +333,6 @@ _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
-    """Return the rows of ``meta`` that identify the run."""
     found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _RECEIVED: "{}"}
     if run is not None:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
@@ -378,7 +368,6 @@ class Writer:
         self.notice = ""
         """Text to show about the file, such as its replacement after a removal; empty: none."""
         self.recorded = 0
-        """Messages written by this writer."""
         self.last_seq = 0
         """Highest stream number recorded or appended."""
         self.next_seq = 1
@@ -395,7 +384,6 @@ class Writer:
         """Rows of a removed file for the new one, until that is made."""
         self._pending = Batch()
         self._writing = Batch()
-        """The batch that is being written."""
         self._lost = 0
         """Number of lost messages that are already recorded."""
         self._steps: list[tuple[int, float, Step]] = []
@@ -539,7 +527,6 @@ class Writer:
         return total
 
     def _try_open(self) -> bool:
-        """Open or create the recording unless it is open; return whether it is open."""
         if self._connection is not None:
             return True
         try:
@@ -590,7 +577,6 @@ class Writer:
         connection.execute("PRAGMA synchronous=NORMAL")
 
     def _begin_anew(self, connection: sqlite3.Connection) -> None:
-        """Close a removed file, and begin a new one in its place."""
         if self._carried is None:
             self._carried = carry_over(connection)
         self._end_checkpointer()

@@ -96,9 +96,6 @@ def read_end_request(run: RunDir) -> EndRequest | None:
         return None
 
 
-# Texts for how a process ended.
-
-
 def signal_name(number: int) -> str:
     """Return the name of a signal: ``SIGKILL`` for 9; ``signal 77`` for one without a name."""
     try:
@@ -128,9 +125,6 @@ def exhausted_memory(kill: KernelKill) -> str:
     return {"": "", "group": "its control group's limit was exhausted", "host": "the host's memory was exhausted"}[
         kill.exhausted
     ]
-
-
-# The cause of a failed run, derived from its alerts.
 
 
 FATAL: tuple[AlertKind, ...] = ("failure", "died", "oom")

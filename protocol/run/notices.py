@@ -47,13 +47,10 @@ class Notice(msgspec.Struct, frozen=True):
 
     event: Event
     run: str
-    """The run's identifier."""
     host: str
-    """The hub's host."""
     time: float
     """Seconds since the epoch."""
     title: str
-    """One line."""
     text: str = ""
 
 
@@ -133,9 +130,6 @@ class Notices:
     """Derives notices from a run's messages, each once.
 
     Args:
-        run: the run's identifier.
-        host: the hub's host.
-        events: the events to notify of.
         since: alerts raised before this time are not notified again (seconds since the epoch).
     """
 

@@ -287,19 +287,19 @@ class RunDir:
 
     def write_run(self, content: RunFile) -> None:
         """Write ``run.json`` atomically."""
-        self.write_certain("run.json", _encode(content))
+        self.write_certain("run.json", encode_file(content))
 
     def write_hub(self, content: HubFile) -> None:
         """Write the connection file atomically, mode 0600."""
-        self.write_certain("hub.json", _encode(content))
+        self.write_certain("hub.json", encode_file(content))
 
     def write_leftovers(self, content: LeftoversFile) -> None:
         """Write ``left.json`` atomically."""
-        self.write_certain("left.json", _encode(content))
+        self.write_certain("left.json", encode_file(content))
 
     def write_exit(self, content: ExitFile) -> None:
         """Write ``exit.json`` atomically, and release the disk space reserved for later files."""
-        self.write_certain("exit.json", _encode(content))
+        self.write_certain("exit.json", encode_file(content))
         for name in _ROOMS:
             with contextlib.suppress(OSError):
                 self._room(name).unlink()
@@ -394,7 +394,8 @@ class RunDir:
             raise RunDirError(f"{path}: cannot be read: {error}") from None
 
 
-def _encode(content: msgspec.Struct) -> bytes:
+def encode_file(content: msgspec.Struct) -> bytes:
+    """Return a file of a run directory as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
 
 

@@ -124,9 +124,6 @@ class LauncherEnd:
         return not self.open and not self._untied
 
 
-# Starts ftmon's own processes, without the environment variables of any run.
-
-
 _HUB = "ftmon.trainer.hub"
 
 
@@ -149,12 +146,7 @@ def spawn_module(
     """Start one of ftmon's modules in a session of its own, which does not receive the terminal's signals.
 
     Args:
-        module: its full name.
-        words: its arguments.
         stdin: as for ``subprocess.Popen``, as are ``stdout``, ``stderr`` and ``pass_fds``.
-        stdout: its output.
-        stderr: its errors.
-        pass_fds: descriptors that it inherits.
         environ: its environment; variables of a run are removed.
 
     Raises:
@@ -176,10 +168,6 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
 
     Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
     have to restart it.
-
-    Args:
-        run: the run directory.
-        log: file for its output.
 
     Raises:
         OSError: the process cannot be created.
@@ -230,7 +218,6 @@ def spawn_start(
     """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
 
     Args:
-        request: what to start.
         line: the requesting process's end of the socket pair to the run's launcher; None: no process waits for the run.
         stdin: descriptor that becomes the job's standard input.
         environ: the environment of the job; variables of a run are removed.

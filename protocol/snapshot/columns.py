@@ -269,9 +269,6 @@ class Stacks:
         return found
 
 
-# Errors of snapshot files: one line with the error, the place and the fix.
-
-
 class SnapshotError(FtmonError):
     """A file that cannot be opened as a PyTorch memory snapshot; the command ends with status 2."""
 

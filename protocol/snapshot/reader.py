@@ -314,7 +314,6 @@ class SnapshotReading:
             raise SnapshotError(f"{self._path}: refused: {error}; the file is damaged or malicious") from None
 
     def _refusal(self) -> SnapshotError:
-        """Return the error for the end of the reading process."""
         path, status = self._path, self._process.wait()
         if self._late:
             return SnapshotError(f"{path}: not read within {_PATIENCE_SECONDS // 60} minutes: record fewer entries")

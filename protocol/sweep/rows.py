@@ -58,7 +58,6 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
     created: float
     host: str = ""
     version: str = ""
-    """Version of ftmon."""
 
 
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,7 +95,6 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """Seconds after which a run is ended."""
     capacity_bytes: Whole | None = None
     notes: list[str] = []
-    """Why predictions are missing, as text."""
     columns: list[str] = []
     """Names of the figures in the table; empty: the default ones."""
 
@@ -108,7 +106,6 @@ class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
     settings: Settings
     repeat: Whole = 0
     run: str = ""
-    """The run directory."""
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -147,7 +144,6 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """Highest that NVML showed for its process; 0: not known."""
     device: str = ""
     loss: float | None = None
-    """Loss of the last step."""
     step_ms_error: float = 0.0
     """Standard error of ``step_ms``; 0: unknown."""
 

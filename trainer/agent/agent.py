@@ -42,9 +42,6 @@ from ..host.loop import Failures, Flow, Mailbox, Post
 from ..host.supervisor import Supervisor
 from .uplink import Proxies, Route, Uplink
 
-# Receives the hub's commands to this agent: kill, stop, inspect, ping. Each is a coroutine of the main loop.
-
-
 _ANSWERS_KEPT = 64
 
 
@@ -238,8 +235,6 @@ class Agent:
             self._remove_traces()
         return 0
 
-    # The loop.
-
     def _loop(self) -> None:
         failures = Failures()
         next_tick = 0.0
@@ -333,14 +328,11 @@ class Agent:
         if changed:
             self._beat(time.monotonic())
 
-    # To and from the hub.
-
     @property
     def _offset(self) -> float:
         return self._uplink.clock_offset or 0.0
 
     def _put(self, message: Message) -> None:
-        """Queue one of the agent's own messages for the hub."""
         self._sequence += 1
         header, body = wire.encode(self._identity, self._sequence, time.time(), message)
         self._uplink.put(header, body)
@@ -391,8 +383,6 @@ class Agent:
         self._uplink.disconnect()
         self._route.search()
 
-    # This host.
-
     def _targets(self) -> list[Target]:
         return [Target(*entry) for entry in self._supervisor.alive()]
 
@@ -401,8 +391,6 @@ class Agent:
 
     def _members(self) -> list[processes.Process]:
         return processes.of_run(Path(self._join.run), [], [os.getpid()])
-
-    # Beginning and end.
 
     def _bind(self, channel: str) -> "zmq.Socket[Any]":
         socket = sockets.hub_socket(self._context, channel)
@@ -422,19 +410,15 @@ class Agent:
             print(f"still there: pid {process.pid} ({process.name}) in state {process.state}", flush=True)
 
     def _flush(self) -> None:
-        """Send the remaining messages, and a goodbye."""
         deadline = time.monotonic() + FLUSH_SECONDS
         self._drain()
         self._put_logs(last=True)
         self._collect_facts()
-        while self._has_pending and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (
+            self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting)
+        ):
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._end_requested)
-
-    @property
-    def _has_pending(self) -> bool:
-        """Return whether kills are in progress, or waiting messages can still reach the hub."""
-        return bool(self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting))
 
     def _close(self) -> None:
         self._route.stop()

@@ -26,7 +26,6 @@ WINDOW = 4096
 SILENT_SECONDS = 3.0
 """A connection without an answer for this many seconds is closed: a cut link produces no error."""
 _OVERHEAD = 200
-"""Overhead of a message kept here, bytes."""
 
 
 class _Kept(NamedTuple):

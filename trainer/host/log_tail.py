@@ -40,8 +40,6 @@ Stream = Literal["out", "err", "launcher"]
 
 
 class _File:
-    """One file being read: the offset, and the unfinished line."""
-
     def __init__(self, path: Path, rank: int, stream: Stream, offset: int) -> None:
         self.path = path
         self.rank = rank

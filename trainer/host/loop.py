@@ -41,7 +41,6 @@ class Reply(Generic[T]):
             call(self._value)
 
     def __await__(self) -> Generator["Reply[Any]", None, T]:
-        """Wait for the value, and return it."""
         if not self._arrived:
             yield self
         return self._value

@@ -281,7 +281,6 @@ class Agents:
         self._answer(agent, beat.time)
 
     def _replace_earlier(self, agent: Agent, beat: AgentBeat) -> None:
-        """Forget the agent of the same host that this one replaces."""
         for identity, other in list(self._by_identity.items()):
             known = other.beat
             if other is agent or known is None or known.host != beat.host:

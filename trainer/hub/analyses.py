@@ -31,11 +31,6 @@ from ...protocol.text import sanitize
 from .ranks import Answers
 from .trace_worker import Found, read_frame, write_frame
 
-# Analyses the stream: rank states, the run's state, alerts. Its failures never reach the stream.
-#
-# Its conclusions are messages of the stream too; they are not fed back to the tracker and the detectors.
-
-
 _BATCH = 64
 """Maximum steps in a batch; more do not stay in the processor's cache."""
 _TRACEBACKS = 20

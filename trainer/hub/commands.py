@@ -29,9 +29,6 @@ from .core import Core
 from .inspection import StackRequests
 from .ranks import Answers, RankLink
 
-# Kills ranks on all hosts, locally with signals, on other hosts through their agents, and merges the outcomes.
-
-
 _AGENT_SECONDS = 30.0
 """Time limit of an escalation and its check of the GPUs."""
 _CUT_OFF = (
@@ -162,8 +159,6 @@ _STOP_NOTICE_SECONDS = 5.0
 
 
 class _Caller:
-    """Sender of a command, and the route of the answers."""
-
     def __init__(self, socket: "zmq.Socket[Any]", identity: bytes, source: str, command: Command) -> None:
         self._socket = socket
         self._identity = identity
@@ -416,9 +411,6 @@ def _id_of(body: bytes) -> str:
     except UNREADABLE:
         return ""
     return str(found.get("id", "")) if isinstance(found, dict) else ""
-
-
-# Sends the actions that detectors request as commands of the hub, and records them with their results.
 
 
 ANSWER_SECONDS = 120.0

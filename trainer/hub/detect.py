@@ -134,9 +134,6 @@ class MissingRanks:
             self._analysis.put(resolved(Condition("missing_ranks"), Resolution("resumed")))
 
 
-# Finds the process that holds a master port, when a launcher or a rank reports that the port is in use.
-
-
 _UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
 """The line of a traceback with the exception. PyTorch's warning before it falls back to IPv4 has no such line."""
 SEARCH_SECONDS = 10.0

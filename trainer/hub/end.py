@@ -25,7 +25,6 @@ from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ..host import processes
 from .agents import BACK_SECONDS, Agents
 
-# Detects the end of a run and its cause.
 #
 # The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
 # never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
@@ -64,10 +63,6 @@ class EndDetector:
         self._resumed = False
         """Whether some rank resumed after steps of an earlier run."""
 
-    @property
-    def _all_said_goodbye(self) -> bool:
-        return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
-
     def note(self, message: Message) -> None:
         """Record a message of the stream (for speed, the caller records steps itself)."""
         if isinstance(message, Hello):
@@ -101,7 +96,8 @@ class EndDetector:
         now = time.monotonic()
         if received != self._received:
             self._received, self._last_message_at = received, now
-        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not self._all_said_goodbye
+        all_ended = bool(self._hellos) and self._hellos <= self._goodbyes.keys()
+        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not all_ended
         if ranks_alive or heard:
             self._empty_polls = 0
             return None
@@ -208,9 +204,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-# Writes reports of out-of-memory errors as files of the run, which are readable without the recording.
 
 
 def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:

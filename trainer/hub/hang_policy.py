@@ -168,8 +168,6 @@ class HangPolicy:
         late = LateExit(len(finished), len(ranks), quiet, left)
         self._act(now, "kill", "--exit-timeout", late, "hang-at-exit")
 
-    # Acting.
-
     def _act(self, now: float, what: str, option: str, found: Verdict | LateExit, cause: Cause) -> None:
         why = hang_cause(found)
         path = self._save(why)

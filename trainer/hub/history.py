@@ -155,7 +155,6 @@ class HistoryServer(threading.Thread):
         return info.st_dev, info.st_ino
 
     def _close_reader(self) -> None:
-        """Close the reader; the next query opens the recording again."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -213,9 +212,6 @@ def _bounded(args: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(number, int | float):
             raise ProtocolError(f"{name} must be a number, not {type(number).__name__}")
     return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}
-
-
-# Measures the monitor itself: messages received, recorded, lost, and its share of a core.
 
 
 class Stats:

@@ -93,7 +93,6 @@ class Hub:
         return True
 
     def _adopt(self) -> None:
-        """Continue where an earlier hub of this run ended."""
         core = self._core
         history, put = core.history.frames, core.analysis.put
         self._judge.restore(history)

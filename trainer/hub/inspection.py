@@ -35,9 +35,6 @@ from ..host.loop import in_thread
 from .agents import Agents
 from .ranks import Answers, RankAccess
 
-# Inspects ranks without their cooperation on all hosts: on this one in a thread, on others through their agents.
-
-
 AWAY_SECONDS = 3.0
 """Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
 
@@ -151,7 +148,6 @@ class _Seen(NamedTuple):
     worked: float
     """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
     work: Work
-    """The work that it was found doing."""
     slept: bool
     """Whether it has been found asleep since its last progress."""
     woke_after: float
@@ -179,7 +175,6 @@ class StallProbe:
         self._inspection = inspection
         self._under_way = False
         self._unanswered = False
-        """Whether a rank did not answer the last probe."""
         self._nccl_address = ""
         """Where NCCL's RAS service answers; empty: no rank uses NCCL."""
         self._probes = 0
@@ -231,7 +226,8 @@ class StallProbe:
             answers = await self._access.link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
-            self._nccl_address = _nccl_address_of(answers) or self._nccl_address
+            addresses = (str(answer.data["nccl"]) for answer in answers.values() if answer.data.get("nccl"))
+            self._nccl_address = next(addresses, self._nccl_address)
             local = await self._inspection.inspect(silent, self._nccl_address)
             if reads == self._native_reads:  # otherwise ranks may have been paused between two of these figures
                 self._found(answers, local)
@@ -314,7 +310,6 @@ class StallProbe:
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float
     ) -> _Seen | None:
-        """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)
         if action is None:
             self._seen.pop(rank, None)
@@ -370,8 +365,6 @@ class StallProbe:
         percent, heard = self._utilization.get(rank, (0.0, 0.0))
         is_busy = percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS
         return is_busy and (spins or place.doing in ("device", "backward"))
-
-    # Saving.
 
     def _save(self, verdict: Verdict) -> None:
         """Append the stacks to the stream once per verdict, those of its ranks first; request native stacks of these.
@@ -488,10 +481,6 @@ def _activity_of(answer: Result | None) -> Activity | None:
 
 def _is_unfinished(calls: Calls) -> bool:
     return any(call.done is False for call in calls.recent)
-
-
-def _nccl_address_of(answers: Answers) -> str:
-    return next((str(answer.data["nccl"]) for answer in answers.values() if answer.data.get("nccl")), "")
 
 
 def _number_of(answer: Result | None, name: str) -> float | None:

@@ -27,12 +27,11 @@ from .ranks import identity_of
 #
 # - the job already has that process; or
 # - the job has no rank of that number, has the same world size and restart count, its ranks on that host were
-#   launched by
-# the same process (``Hello.launch``; unknown matches any), and the job is running or was launched by that process. A
-# rank that starts the other ranks of its host (Lightning's ``devices=2`` without a launcher) counts as launched by the
-# same process; or
+#   launched by the same process (``Hello.launch``; unknown matches any), and the job is running or was launched by that
+#   process. A rank that starts the other ranks of its host (Lightning's ``devices=2`` without a launcher) counts as
+#   launched by the same process; or
 # - the job's process of that rank is gone while others of it live, launched by the same process: a single rank was
-# restarted.
+#   restarted.
 #
 # Any other ``Hello`` starts a job, which replaces the previous one in the stream. If a process of the previous job with
 # the same rank still lives, the two jobs run concurrently. Then the later one is counted (``JobTally``) but kept out of
@@ -216,7 +215,6 @@ class JobTable:
                 self.shown = tally
 
     def _is_over(self, job: JobTally, now: float) -> bool:
-        """Return whether all ranks of a job have ended, and no others are expected."""
         if not job.all_ended:
             self._all_ended.pop(job.number, None)
             return False
@@ -292,7 +290,6 @@ class JobStream:
         self._end_job = end_job
         self._jobs = JobTable(self._lives)
         self.off_stream = self._jobs.off_stream
-        """Senders whose messages are kept out of the stream."""
         self.state = self._jobs.state
         self.add = self._jobs.add
 
@@ -348,7 +345,6 @@ class JobStream:
         self._core.emit(self._jobs.describe(job, time.time()))
 
     def _follow_on(self, t: float) -> None:
-        """Start the job of another training in the same processes."""
         job = self._jobs.follow(t)
         self._core.analysis.follow_on()
         self._describe_others(job, t)

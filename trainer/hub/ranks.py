@@ -21,9 +21,6 @@ from ...protocol.run.rundir import RunDir
 from ..host.end.kill import Target
 from ..host.loop import Post, Reply
 
-# Sends commands to the ranks' control threads, and receives the answers, each with a deadline.
-
-
 Answers = dict[int, Result]
 """Results by rank; a rank that did not answer in time is absent."""
 
@@ -249,4 +246,3 @@ class RankAccess:
     emit: Callable[[Message], object]
     """Appends a message to the stream, and analyses it."""
     post: Post
-    """Schedules a call in the main loop; any thread."""

@@ -24,9 +24,6 @@ from ...protocol.messages.wire import Header, LossCounter, Message, decode_body,
 from ...protocol.recording.writer import Batch, Writer
 from ...protocol.text import sanitize
 
-# Receives telemetry from the ranks: decodes each message once; counts lost, unknown and refused messages.
-
-
 _OF_THE_HUB = (RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, Job)
 _NOT_FROM_RANKS = frozenset({*_OF_THE_HUB, AgentBeat, AgentAck, HostState})
 

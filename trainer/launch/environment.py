@@ -21,9 +21,9 @@ from ... import __version__
 from ...protocol.errors import UsageError
 from ...protocol.host.process import write_private
 from ...protocol.link import keys
-from ...protocol.link.join import JoinFile, boot_id, encode_join, join_path, read_join, write_join
+from ...protocol.link.join import JoinFile, boot_id, join_path, read_join, write_join
 from ...protocol.link.sockets import CHANNELS
-from ...protocol.run.rundir import JOIN_ENV, RUN_ENV, MultiHost, RunDir, monitor_environment
+from ...protocol.run.rundir import JOIN_ENV, RUN_ENV, MultiHost, RunDir, encode_file, monitor_environment
 from ..host.processes import INJECT_DIR
 from ..host.sockets import Listen, check_free, parse_listen
 
@@ -182,7 +182,7 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
         A line for each host whose copy failed; for SLURM, one line for all nodes of the job.
     """
     path = join_path(run)
-    content = encode_join(msgspec.structs.replace(read_join(path), pushed=True))
+    content = encode_file(msgspec.structs.replace(read_join(path), pushed=True))
     folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
     # On a shared directory the file exists already, and the copy sent is ignored.
     script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
@@ -330,7 +330,6 @@ def _read_hostfile(path: Path) -> list[str]:
 
 
 def _own(words: list[str]) -> list[str]:
-    """Return a launcher's own arguments, without the script and its arguments."""
     for place, word in enumerate(words):
         if re.search(r"\.(py|sh)$", word):
             return words[:place]

@@ -30,12 +30,10 @@ from ...protocol.link.join import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
 from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub
+from ...protocol.text import counted
 from ..host import processes
 from ..host.end.kill import sweep
 from .environment import executable_command, job_environment, push
-
-# Keeps a hub running during a job: starts it, and starts another one if it dies.
-
 
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 30.0
@@ -53,7 +51,6 @@ class HubKeeper:
         self._delay = _FIRST_DELAY_SECONDS
         self._next_start = 0.0
         self._failed = False
-        """Whether the last start failed."""
         self.dismissed = False
 
     @property
@@ -122,9 +119,6 @@ class HubKeeper:
                 print_own("the hub has not ended yet; leaving it")
 
 
-# The signals that a launcher forwards to its job.
-
-
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Forwarded to the job's process only; its launcher (torchrun, deepspeed) decides what its children receive."""
 PASSED_ON = (signal.SIGINT, *TO_THE_JOB)
@@ -160,9 +154,6 @@ class Requests:
             if number not in _ENDING or not (same or (number != signal.SIGINT and number in found)):
                 found.append(number)
         return found
-
-
-# Reads SLURM's notice of a cancelled job in the job's output.
 
 
 _ENOUGH_BYTES = 65_536
@@ -202,7 +193,6 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        """Number of SIGINTs forwarded."""
         self._end_request: EndRequest | None = None
         """The request to end, kept here in case ``intent.json`` cannot be written."""
         self._grace = 0.0
@@ -256,7 +246,6 @@ class Launcher:
             print_own(f"{problem}; ranks there are not watched unless the run's directory is shared")
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str], nohup: bool) -> str:
-        """Start the job; return the error text, or an empty string."""
         try:
             self._job = subprocess.Popen(
                 executable_command(command, environment, cwd),
@@ -395,7 +384,8 @@ class Launcher:
         with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended
             hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
-        below = {process.pid for process in processes.descendants([me], _without(processes.table(), spared - {me}))}
+        table = {pid: process for pid, process in processes.table().items() if pid == me or pid not in spared}
+        below = {process.pid for process in processes.descendants([me], table)}
         return processes.of_run(self._run.path, below, spared)
 
     def _clear_leftovers(self) -> list[processes.Process]:
@@ -415,7 +405,7 @@ class Launcher:
             with _disk_trouble("left.json"):
                 self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
             how = "never began" if self._status is None else f"ended ({ending_in_words(self._status, None)})"
-            count = "1 process" if len(members) == 1 else f"{len(members)} processes"
+            count = counted(len(members), "process")
             print_own(f"the job {how} and left {count} to be ended: {', '.join(names)}")
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             members = sweep(self._members, on_wait=self._between_polls, term_seconds=term)
@@ -464,10 +454,6 @@ def _disk_trouble(name: str) -> Generator[None]:
         print_own(f"{name} cannot be written: {error.strerror}")
 
 
-def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
-    return {pid: process for pid, process in table.items() if pid not in pids}
-
-
 def _nothing(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the signal itself wakes the main loop."""
 
@@ -479,7 +465,6 @@ def _become_subreaper() -> None:
 
 
 def _ignore_hangup() -> None:
-    """Ignore SIGHUP in the job, as nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

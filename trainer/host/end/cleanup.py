@@ -47,7 +47,6 @@ class Orphan(msgspec.Struct, frozen=True):
     """``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped) ..."""
     age_s: float
     run: str
-    """The run directory."""
     why: str
     """State of that run, in words."""
     gpu_bytes: int

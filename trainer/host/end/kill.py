@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.run.rundir import RANK_PID_ENV
-from ....protocol.text import duration, kernel_sleep, sanitize
+from ....protocol.text import counted, duration, kernel_sleep, sanitize
 from .. import processes
 from ..hardware.gpus import GpuUse, gpu_use, verdict, wait_until_free
 from ..inspection import inspect
 from ..loop import Post, Reply
 from ..processes import Origin, Process, escaped, origin
-
-# Ends a set of processes: TERM, then KILL, repeatedly until none is left.
-
 
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 8.0
@@ -252,7 +249,7 @@ class Kill(threading.Thread):
         }
         if not self._known:
             return Outcome(True, "no process of the run was left", data)
-        sentences = [f"{_count(ended)} ended in {duration(seconds)} ({data['signal']})"]
+        sentences = [f"{counted(len(ended), 'process')} ended in {duration(seconds)} ({data['signal']})"]
         sentences += [self._why_left(process) for process in left]
         held = False
         if self._on_gpu:
@@ -313,16 +310,9 @@ def kill(scope: KillScope, number: signal.Signals | None, on_gpu: bool, post: Po
     return reply
 
 
-def _count(ended: list[Process]) -> str:
-    return "1 process" if len(ended) == 1 else f"{len(ended)} processes"
-
-
 def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
     """Return the table without the spared processes (except the roots), so that their descendants are not found."""
     return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}
-
-
-# Interrupts the ranks of this host, or their whole job, like ctrl-c, for scripts that have no command to stop.
 
 
 def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:

@@ -18,9 +18,6 @@ from ....protocol.messages.telemetry import DeviceHealth, DeviceSample, ProcessM
 from ....protocol.text import gib, sanitize
 from .host import read_records
 
-# Reads this host's GPUs through NVML; a figure that a device or driver does not provide is None, never a guess.
-
-
 T = TypeVar("T")
 
 # nvml.h, nvmlClocksEventReasons: bit and name. Idle is not throttling.

@@ -150,11 +150,6 @@ def _add(reply: bytes, at: int, end: int, found: dict[int, int]) -> None:
         at += (length + 3) & ~3
 
 
-# Reads the activity of a rank's process tree from proc(5) and sock_diag(7): ``Activity``.
-#
-# ``protocol.analysis.stalls.activity`` compares two of them.
-
-
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
 second and forward data of other ranks, which is not work of the script."""
@@ -175,10 +170,7 @@ def measure(
     """Return the totals of the process ``pid`` and its descendants.
 
     Args:
-        pid: a rank's process.
         dump: ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
-        table: the process table (``processes.table``).
-        now: ``time.monotonic``.
         sockets: ``traffic.by_socket``; None: read here.
         others: other processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
         ranks: processes of ranks, whose work does not count for the rank that started them.
@@ -237,7 +229,6 @@ def switches(pid: int, thread: int) -> int:
 
 class _Threads(NamedTuple):
     state: str
-    """State of the training thread."""
     seconds: float
     io_bytes: int
     chars: int
@@ -521,15 +512,12 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
         lock = blocked.get(target.pid)
         holder = table.get(lock.holder) if lock is not None else None
         if lock is not None:
-            locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
+            words = f"pid {lock.holder} ({sanitize(holder.name, 40)})" if holder is not None else ""
+            locks[target.rank] = LockWait(lock.path, holder=words)
         others = [daemon.pid for daemon in daemons.get(target.rank, [])]
         others += [holder.pid] if holder is not None else []
         activities[target.rank] = measure(target.pid, target.dump, table, now, sockets, others, ranks)
     return Inspection(stacks, why, activities, locks)
-
-
-def _in_words(pid: int, holder: processes.Process | None) -> str:
-    return f"pid {pid} ({sanitize(holder.name, 40)})" if holder is not None else ""
 
 
 def answer_look(look: control.Look) -> dict[str, Any]:

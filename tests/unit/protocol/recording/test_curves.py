@@ -100,9 +100,6 @@ def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path
     connection.close()
 
 
-# Pooled rows keep the highest peak and its moment, and continue where an earlier writer stopped.
-
-
 def rows(steps: int, cuda: bool = True) -> list[tuple[object, ...]]:
     stream = Stream(ranks=1, steps=steps, cuda=cuda, spike_every=7)
     return [step_rows(f.seq, f.t, f.message)[0] for f in stream.frames() if isinstance(f.message, Step)]

@@ -26,9 +26,6 @@ from ftmon.tui.source.replay import ReplaySource
 from peaks import Explained
 from streams import Stream, write
 
-# Marks of the phases' peaks, and where explanations of memory are, as a recording keeps and gives them.
-
-
 RANKS, STEPS = 2, 40
 
 

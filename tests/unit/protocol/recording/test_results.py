@@ -13,9 +13,6 @@ from ftmon.protocol.recording.results import RESULTS, PeakMark, PhasePeaks, answ
 from ftmon.tui.model.peaks import PeakRanking, rank_phases, ranking_sentences
 from peaks import MEASURED, MIB
 
-# Which phase leads, by how much, at which lengths: judged on peaks measured on H200s (``peaks.MEASURED``).
-
-
 GIB = 2**30
 
 

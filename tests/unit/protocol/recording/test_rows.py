@@ -16,9 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import Stream, write
 
-# A step becomes a row and comes back exactly, whatever a probe sends.
-
-
 GIB = 2**30
 spans = st.builds(Span, *(st.integers(-(2**40), 2**45) for _ in range(3)))
 counts = st.integers(0, 2**40)

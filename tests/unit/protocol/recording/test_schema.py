@@ -22,9 +22,6 @@ from ftmon.tui.cli.main import main
 from places import DATA
 from streams import Stream, write
 
-# A recording whose tables compute, or whose pages lead in circles: refused in one line or read in part, and soon.
-
-
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT"
 HUGE = "printf('%.*c', 900000000, 'x')"
 QUICK = 5.0

@@ -22,8 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshot_files import DATA, ELEMENTS, bomb, read_snapshot
 
-# A small file that stands for gigabytes is refused before anything of it is built.
-
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 def test_a_packed_file_of_small_objects_is_refused_before_they_are_made(tmp_path: Path, element: bytes) -> None:

@@ -11,8 +11,6 @@ from ftmon.protocol.sweep.store import ResultsError, Writer, read
 from ftmon.trainer.sweep import plan
 from ftmon.trainer.sweep.__main__ import main
 
-# A sweep that goes on in a results file with rows of an earlier plan.
-
 
 def test_only_rows_of_its_own_plan_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

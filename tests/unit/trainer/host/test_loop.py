@@ -8,8 +8,6 @@ import pytest
 from ftmon.trainer.host import loop
 from ftmon.trainer.host.loop import Mailbox, Reply
 
-# Calls that threads post reach the main loop.
-
 
 def test_a_call_that_fails_leaves_those_behind_it_waiting_and_the_main_loop_awake() -> None:
     mailbox, made = Mailbox(), list[str]()

@@ -81,9 +81,6 @@ def test_a_hub_that_is_told_to_end_answers_first(run, tmp_path, rigs) -> None:
     assert rig.ended == 1
 
 
-# A spike in the stream makes the hub ask that rank for stacks: real sockets, the real judging.
-
-
 GIB = 2**30
 DEVICE = DeviceInfo("cuda", 0, "H200", 140 * GIB)
 HELLO = Hello(0, 0, 1, "here", 77, 5, DEVICE, "cuda", 0.0)

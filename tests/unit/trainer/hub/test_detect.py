@@ -16,8 +16,6 @@ from ftmon.trainer.hub.analyses import Analysis
 from ftmon.trainer.hub.detect import PATIENCE_SECONDS, MissingRanks, ProcessFacts
 from ftmon.trainer.hub.ranks import RankHosts
 
-# Ranks of other hosts that nobody hears of.
-
 
 def hello(rank: int, world: int) -> Hello:
     return Hello(rank, 0, world, "node", 10 + rank, 5, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0)

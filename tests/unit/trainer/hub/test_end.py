@@ -10,8 +10,6 @@ from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.trainer.hub.agents import BACK_SECONDS
 from ftmon.trainer.hub.end import AGENTS_END_SECONDS, LINGER_SECONDS, SETTLE_SECONDS, EndDetector, RunEnd
 
-# Why nothing was seen of a run that ended without a step.
-
 
 def detector(folder: Path, step: int) -> EndDetector:
     """Return the detector of a run of which one heartbeat was heard."""

@@ -17,9 +17,6 @@ from ftmon.trainer.hub import telemetry as module
 from ftmon.trainer.hub.telemetry import Intake, Recorder
 from streams import RUN, Stream
 
-# Telemetry is decoded once; what is lost, unknown or refused is counted and never stops the rest.
-
-
 BEAT = Heartbeat(rank=0, step=1, phase="data", phase_started=1.0, progress=1, time=1.0)
 BEAT_1, BEAT_2 = (msgspec.structs.replace(BEAT, rank=rank) for rank in (1, 2))
 

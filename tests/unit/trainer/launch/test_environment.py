@@ -8,9 +8,6 @@ from ftmon.protocol.run.rundir import MultiHost, monitor_environment
 from ftmon.trainer.host.processes import INJECT_DIR
 from ftmon.trainer.launch.environment import find_hosts, flight_recorder, job_environment
 
-# Whether a command trains on several hosts.
-
-
 TWO = "worker-0 slots=4\nworker-1 slots=4  # the new one\n\n# worker-2 slots=4\n"
 
 

@@ -15,9 +15,6 @@ from ftmon.protocol.messages.telemetry import DiskSpace, Volume
 from ftmon.trainer.host.hardware import host as looked
 from ftmon.trainer.host.hardware.host import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
 
-# Disks about to fill: what is looked at, and what is made of it.
-
-
 MIB, GIB = 2**20, 2**30
 
 

@@ -13,9 +13,6 @@ from ftmon.trainer.host.inspection import inspect
 from ftmon.trainer.host.inspection.inspect import DumpTarget, Inspection, Sample, is_held_by_native_code
 from ftmon.trainer.hub.inspection import HostInspection
 
-# When other threads of a process cannot run Python, judged from what is seen of them at several moments.
-
-
 WAITS = (100, 110, 120)
 """Wakeups of a thread that waits for the GIL, at each sample."""
 TIMES = (1.0, 1.03, 1.06)
@@ -47,9 +44,6 @@ def test_samples_that_are_further_apart_than_half_a_poll_prove_nothing():
     # Before the middle one it may have slept for a tenth of a second, and had the GIL.
     samples[1] = samples[1]._replace(ended=1.05)
     assert not is_held_by_native_code(samples)
-
-
-# Stacks that a rank writes on a signal: read while they are being written.
 
 
 def test_a_handler_that_pauses_between_two_lines_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
