@@ -10,8 +10,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "detectors.md"
 
 def rewritten(text: str) -> str:
     """Return the document with the table of the records."""
-    kept = [line for line in text.splitlines() if not line.startswith("|")]
-    return "\n".join(["\n".join(kept).rstrip(), "", *limits_as_markdown(), ""])
+    before, heading, after = text.partition("## Limits")
+    kept = [line for line in after.splitlines() if not line.startswith("|")]
+    return before + "\n".join([heading + "\n".join(kept).rstrip(), "", *limits_as_markdown(), ""])
 
 
 if __name__ == "__main__":
