@@ -18,8 +18,9 @@ import msgspec
 
 from ..errors import UsageError
 from ..host.process import ProcessId
+from .environment import monitor_environment
 from .notices import Notify
-from .rundir import ExitFile, RunDir, RunOptions, monitor_environment
+from .rundir import ExitFile, RunDir, RunOptions
 
 # The line between the command that started a run and the run's launcher: a socket pair that only these two hold.
 #

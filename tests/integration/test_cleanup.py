@@ -14,7 +14,8 @@ from eventually import eventually
 from ftmon.protocol.link.join import JoinFile, read_join, write_join
 from ftmon.protocol.link.sockets import CHANNELS
 from ftmon.protocol.run import rundir
-from ftmon.protocol.run.rundir import JOIN_ENV, RUN_ENV, ExitFile, RunDir
+from ftmon.protocol.run.environment import JOIN_ENV, RUN_ENV
+from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.trainer.host.end import cleanup
 from ftmon.trainer.launch.environment import prepare
 

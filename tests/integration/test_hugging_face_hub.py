@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 import torch.distributed as dist
 from ftmon.trainer.recipe.engine.distributed import World
-from ftmon.trainer.recipe.export import push, save
+from ftmon.trainer.recipe.export import export
 world = World()
 assert dist.is_initialized()
-upload = push.push
-push.push = lambda *arguments: f"{upload(*arguments)}, in a group: {dist.is_initialized()}"
-save.push_last(Path(sys.argv[1]), sys.argv[2], world)
+upload = export.push
+export.push = lambda *arguments: f"{upload(*arguments)}, in a group: {dist.is_initialized()}"
+export.push_last(Path(sys.argv[1]), sys.argv[2], world)
 """
 UNREACHABLE = """
 import sys, time

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from ftmon.protocol.run.rundir import RANK_PID_ENV
+from ftmon.protocol.run.environment import RANK_PID_ENV
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.inspection import inspect
 from ftmon.trainer.host.processes import INJECT_DIR as INJECT

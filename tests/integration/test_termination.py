@@ -6,7 +6,7 @@ import sys
 
 STEPS_ON = """
 import sys, time
-from ftmon.trainer.recipe.trainer import Termination
+from ftmon.trainer.recipe.termination import Termination
 termination = Termination()
 print("ready", flush=True)
 while not termination.requested:
@@ -18,7 +18,7 @@ print("saved", flush=True)
 """
 STUCK = """
 import ctypes
-from ftmon.trainer.recipe.trainer import Termination
+from ftmon.trainer.recipe.termination import Termination
 termination = Termination()
 print("ready", flush=True)
 # As in a collective that the others never enter: no Python runs in the main thread.
@@ -28,7 +28,7 @@ while True:
 """
 EVALUATES = """
 import time
-from ftmon.trainer.recipe import trainer as module
+from ftmon.trainer.recipe import termination as module
 module._LEAST_SECONDS = 0.5
 termination = module.Termination()
 termination.step()
@@ -44,7 +44,7 @@ print("saved", flush=True)
 """
 WITH_WORKER = """
 import os, signal, sys, time
-from ftmon.trainer.recipe.trainer import Termination
+from ftmon.trainer.recipe.termination import Termination
 termination = Termination()
 worker = os.fork()
 if worker == 0:

@@ -15,7 +15,8 @@ import psutil
 from eventually import SECONDS, eventually
 from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.link.sockets import CHANNELS
-from ftmon.protocol.run.rundir import RUN_ENV, RunDir
+from ftmon.protocol.run.environment import RUN_ENV
+from ftmon.protocol.run.rundir import RunDir
 from run_picture import pictured
 
 PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))

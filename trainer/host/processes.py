@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.hub_facts import UnhookedFacts
-from ...protocol.run.rundir import RANK_PID_ENV, RUN_ENV
+from ...protocol.run.environment import RANK_PID_ENV, RUN_ENV
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, in its first version of 64 bytes."""

@@ -23,7 +23,8 @@ from ...protocol.host.process import write_private
 from ...protocol.link import keys
 from ...protocol.link.join import JoinFile, boot_id, join_path, read_join, write_join
 from ...protocol.link.sockets import CHANNELS
-from ...protocol.run.rundir import JOIN_ENV, RUN_ENV, MultiHost, RunDir, encode_file, monitor_environment
+from ...protocol.run.environment import JOIN_ENV, RUN_ENV, monitor_environment
+from ...protocol.run.rundir import MultiHost, RunDir, encode_file
 from ..host.processes import INJECT_DIR
 from ..host.sockets import Listen, check_free, parse_listen
 

@@ -8,7 +8,8 @@ import os
 import sys
 
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.run.rundir import RUN_ENV, RunDir
+from ...protocol.run.environment import RUN_ENV
+from ...protocol.run.rundir import RunDir
 
 
 def main(arguments: list[str]) -> int:

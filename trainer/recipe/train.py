@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
-from ...protocol.run.rundir import RUN_ENV
+from ...protocol.run.environment import RUN_ENV
 from .checkpoint import identity
 from .checkpoint.restore import find, planned
 from .checkpoint.save import Checkpoints

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....protocol.run.rundir import RANK_PID_ENV
+from ....protocol.run.environment import RANK_PID_ENV
 from ....protocol.text import counted, duration, kernel_sleep, sanitize
 from .. import processes
 from ..hardware.gpus import GpuUse, gpu_use, verdict, wait_until_free

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ....protocol.messages.telemetry import LogLine
-from ....protocol.run.rundir import JOIN_ENV, PLACE_ENV, RUN_ENV
+from ....protocol.run.environment import JOIN_ENV, PLACE_ENV, RUN_ENV
 from ..guard import log_error
 
 if TYPE_CHECKING:
+    from ....protocol.messages.telemetry import LogLine
     from ....protocol.run.rundir import RunOptions
 
 
@@ -199,7 +199,7 @@ _LINE_LIMIT = 8192
 class Tee:
     """Replaces ``sys.stdout`` or ``sys.stderr``: writes everything to the stream, and also sends whole lines."""
 
-    def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: Callable[[LogLine], None]) -> None:
+    def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: "Callable[[LogLine], None]") -> None:
         self._stream = stream
         self._name: Literal["out", "err"] = name
         self._rank = rank
@@ -222,6 +222,8 @@ class Tee:
 
     def _add(self, text: str) -> None:
         # A progress bar returns with \\r; only its last state on a line is sent.
+        from ....protocol.messages.telemetry import LogLine
+
         *whole, rest = (self._partial + text).split("\n")
         self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]
         for line in whole:
@@ -230,7 +232,7 @@ class Tee:
             )
 
 
-def tee_output(rank: int, send: Callable[[LogLine], None]) -> None:
+def tee_output(rank: int, send: "Callable[[LogLine], None]") -> None:
     """Also send everything this process prints through ``sys.stdout`` and ``sys.stderr``."""
     sys.stdout = Tee(sys.stdout, "out", rank, send)
     sys.stderr = Tee(sys.stderr, "err", rank, send)

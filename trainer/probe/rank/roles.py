@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from ....protocol.run.rundir import RANK_PID_ENV as RANK_PID_ENV
+from ....protocol.run.environment import RANK_PID_ENV as RANK_PID_ENV
 
 Role = Literal["rank", "candidate", "launcher", "refused", "other"]
 """``candidate``: a process that becomes a rank if it trains (a single process, or a process whose rank is set in code);

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ....protocol.run.rundir import RANK_PID_ENV
+from ....protocol.run.environment import RANK_PID_ENV
 from .. import guard
 from ..hooks.imports import after_import
 from ..link import output

@@ -2,7 +2,8 @@
 
 import os
 
-from ....protocol.run.rundir import RANK_PID_ENV, RunDir
+from ....protocol.run.environment import RANK_PID_ENV
+from ....protocol.run.rundir import RunDir
 from .. import active, guard
 from ..events import TorchEvents
 from ..link import output

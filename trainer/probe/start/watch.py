@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ....protocol.host import process
 from ....protocol.host.process import start_ticks
 from ....protocol.run import rundir
-from ....protocol.run.rundir import RANK_PID_ENV, RUN_ENV, RunDir
+from ....protocol.run.environment import RANK_PID_ENV, RUN_ENV
+from ....protocol.run.rundir import RunDir
 from ....protocol.run.start import spawn_hub
 from .. import guard
 from ..active import current, switched_on

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from ....protocol.errors import ConfigError
-from ....protocol.run.rundir import RUN_ENV
+from ....protocol.run.environment import RUN_ENV
 from ..config.schema import Config
 from ..engine.distributed import World
 from ..optim import support

@@ -5,11 +5,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ....protocol.errors import ConfigError
 from ..hardware import free_port
@@ -81,6 +78,10 @@ class World:
         self.size = int(os.environ["WORLD_SIZE"])
         self.local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or self.size)
         """Number of ranks on this host."""
+        import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
+        import deepspeed.ops
+        from deepspeed.accelerator import get_accelerator
+
         accelerator: Any = get_accelerator()
         self.on_gpu: bool = accelerator.device_name() == "cuda"
         if self.on_gpu:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
 import torch
 
 from ..config.schema import Config
@@ -140,6 +139,8 @@ def make_engine(
 
     ``without_weights``: for a dry run, see ``load.make``.
     """
+    import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
+
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 
 from ....protocol.errors import FtmonError
-from ....protocol.run.rundir import RUN_ENV, RunDir
+from ....protocol.run.environment import RUN_ENV
+from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration
 from ..config import write
 from ..config.schema import Config
@@ -63,6 +63,8 @@ def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
 
     It is independent of ``gathered``: a comparison with a file must not use the file's own source.
     """
+    import deepspeed
+
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else nullcontext():
             yield name, dequantized(parameter) if is_quantized(parameter) else parameter.detach()

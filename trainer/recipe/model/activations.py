@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
-from deepspeed.utils import set_z3_leaf_module
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -321,6 +320,7 @@ def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
     """
     import torch._dynamo.config as settings
     import torch._functorch.config as partitioner
+    from deepspeed.utils import set_z3_leaf_module
 
     # A layer that reads its own number is compiled once per layer; beyond the limit layers would silently run eagerly.
     limit = 8 + 2 * len(layers)

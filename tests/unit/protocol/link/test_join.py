@@ -8,7 +8,8 @@ import pytest
 from ftmon.protocol.errors import RunDirError, UsageError
 from ftmon.protocol.link.join import read_join
 from ftmon.protocol.run import rundir
-from ftmon.protocol.run.rundir import JOIN_ENV, RunDir, RunOptions, monitor_environment
+from ftmon.protocol.run.environment import JOIN_ENV, monitor_environment
+from ftmon.protocol.run.rundir import RunDir, RunOptions
 from ftmon.trainer.host.sockets import parse_listen
 from ftmon.trainer.launch.environment import free_listen, job_environment, joined_environment, prepare
 from ftmon.trainer.probe.link.output import read_options

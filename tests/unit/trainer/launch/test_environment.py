@@ -4,7 +4,8 @@ import pwd
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run.rundir import MultiHost, monitor_environment
+from ftmon.protocol.run.environment import monitor_environment
+from ftmon.protocol.run.rundir import MultiHost
 from ftmon.trainer.host.processes import INJECT_DIR
 from ftmon.trainer.launch.environment import find_hosts, flight_recorder, job_environment
 

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.run.rundir import PLACE_ENV
+from ftmon.protocol.run.environment import PLACE_ENV
 from ftmon.trainer.probe.link import output
 
 

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from ftmon.protocol.run.rundir import RANK_PID_ENV
+from ftmon.protocol.run.environment import RANK_PID_ENV
 from ftmon.trainer.probe.rank.roles import decide, launcher_name, parse_program, parse_rank
 
 RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
