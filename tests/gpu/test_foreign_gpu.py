@@ -24,14 +24,9 @@ MODES = (
     "shared",
     "stages",
     "dropped",
-    "dropped_and_repeated",
     "failed_and_evaluated",
     "left_out",
-    "per_label",
-    "by_hand",
     "looked_at",
-    "without_optimizer",
-    "checked",
     "in_backward",
 )
 
