@@ -174,7 +174,6 @@ def ssh_with(folder: str) -> list[psutil.Process]:
             """echo '{"ftmon":"0","protocol":[1,0],"id":"x"}'; cat; true""",
             "of another version: install the same",
         ),
-        ("URL", "echo usage: invalid choice: >&2; exit 2 #", "has no command 'relay'"),
         ("URL", f"{shlex.quote(sys.executable)} -m ftmon.tui.cli not-a-", "has no command 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),

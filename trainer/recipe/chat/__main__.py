@@ -10,8 +10,6 @@ import warnings
 from ....protocol.errors import FtmonError, UsageError
 from ....protocol.run import exits
 from ..config.schema import MOST_SEED
-from ..model.load import quiet_bitsandbytes
-from . import session as source
 
 
 def main() -> int:
@@ -23,15 +21,16 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from ..model.load import quiet_bitsandbytes  # the libraries read the environment when they are imported
+
     quiet_bitsandbytes()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # else bytes that are not UTF-8 raise in most locales
     try:
         _check_ranges(arguments)
-        found = source.find(arguments.target)
-        from .session import Session, load
+        from .session import Session, find, load
 
-        loaded = load(found, arguments.device)
+        loaded = load(find(arguments.target), arguments.device)
         session = Session(loaded, arguments)
         return session.converse() if sys.stdin.isatty() else session.answer_lines()
     except FtmonError as error:
