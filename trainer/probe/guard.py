@@ -97,9 +97,9 @@ def log_error(what: str, error: BaseException) -> None:
 #
 # The hooks on PyTorch, DeepSpeed, accelerate and transformers use it. Direct assignments remain where it does not
 # fit: the functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep
-# (``device/cuda.py``, ``device/rusage.py``, ``start/ending.py``); a second name of a function that is replaced
-# already gets the same object (``memory/history.py``, ``hooks/collectives.py``); and a step capture undoes its
-# replacements, made anew for each step (``memory/composition/step_capture.py``).
+# (``device/cuda.py``, ``device/memory.py``, ``start/ending.py``); a second name of a function that is replaced
+# already gets the same object (``memory/snapshots.py``, ``hooks/distributed.py``); and a step capture undoes its
+# replacements, made anew for each step (``memory/composition.py``).
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *, below: bool = False) -> None:

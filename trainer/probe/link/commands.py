@@ -23,10 +23,7 @@ from ..memory.snapshots import Answer, CaptureContext, Snapshots
 from ..memory.stacks import StackCapture
 from ..oom.console import Hold
 from ..phases.tracker import StopRequest
-from . import stacks as flight_recorder
-from . import stacks as locks
-from . import stacks as source_loops
-from . import stacks as timed_waits
+from . import stacks
 from .stacks import Dumper
 
 
@@ -144,15 +141,15 @@ class Commands:
         thread = f"0x{training:016x}"
         data: dict[str, Any] = {"text": text, "thread": thread}
         if verb.calls:
-            data["calls"] = flight_recorder.calls(self._tracker.counts)
-            data["lock"] = locks.waits_for(training)
-            data["timed"] = timed_waits.waits_for_a_time(training)
+            data["calls"] = stacks.calls(self._tracker.counts)
+            data["lock"] = stacks.waits_for(training)
+            data["timed"] = stacks.waits_for_a_time(training)
             thread_id = self._dumper.prepared.training if self._dumper.prepared is not None else os.getpid()
-            data["wakes"] = timed_waits.seconds_until_awake(os.getpid(), thread_id)
-            data["worker_wakes"] = timed_waits.first_worker_awake(os.getpid())
-            data["loops"] = source_loops.around(training)
+            data["wakes"] = stacks.seconds_until_awake(os.getpid(), thread_id)
+            data["worker_wakes"] = stacks.first_worker_awake(os.getpid())
+            data["loops"] = stacks.around(training)
             data["gathers"] = self._tracker.counts.gathers
-            data["nccl"] = flight_recorder.ras_address()
+            data["nccl"] = stacks.ras_address()
         if verb.activity:
             data["activity"] = list(
                 inspect.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
