@@ -25,6 +25,9 @@ _TOKEN = re.compile(
     r"\x1b\[(?P<parameters>[0-?]*)(?P<sequence>[@-~])|\x1b(?:[\]P][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])"
     r"|(?P<control>[\x00-\x1f])|(?P<text>[^\x00-\x1f])"
 )
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*|[\]P][^\x07\x1b]*\x1b?|[ -/]*)\Z")
+"""The start of a sequence whose rest is still to be read."""
+
 _KEYS = {
     "Enter": b"\r",
     "Escape": b"\x1b",
@@ -63,9 +66,14 @@ class Screen:
         self._attributes, self._colors = "", ["", ""]
         self._wraps = True
         self._first = self.cells, 0, 0
+        self._unfinished = ""
 
     def write(self, data: str) -> None:
-        """Draw output."""
+        """Draw output; it may end within a sequence."""
+        data = self._unfinished + data
+        unfinished = _UNFINISHED.search(data)
+        self._unfinished = unfinished[0] if unfinished else ""
+        data = data.removesuffix(self._unfinished)
         for token in _TOKEN.finditer(data):
             if token["text"]:
                 self._put(token["text"])
