@@ -33,9 +33,8 @@ class CaptureScheduler:
         self._wanted = context.rank.options.allocator_events
         self._capture: StepCapture | None = None
         self._cleared = 0
-        self._captured = 0
+        self._captured = self._reserved = 0
         self._next = 0.0
-        self._reserved = 0
         self._reason: Any = ""
         self._answers: list[Answer] = []
         self._ready: list[StepTrace | Composition] = []
@@ -138,22 +137,12 @@ class CaptureScheduler:
         if cuda:
             if recording.cleared != self._cleared:
                 return  # a new history was begun meanwhile: the next step is captured
-            found = step_trace(
-                capture,
-                recording.snapshot,
-                self._rank.device.memory.device_index,
-                rank,
-                read,
-                recording.entries,
-                self._reserved,
-            )
+            device = self._rank.device.memory.device_index
+            found = step_trace(capture, recording.snapshot, device, rank, read, recording.entries, self._reserved)
             entries = entries_of_step(found)
             if entries:
                 recording.fit(entries)
-            if self._wanted:
-                recording.numbers()
-            else:
-                recording.off()
+            (recording.numbers if self._wanted else recording.off)()
             self._reserved = sum(segment.size for segment in found.snapshot.segments)
             self._ready.append(found)
         else:

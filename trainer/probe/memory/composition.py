@@ -1,7 +1,8 @@
-"""Composition of a rank's peaks of resident memory, if it computes on the CPU.
+"""Captures one step: its storages, their parts, and when they were seen; and makes the message of it.
 
-malloc has no trace, so only a phase's two ends are known: the storages that walking finds, as far as they are in
-physical memory, and glibc's allocated bytes. A phase's parts are those at the end with more allocated bytes.
+On a GPU the hub derives the compositions of peaks from the allocator's trace (``step_trace``). malloc has no trace, so
+on the CPU only a phase's two ends are known (``composition_on_cpu``): the storages that walking finds, as far as they
+are in physical memory, and glibc's allocated bytes. A phase's parts are those at the end with more allocated bytes.
 Activations are the bytes that a forward left allocated beyond the known storages. The rest of the peak (code,
 libraries, freed memory that glibc kept, memory allocated and freed in between) is ``unattributed``.
 """
@@ -29,9 +30,6 @@ from .. import guard
 from ..device.memory import Reading
 from ..phases.tracker import Mark, Tracker, first_of_step, readings, wall_offset_ns
 
-# Storages of one device: address, size and part of each. A shared storage counts once.
-
-
 _DEEPEST = 5
 
 
@@ -43,10 +41,9 @@ class Held(NamedTuple):
 
 
 class Storages:
-    """The storages found on one device, by address; the first claim of a storage decides its part.
+    """The storages found on one device (a CUDA device's index; None: the host), each once, by address.
 
-    Args:
-        cuda_index: the CUDA device's index; None: memory of the host.
+    The first claim of a storage decides its part.
     """
 
     def __init__(self, cuda_index: int | None) -> None:
@@ -74,10 +71,15 @@ class Storages:
 
     def by_part(self) -> dict[str, int]:
         """Sum up bytes by part."""
-        sums: dict[str, int] = {}
-        for size, part in self.held.values():
-            sums[part] = sums.get(part, 0) + size
-        return sums
+        return sum_by_part(self.held.values())
+
+
+def sum_by_part(sizes: Iterable[tuple[int, str]]) -> dict[str, int]:
+    """Sum up bytes by part."""
+    sums: dict[str, int] = {}
+    for size, part in sizes:
+        sums[part] = sums.get(part, 0) + size
+    return sums
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -93,15 +95,9 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
             yield from (getattr(value, name) for name in inner()[0])
         else:
             yield value
-    elif isinstance(value, dict):
-        for one in value.values():
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from tensors(one, depth + 1)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one, depth + 1)
-
-
-# Measures the resident part of the host's allocated memory: a page that was never written uses none.
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -110,11 +106,10 @@ _SMALL = 16 * _PAGE
 
 
 def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
-    """Return by part the bytes of storages that are in physical memory, by mincore(2)."""
-    sums: dict[str, int] = {}
-    for address, (size, part) in held.items():
-        sums[part] = sums.get(part, 0) + (size if size < _SMALL else _resident(address, size))
-    return sums
+    """Return by part the bytes of storages that are in physical memory, by mincore(2): not pages never written."""
+    return sum_by_part(
+        (size if size < _SMALL else _resident(address, size), part) for address, (size, part) in held.items()
+    )
 
 
 def _resident(address: int, size: int) -> int:
@@ -124,8 +119,7 @@ def _resident(address: int, size: int) -> int:
     found = (ctypes.c_ubyte * pages)()
     if mincore is None or mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), found) != 0:
         return size
-    missing = bytes(found).count(0)
-    return max(0, size - missing * _PAGE)
+    return max(0, size - bytes(found).count(0) * _PAGE)
 
 
 @functools.cache
@@ -133,13 +127,9 @@ def _mincore() -> Any:
     return getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
 
-# Finds the storages of the engine, the model and the optimizer by walking them.
-#
-# The attributes are DeepSpeed's own, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
+# Attributes of DeepSpeed's optimizers, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
 # ``partition_parameters.py``, ``bf16_optimizer.py``, ``fp16/fused_optimizer.py``, ``fp16/unfused_optimizer.py``); a few
 # are names of older versions. Storages without such an attribute are not found; a wrong name has no other effect.
-
-
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 
 PARAMETERS = (
@@ -194,13 +184,7 @@ _OF_PARAMETER = {
 
 
 class Roots:
-    """Roots of a walk; each may be missing.
-
-    Args:
-        engine: a DeepSpeed engine.
-        model: the model, where it is known.
-        optimizer: the bare optimizer whose updates are the steps, where no engine makes them.
-    """
+    """Roots of a walk, each of which may be missing; ``optimizer``: the one that updates where no engine does."""
 
     def __init__(self, engine: Any, model: Any, optimizer: Any) -> None:
         self.wrapper = getattr(engine, "optimizer", None)
@@ -212,7 +196,7 @@ class Roots:
         """List the model's parameters; where no model is known, those the optimizer updates."""
         if self.model is not None:
             return list(self.model.parameters())
-        return [parameter for group in _groups(self.optimizer) for parameter in group]
+        return parameters_of(self.optimizer)
 
 
 def walk(roots: Roots, storages: Storages) -> None:
@@ -244,9 +228,7 @@ def walk_gradients(roots: Roots, storages: Storages, parameters: Iterable[Any] |
     for parameter in roots.parameters() if parameters is None else parameters:
         storages.add("gradients", parameter.grad)
     if roots.wrapper is not None:
-        for group in _groups(roots.optimizer):
-            for parameter in group:
-                storages.add("gradients", parameter.grad)
+        _walk_updated(roots, storages)
         _add(storages, "gradients", roots.wrapper, GRADIENTS)
 
 
@@ -274,40 +256,31 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _groups(optimizer: Any) -> list[list[Any]]:
-    return [list(group["params"]) for group in getattr(optimizer, "param_groups", None) or []]
-
-
-# Captures one step on the training thread: the storages, their parts, and when they were seen.
-#
-# At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
-# boundaries are gradients that are reduced and freed at once, buckets, parameters that ZeRO-3 gathers and releases,
-# and gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances for the
-# length of this one step. An ordinary step has no wrappers.
+def parameters_of(optimizer: Any) -> list[Any]:
+    """List the parameters that an optimizer updates; none without an optimizer."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 MOST_GRADIENT_WALKS = 4
 """Backwards of one step to walk in; later ones reuse the addresses, or DeepSpeed's calls recorded their storages."""
-
 
 MOST_SIGHTINGS = 100_000
 """Beyond these the capture fails: with an evaluation in the step, ZeRO-3 gathers parameters for each of its batches."""
 
 
 class Sighting(NamedTuple):
-    """A storage was seen at an address."""
+    """A storage was seen at an address, at a time of ``time.perf_counter_ns``."""
 
     ns: int
-    """``time.perf_counter_ns``."""
     address: int
     part: str
 
 
 class Walked(NamedTuple):
-    """Result of one walk."""
+    """Result of one walk, at a time of ``time.perf_counter_ns``."""
 
     ns: int
-    """``time.perf_counter_ns``."""
     mark: int
     """Index of the step's mark at which the walk was."""
     held: dict[int, Held]
@@ -318,14 +291,17 @@ class Walked(NamedTuple):
 class StepCapture:
     """Watches the tracker from the next step's beginning to its end; then ``done``, and read by the publisher.
 
-    A capture of the process's first step begins with the first phase after start-up.
+    At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
+    boundaries are gradients that are reduced and freed at once, buckets, parameters that ZeRO-3 gathers and releases,
+    and gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances for the
+    length of this one step. An ordinary step has no wrappers. A capture of the process's first step begins with the
+    first phase after start-up.
 
     Args:
         tracker: the tracker; put the capture into its ``watchers``.
-        roots: returns the objects to walk; called for each walk, on the training thread, as an optimizer may be made or
-            freed in the step.
+        roots: called for each walk, on the training thread: an optimizer may be made or freed in the step.
         cuda_index: the device; None: the host's memory.
-        reason: reason of the capture (``protocol.messages.memory.Reason``).
+        reason: reason of the capture.
     """
 
     def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:
@@ -348,14 +324,10 @@ class StepCapture:
         self._tracker = tracker
         self._roots = roots
         self._cuda_index = cuda_index
-        self._begun = False
-        self._withdrawn = False
-        self._backwards = 0
+        self._begun = self._withdrawn = self._seen_buckets = False
+        self._backwards = self._recompute_depth = self._recompute_ns = 0
         self._undo: list[Callable[[], object]] = []
         self._undo_backward: list[Callable[[], object]] = []
-        self._recompute_depth = 0
-        self._recompute_ns = 0
-        self._seen_buckets = False
 
     def __call__(self, ending: str, beginning: str) -> None:
         """Handle a phase boundary; the tracker calls this."""
@@ -422,10 +394,7 @@ class StepCapture:
 
     def known(self) -> dict[str, int]:
         """Sum up the bytes of the storages that the last walk found, by part."""
-        sums: dict[str, int] = {}
-        for size, part in self.walks[-1].held.values() if self.walks else ():
-            sums[part] = sums.get(part, 0) + size
-        return sums
+        return sum_by_part(self.walks[-1].held.values()) if self.walks else {}
 
     def withdraw(self) -> None:
         """Stop capturing; wrappers on the training thread are removed at the next boundary. Any thread."""
@@ -441,8 +410,6 @@ class StepCapture:
         while undo:
             with suppress(Exception):
                 undo.pop()()
-
-    # Walking -----------------------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
@@ -467,8 +434,6 @@ class StepCapture:
         elif not self._withdrawn:
             self.failed = f"more than {MOST_SIGHTINGS:,} storages came and went in the step"
             self.withdraw()
-
-    # Storages between boundaries ----------------------------------------------------------------------------------
 
     def _tap(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -558,9 +523,8 @@ class StepCapture:
 
 def _walk_updated(roots: Roots, storages: Storages) -> None:
     """Find the gradients that the innermost optimizer is about to use."""
-    for group in getattr(roots.optimizer, "param_groups", None) or []:
-        for parameter in group["params"]:
-            storages.add("gradients", parameter.grad)
+    for parameter in parameters_of(roots.optimizer):
+        storages.add("gradients", parameter.grad)
 
 
 def compiles() -> bool:
@@ -568,9 +532,6 @@ def compiles() -> bool:
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None)
     return bool(counters and counters["frames"].get("total", 0))
-
-
-# Makes the message of one captured step on a GPU, from which the hub derives compositions and events.
 
 
 _PART = {name: number for number, name in enumerate(PARTS)}
@@ -642,11 +603,7 @@ def _columns(raw: dict[str, Any], device: int) -> Snapshot:
 
 def _sightings(capture: StepCapture) -> list[Sightings]:
     found = [
-        _at(
-            _us(capture, capture.marks[walk.mark].ns),
-            walk.mark,
-            [(address, held.part) for address, held in walk.held.items()],
-        )
+        _at(_us(capture, capture.marks[walk.mark].ns), walk.mark, [(at, held.part) for at, held in walk.held.items()])
         for walk in capture.walks
     ]
     for ns, seen in groupby(capture.sightings, attrgetter("ns")):

@@ -1,7 +1,6 @@
-"""Takes memory snapshots on request: PyTorch's own, with the Python stacks of one whole step's allocations.
+"""PyTorch's recorder of allocations, and memory snapshots on request with the stacks of one whole step.
 
-Stacks cost 23 % of a step (measured on an H200), so they are recorded only from the request until one whole step has
-passed. Writing the snapshot then blocks the training, for a second or so on a large model.
+Writing a snapshot blocks the training, for a second or so on a large model.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ....protocol.messages import wire
 from ....protocol.messages.telemetry import SnapshotTaken
@@ -27,14 +26,11 @@ from ..phases.tracker import Mark, Pace, Tracker, wall_offset_ns
 from ..rank.context import RankContext
 from ..rank.model import Trained
 
-# Switches PyTorch's recorder of allocations between numbers, stacks and off; leaves it alone if the script uses it.
-#
 # The recorder is one per process and has one ring of entries a device. It is on all the time, numbers only (0.4 % of a
 # 55 ms step, measured on an H200); with Python stacks it costs 23 %, so these are recorded for single phases or steps.
 # The ring's size is never changed without clearing it: PyTorch would then write past its end or out of order. An entry
 # uses 150 bytes or so, and a ring that leaves the processor's caches costs half as much again (0.45 ms instead of 0.29
 # ms in steps of 4,330 entries, on an H200's host), so its capacity is a step and a half.
-
 
 MIN_ENTRIES = 2_000
 MAX_ENTRIES = 25_000
@@ -48,10 +44,7 @@ Mode = Literal["off", "numbers", "stacks"]
 
 
 class Recording:
-    """The recorder of this process; any thread may switch it.
-
-    It stays as it is before the first switch. From ``watch_script`` on, switches by the script are detected.
-    """
+    """The recorder of this process, which any thread may switch; once the script has switched it, it is left alone."""
 
     def __init__(self) -> None:
         self._mode: Mode = "off"
@@ -97,11 +90,8 @@ class Recording:
         """Record sizes and addresses only; return False if the recorder is the script's.
 
         Right after stacks, which are about to be read, their ring is kept if PyTorch can do that. The long ring is not:
-        it is read before.
-
-        Args:
-            whole: begin a new history with every action, to be read a step later. Requests to free are needed because
-                the counters drop a block at its request, also while it waits for another stream.
+        it is read before. ``whole``: begin a new history with every action, to be read a step later. Requests to free
+        are needed because the counters drop a block at its request, also while it waits for another stream.
         """
         options = {"context": None} if whole else {"context": None, **self._fewer()}
         usual = MAX_ENTRIES if self.mode == "stacks" and self.entries == MAX_ENTRIES else self._usual
@@ -110,12 +100,9 @@ class Recording:
     def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
         """Record with the Python stack of every allocation; return False if the recorder is the script's.
 
-        Requests to free are recorded too, unless only ``long`` is set: a phase's peak is found by them.
-
-        Args:
-            long: use a ring of ``LONG_ENTRIES`` and begin a new history. Otherwise the history continues if PyTorch can
-                do that (``keeps_history``).
-            frees: record stacks of frees as well.
+        Requests to free are recorded too, unless only ``long`` is set: a phase's peak is found by them. The history
+        continues if PyTorch can do that (``keeps_history``); ``long``: begin a new one, with ``LONG_ENTRIES``.
+        ``frees``: record stacks of frees as well.
         """
         options = {"context": "all" if frees else "alloc", "stacks": "python"}
         if long and not frees:
@@ -208,9 +195,6 @@ def watch_script() -> Callable[..., None]:
     return real
 
 
-# Writes memory snapshots into the run's folder, of limited size; a failure is returned, not raised.
-
-
 MOST_BYTES = 512 * 2**20
 """Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
 SPARE_BYTES = 512 * 2**20
@@ -220,8 +204,7 @@ SPARE_BYTES = 512 * 2**20
 def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int, str]:
     """Write a snapshot as ``torch.cuda.memory._dump_snapshot`` does.
 
-    Returns:
-        The file (None when there is none), its bytes, and the problem in words; empty without one.
+    Return the file (None when there is none), its bytes, and the problem in words (empty without one).
     """
     note = ""
     data = pickle.dumps(found, protocol=4)
@@ -229,9 +212,8 @@ def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int,
         share = MOST_BYTES / len(data) * 0.9
         found["device_traces"] = [trace[-max(1000, int(len(trace) * share)) :] for trace in found["device_traces"]]
         data = pickle.dumps(found, protocol=4)
-        note = (
-            f"only its last {max(map(len, found['device_traces'])):,} entries, to keep it under {MOST_BYTES >> 20} MiB"
-        )
+        most = max(map(len, found["device_traces"]))
+        note = f"only its last {most:,} entries, to keep it under {MOST_BYTES >> 20} MiB"
     try:
         free = shutil.disk_usage(path.parent).free
         if free < len(data) + SPARE_BYTES:
@@ -244,9 +226,6 @@ def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int,
             path.unlink()
         return None, 0, f"no snapshot: {error.strerror or error}"
     return path, len(data), note
-
-
-# Context shared by a rank's step captures, stack captures and memory snapshots.
 
 
 Answer = Callable[[bool, str, dict[str, Any]], None]
@@ -267,13 +246,6 @@ class CaptureContext:
     send: Callable[[wire.Message], None]
 
 
-# Writes the phases of the last steps into memory snapshots, as annotations that PyTorch's own viewer shows too.
-#
-# PyTorch keeps named spans beside its trace (``external_annotations``: a start and an end, each with a device and a
-# time in microseconds since 1970). A snapshot is a plain dictionary before it is pickled, so ftmon adds its steps and
-# phases to that list: ``ftmon step 12``, ``ftmon forward``. Only the publisher thread spends time on it.
-
-
 _STEPS = 256
 """Number of steps kept: more than any recording of the allocator covers."""
 
@@ -282,7 +254,11 @@ _Begun = tuple[str, int]
 
 
 class PhaseMarks:
-    """The phases of the last finished steps. ``note`` is for one thread, the rest for any."""
+    """Phases of the last finished steps, for memory snapshots. ``note`` is for one thread, the rest for any.
+
+    PyTorch keeps named spans beside its trace, which its own viewer shows (``external_annotations``: a start and an
+    end, each with a device and a time in microseconds since 1970). ftmon adds its steps and phases to that list.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, list[_Begun]]] = deque(maxlen=_STEPS)
@@ -321,14 +297,20 @@ def _spans(step: int, begun: list[_Begun]) -> Iterator[tuple[str, int, int]]:
     yield name, since, begun[-1][1]
 
 
+def take_snapshot(rank: RankContext, found: dict[str, Any], step: int, reason: str) -> tuple[SnapshotTaken | None, str]:
+    """Write a rank's snapshot into the run's folder; return its message (None: there is none), and the problem."""
+    kind = "-oom" if reason == "oom" else ""
+    name = f"rank-{rank.rank}-step-{step}{kind}-{time.strftime('%H%M%S')}.pickle"
+    path, size, note = write_snapshot(rank.run.snapshots / name, found)
+    if path is None:
+        return None, note
+    entries = sum(map(len, found["device_traces"]))
+    return SnapshotTaken(rank.rank, step, time.time(), str(path), size, reason, entries), note
+
+
 STEPS = 2
 """Steps until the snapshot: the one under way at the request is incomplete, the next one is whole."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 40.0
-
-
-class _Wanted(NamedTuple):
-    reason: str
-    answer: Answer
 
 
 class Snapshots:
@@ -338,7 +320,7 @@ class Snapshots:
         self._rank, self._tracker = context.rank, context.tracker
         self._phase_marks = phase_marks
         self._pace, self._recording, self._send = context.pace, context.recording, context.send
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[tuple[str, Answer]] = []
         self._from_step = 0
         self._deadline = 0.0
         """0: stacks are not recorded yet, as the recorder may be in use elsewhere."""
@@ -348,22 +330,19 @@ class Snapshots:
         if self._rank.device.memory.measure != "cuda":
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return
-        self._wanted.append(_Wanted(reason, answer))
+        self._wanted.append((reason, answer))
         self._begin()
 
     def tick(self) -> None:
         """Take the snapshots that are due."""
-        if not self._wanted:
+        if not self._wanted or not self._begin():
             return
-        if not self._begin():
-            return
-        first = self._wanted[0]
         if self._tracker.step < self._from_step + STEPS and time.monotonic() < self._deadline:
             return
         wanted, self._wanted = self._wanted, []
         taken: SnapshotTaken | None = None
         try:
-            taken, note = self._capture(first.reason)
+            taken, note = self._capture(wanted[0][0])
         except Exception as error:
             log_error("a memory snapshot failed", error)
             note = f"{type(error).__name__}: {error}"
@@ -371,12 +350,12 @@ class Snapshots:
             self._recording.off()  # the recorder of numbers switches it on again
             self._recording.release()
             self._deadline = 0.0
-        for one in wanted:
+        for _, answer in wanted:
             if taken is None:
-                one.answer(False, note, {})
+                answer(False, note, {})
             else:
                 text = f"{taken.path} ({note})" if note else taken.path
-                one.answer(True, text, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
+                answer(True, text, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
 
     def _begin(self) -> bool:
         if self._deadline:
@@ -393,14 +372,10 @@ class Snapshots:
         import torch
 
         found: Any = torch.cuda.memory._snapshot()
-        rank, step = self._rank.rank, self._tracker.step
+        step = self._tracker.step
         index = self._rank.device.memory.device_index
         self._phase_marks.annotate(found, index, step + 1, list(self._tracker.marks))
-        name = f"rank-{rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
-        path, size, note = write_snapshot(self._rank.run.snapshots / name, found)
-        if path is None:
-            return None, note
-        entries = sum(len(trace) for trace in found["device_traces"])
-        taken = SnapshotTaken(rank, step, time.time(), str(path), size, reason, entries)
-        self._send(taken)
+        taken, note = take_snapshot(self._rank, found, step, reason)
+        if taken is not None:
+            self._send(taken)
         return taken, note

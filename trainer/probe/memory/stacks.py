@@ -7,7 +7,7 @@ measured: the phase's host time with stacks, and its median over earlier steps.
 
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 from ....protocol.analysis.memory.causes import Span, blocks_at_peak, blocks_left, grouped, reaches_back
@@ -18,15 +18,12 @@ from ..phases.tracker import Tracker
 from ..values.batch import model_sizes
 from .snapshots import Answer, CaptureContext, Recording
 
-# Switches stacks on and off at the boundaries of one phase; runs on the training thread at low cost.
-
-
 PATIENCE_STEPS = 24
 """Number of steps without the phase after which the recording is given up."""
 
 
 class StackWindow:
-    """A watcher of phase boundaries (``Tracker.watchers``) that removes itself when it is done."""
+    """Switches stacks on and off at the boundaries of one phase (``Tracker.watchers``); removes itself when done."""
 
     def __init__(
         self, recording: Recording, tracker: Tracker, phase: str, steps: int, from_step: int, *, long: bool
@@ -48,9 +45,7 @@ class StackWindow:
         self.from_step = from_step
         self._began = False
         self._on_us = -1
-        self._start_bytes = 0
-        self._waited = 0
-        self._switch_ns = 0
+        self._start_bytes = self._waited = self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
         """Handle one phase boundary."""
@@ -156,7 +151,7 @@ class StackCapture:
     def __init__(self, context: CaptureContext) -> None:
         self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained
         self._pace, self._recording, self._send = context.pace, context.recording, context.send
-        self._usual: dict[str, deque[int]] = {}
+        self._usual: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=USUAL_STEPS))
         self._wants: list[_Want] = []
         self._now: _Want | None = None
         """The request that has the recorder."""
@@ -165,14 +160,9 @@ class StackCapture:
         self._step: Step | None = None
 
     def want(self, phase: str, steps: int, from_step: int, reason: str, answer: Answer) -> None:
-        """Record stacks for a phase of the next step.
+        """Record stacks for a phase (empty: the whole step) of 1 to ``MOST_STEPS`` steps, from ``from_step`` on.
 
-        Args:
-            phase: the phase; empty for the whole step.
-            steps: number of steps, 1 to ``MOST_STEPS``.
-            from_step: the first step that may be recorded; 0 for the next one.
-            reason: one of ``REASONS``; ``leak`` searches for memory that stayed, the others for transients.
-            answer: called with the result.
+        ``reason`` is one of ``REASONS``: ``leak`` searches for memory that stayed, the others for transients.
         """
         recording, tracker = self._recording, self._tracker
         if self._rank.device.memory.measure != "cuda":
@@ -226,11 +216,10 @@ class StackCapture:
     def _begin(self) -> None:
         """Acquire the recorder for a step that is near, if it is free; drop requests that waited too long for it."""
         tracker, now = self._tracker, time.monotonic()
-        for want in [
-            want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now
-        ]:
-            self._wants.remove(want)
-            want.answer(False, f"the recorder was not free in {2 * want.patience:.0f} s", {})
+        for want in list(self._wants):
+            if want is not self._now and now > want.armed.since + 2 * want.patience:
+                self._wants.remove(want)
+                want.answer(False, f"the recorder was not free in {2 * want.patience:.0f} s", {})
         if self._now is not None:
             return
         near = next((want for want in self._wants if tracker.step + AHEAD_STEPS >= want.armed.from_step), None)
@@ -241,10 +230,7 @@ class StackCapture:
         tracker.watchers = (*tracker.watchers, near.armed)
 
     def _keep(self, phase: str, host_us: int) -> None:
-        known = self._usual.get(phase)
-        if known is None:
-            known = self._usual[phase] = deque(maxlen=USUAL_STEPS)
-        known.append(host_us)
+        self._usual[phase].append(host_us)
 
     def _finish(self, want: _Want, ok: bool, text: str) -> None:
         self._now, self._step = None, None

@@ -1,15 +1,20 @@
-"""Python console in the frame of a failed allocation, with helpers to list and free tensors."""
+"""Holds a rank at an out-of-memory error, with a Python console in the frame of the failed allocation.
+
+The failing thread waits, and runs the console's code meanwhile, so that CUDA's device and stream are those of the
+failure. The wait releases the interpreter's lock, so the publisher goes on: heartbeats, commands, logs.
+"""
 
 import ast
 import ctypes
 import gc
+import io
 import queue
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TextIO
@@ -18,8 +23,8 @@ from ....protocol.code_owner import library_of
 from ....protocol.run.rundir import RunOptions
 from ....protocol.text import duration, gib
 from .. import guard
-
-# Live tensors of a process by size, with their names in frames and in the model.
+from ..memory.composition import Storages
+from ..memory.snapshots import Answer
 
 
 class _Row(NamedTuple):
@@ -30,56 +35,37 @@ class _Row(NamedTuple):
     names: list[str]
 
 
-class TensorTable:
-    """Rows of tensors that print as a table."""
+class TensorTable(NamedTuple):
+    """The largest tensors by size, and the bytes and number of all storages; prints as a table."""
 
-    def __init__(self, rows: list[_Row], total: int, count: int, allocated: int) -> None:
-        self.rows = rows
-        self._total = total
-        self._count = count
-        self._allocated = allocated
+    rows: list[_Row]
+    total: int
+    count: int
+    allocated: int
 
     def __repr__(self) -> str:
         lines = [
             f"{gib(row.bytes):>12}  {row.shape:<20} {row.dtype:<10} {row.device:<8} {', '.join(row.names)}".rstrip()
             for row in self.rows
         ]
-        lines.append(f"{gib(self._total):>12}  in {self._count:,} storages that Python knows")
-        rest = self._allocated - self._total
+        lines.append(f"{gib(self.total):>12}  in {self.count:,} storages that Python knows")
+        rest = self.allocated - self.total
         if rest > 0:
             lines.append(f"{gib(rest):>12}  held by autograd's graph or native code, out of Python's sight")
         return "\n".join(lines)
-
-
-def storage_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor's whole storage; 0 for other objects."""
-    try:
-        return int(tensor.untyped_storage().nbytes())
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return 0
-
-
-def _address(tensor: Any) -> int:
-    """Return the address of a tensor's storage; 0: it has none."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except RuntimeError:
-        return 0
 
 
 def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated: int) -> TensorTable:
     """Find the largest tensors on a device; each storage counts once."""
     import torch
 
-    named = _names(frames)
+    named, storages = _names(frames), Storages((device.index or 0) if device.type == "cuda" else None)
     found: dict[int, tuple[int, Any, list[str]]] = {}
     for value in gc.get_objects():
-        if not issubclass(type(value), torch.Tensor) or value.device.type != device.type:
+        place = storages.place(value) if issubclass(type(value), torch.Tensor) else None
+        if place is None:  # also the fake tensors of torch.compile, which use no memory
             continue
-        size = storage_bytes(value)
-        address = _address(value) if size else 0
-        if not address:  # also the fake tensors of torch.compile, which use no memory
-            continue
+        address, size = place
         names = named.get(id(value), [])
         known = found.get(address)
         if known is None:
@@ -196,8 +182,6 @@ class Console:
             if frame is not None:
                 _write_back(frame)
 
-    # Functions for the code.
-
     def _helpers(self) -> dict[str, Any]:
         return {
             "frame": self.place,
@@ -276,8 +260,9 @@ class Console:
             raise NameError(f"this frame has no name {name!r}; tensors() lists names with their frames")
         before = self._allocated()
         found = place[name]
-        size = storage_bytes(found) if storage else 0
+        size = 0
         if storage:
+            size = found.untyped_storage().nbytes()
             found.untyped_storage().resize_(0)
         place[name] = None
         _write_back(frame)
@@ -308,7 +293,7 @@ def _write_back(frame: FrameType) -> None:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
-class _Output:
+class _Output(io.TextIOBase):
     """Captures this thread's output, up to a limit; other threads print as before."""
 
     def __init__(self) -> None:
@@ -319,8 +304,7 @@ class _Output:
 
     def __enter__(self) -> "_Output":
         self._before = [sys.stdout, sys.stderr]
-        sys.stdout = self  # type: ignore[assignment]
-        sys.stderr = self  # type: ignore[assignment]
+        sys.stdout = sys.stderr = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -335,33 +319,14 @@ class _Output:
             self._room -= len(text)
         return len(text)
 
-    def flush(self) -> None:
-        """Do nothing: no output is buffered."""
-
-    def isatty(self) -> bool:
-        """Return False: no terminal."""
-        return False
-
     def text(self) -> str:
         """Return the captured output."""
         return "".join(self._parts)
 
 
-# Holds a rank at an out-of-memory error: the failing thread waits, and runs the console's code meanwhile.
-#
-# The wait releases the interpreter's lock, so the publisher goes on: heartbeats, commands, logs. The waiting
-# thread itself runs a console's code, so that CUDA's device and stream are those of the failure.
-
-
-Answer = Callable[[bool, str, dict[str, Any]], None]
-
-
 _RELEASED = "console: the rank was released"
-
-
-class _Job(NamedTuple):
-    code: str
-    answer: Answer
+_Job = tuple[str, Answer]
+"""Code, and the function for its result."""
 
 
 class Hold:
@@ -385,7 +350,7 @@ class Hold:
     @property
     def here(self) -> bool:
         """Whether the calling thread is the held one, so that its allocations are the console's."""
-        return bool(self.since) and self._thread == threading.get_ident()
+        return bool(self.since) and self._thread == get_ident()
 
     def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:
         """Wait in the failing frame until released, interrupted or timed out; one thread at a time."""
@@ -394,7 +359,7 @@ class Hold:
         try:
             console = Console(frames, requested, device) if self.console_allowed else None
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.get_ident()
+            self._thread = get_ident()
             self._leaving = False
             self.since = time.time()
             self._serve(console)
@@ -406,7 +371,7 @@ class Hold:
             while not self._jobs.empty():
                 job = self._jobs.get()
                 if job is not None:
-                    self._answers.append((job.answer, False, _RELEASED, {}))
+                    self._answers.append((job[1], False, _RELEASED, {}))
             frames.clear()
             self._entering.release()
 
@@ -420,18 +385,19 @@ class Hold:
                 return
             if job is None or console is None:
                 return
+            code, answer = job
             with self._lock:
                 if self._leaving:
-                    self._answers.append((job.answer, False, _RELEASED, {}))
+                    self._answers.append((answer, False, _RELEASED, {}))
                     return
                 self._busy = True
             try:
-                output, failed = console.run(job.code)
+                output, failed = console.run(code)
             except KeyboardInterrupt:
                 output, failed = "", "interrupted"
             with self._lock:
                 self._busy = False
-            self._answers.append((job.answer, True, "", {"output": output, "error": failed, "place": console.place}))
+            self._answers.append((answer, True, "", {"output": output, "error": failed, "place": console.place}))
 
     def run(self, code: str, answer: Answer) -> str:
         """Run ``code`` in the held thread; return the refusal, or an empty string."""
@@ -441,7 +407,7 @@ class Hold:
             return "console: this rank is not held"
         if self._busy or not self._jobs.empty():
             return "console: what was asked before is still running; 'ftmon release' interrupts it"
-        self._jobs.put(_Job(code, answer))
+        self._jobs.put((code, answer))
         return ""
 
     def release(self) -> bool:

@@ -1,4 +1,8 @@
-"""Reports a failed allocation with everything that the rank knows, collected before Python unwinds."""
+"""Detects failing allocations as they fail, and reports them with everything that the rank knows.
+
+On CUDA the allocator itself calls the handler, in the failing thread and before the stack unwinds. On the CPU the
+exception is the only source: it passes a hook while its traceback keeps the frames alive.
+"""
 
 import contextlib
 import math
@@ -16,20 +20,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....protocol.host.machine import available_memory, memory_limit
-from ....protocol.messages.telemetry import Oom, OptimizerImplementation, SegmentUse, SnapshotTaken, StackGroup, Step
+from ....protocol.messages.telemetry import Oom, OptimizerImplementation, SegmentUse, StackGroup, Step
 from ....protocol.text import duration, gib
 from .. import guard
 from ..device.memory import backend_of
-from ..memory.composition import Roots, Storages, walk
-from ..memory.snapshots import PhaseMarks, write_snapshot
+from ..memory.composition import Roots, Storages, sum_by_part, walk
+from ..memory.snapshots import PhaseMarks, take_snapshot
 from ..phases.tracker import Mark, Outbox, Tracker, wall_offset_ns
 from ..rank.context import RankContext
 from ..rank.model import Trained
 from ..values.batch import model_sizes
 from .console import Hold
-
-# Memory in PyTorch's allocator at a failure, from its own snapshot: pieces, parts, stacks.
-
 
 SEGMENTS = 256
 HOLDERS = 20
@@ -53,12 +54,9 @@ class Pieces(NamedTuple):
 
 
 def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> Pieces:
-    """Add up the free memory in ``segments`` (of one device), for a request of ``requested`` bytes on ``stream``.
+    """Add up the free memory in segments of one device, for a request of ``requested`` bytes on a CUDA stream's handle.
 
-    Args:
-        segments: from ``torch.cuda.memory._snapshot``.
-        requested: the requested size: a small request needs a segment of 2 MiB.
-        stream: the CUDA stream's handle.
+    ``segments`` are from ``torch.cuda.memory._snapshot``; a small request needs a segment of 2 MiB.
     """
     free = blocks = usable = largest = 0
     expandable = any(segment.get("is_expandable", False) for segment in segments)
@@ -120,8 +118,8 @@ def parts_of_blocks(
 ) -> tuple[dict[str, int], str]:
     """Divide the allocated bytes into the parts of ``protocol.messages.memory.PARTS``; they add up to it exactly.
 
-    A block with a known storage belongs to that storage's part. The part of any other block follows from the phase of
-    its allocation: activations in a forward, temporaries in the phase that failed.
+    A block with a known storage belongs to that storage's part. The part of any other
+    block follows from the phase of its allocation: activations in a forward, temporaries in the phase that failed.
 
     Args:
         segments: of one device.
@@ -140,14 +138,13 @@ def parts_of_blocks(
         names.append(mark.phase or (names[-1] if names else phase))
     born = {entry["addr"]: entry.get("time_us", 0) * 1000 for entry in trace if entry["action"] == "alloc"}
     reaches = bool(trace) and trace[0].get("time_us", 0) * 1000 <= (borders[0] if borders else 0)
-    sums: dict[str, int] = {}
-    for block in _allocated(segments):
-        part = known.get(block["address"])
-        if part is None:
-            at = born.get(block["address"])
-            index = bisect_right(borders, at) - 1 if at is not None else -1
-            part = _part_of(names[index] if index >= 0 else "", phase, recorded=reaches or at is not None)
-        sums[part] = sums.get(part, 0) + block["size"]
+
+    def part_of(block: dict[str, Any]) -> str:
+        at = born.get(block["address"])
+        index = bisect_right(borders, at) - 1 if at is not None else -1
+        return _part_of(names[index] if index >= 0 else "", phase, recorded=reaches or at is not None)
+
+    sums = sum_by_part((block["size"], known.get(block["address"]) or part_of(block)) for block in _allocated(segments))
     note = "" if reaches else "allocations were not recorded for the whole step; by the failing phase instead"
     return sums, note
 
@@ -161,16 +158,7 @@ def _part_of(born_in: str, phase: str, *, recorded: bool) -> str:
 
 
 def _allocated(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        # Before torch 2.1 a block had no address of its own; those are not supported.
-        block
-        for segment in segments
-        for block in segment["blocks"]
-        if block["state"] == _ALLOCATED
-    ]
-
-
-# Figures of earlier steps, for the report of a failed allocation; kept by the publisher, a few operations a step.
+    return [block for segment in segments for block in segment["blocks"] if block["state"] == _ALLOCATED]
 
 
 STARTS = 64
@@ -218,11 +206,8 @@ class OomHistory:
         self._starts.append(start)
 
 
-# Effect of a hold on the other ranks: the time limit of their collectives.
-
-
 def peers(world_size: int) -> tuple[float, str]:
-    """Return the timeout of the default process group in seconds (0: not known), and its effect in words."""
+    """Return the default process group's timeout in seconds (0: not known), and the effect of a hold on it in words."""
     if world_size < 2:
         return 0.0, "there are no other ranks"
     seconds, backend = _timeout()
@@ -293,13 +278,9 @@ class OomReporter:
         history: OomHistory,
         phase_marks: PhaseMarks,
     ) -> None:
-        self._rank = rank
-        self._tracker = tracker
-        self._trained = trained
-        self._outbox = outbox
-        self._hold = hold
-        self._history = history
-        self._phase_marks = phase_marks
+        self._rank, self._tracker, self._trained = rank, tracker, trained
+        self._outbox, self._hold = outbox, hold
+        self._history, self._phase_marks = history, phase_marks
         self.ooms = 0
         """Allocations that failed so far."""
 
@@ -313,12 +294,8 @@ class OomReporter:
         oom = self._plain(failed)
         self.ooms += 1
         full = self.ooms <= FULL_REPORTS
-        for add in (
-            self._add_history,
-            self._add_model,
-            self._add_memory if full else self._skip_memory,
-            self._add_hold,
-        ):
+        add_memory = self._add_memory if full else self._skip_memory
+        for add in (self._add_history, self._add_model, add_memory, self._add_hold):
             try:
                 oom = add(failed, oom)
             except Exception as error:  # an error in one part must not lose the rest
@@ -341,9 +318,7 @@ class OomReporter:
             allocated, reserved = failed.known
         elif on_gpu and memory.measure != "cuda":
             allocated, reserved = _cuda_now(failed.device)
-        capacity = memory_limit()
-        if on_gpu:
-            capacity = self._rank.device.info.capacity_bytes if self._rank.device.info.kind == "cuda" else failed.total
+        capacity = self._capacity(failed)
         _, _, limit = host_room()
         return Oom(
             rank=self._rank.rank,
@@ -366,6 +341,12 @@ class OomReporter:
             limit="" if on_gpu else limit,
             room_bytes=failed.free,
         )
+
+    def _capacity(self, failed: Failed) -> int:
+        if failed.device is None:
+            return memory_limit()
+        info = self._rank.device.info
+        return info.capacity_bytes if info.kind == "cuda" else failed.total
 
     def _add_history(self, _failed: Failed, oom: Oom) -> Oom:
         history = self._history
@@ -398,7 +379,7 @@ class OomReporter:
             return self._add_host_memory(oom)
         import torch
 
-        capacity = self._rank.device.info.capacity_bytes if self._rank.device.info.kind == "cuda" else failed.total
+        capacity = self._capacity(failed)
         limited = failed.total < capacity - _LIMIT_SLACK
         room = min(failed.free, max(0, failed.total - oom.reserved_bytes)) if limited else failed.free
         oom = msgspec.structs.replace(
@@ -406,8 +387,7 @@ class OomReporter:
             room_bytes=room,
             limit=f"torch.cuda.set_per_process_memory_fraction allows {gib(failed.total)}" if limited else "",
         )
-        memory: Any = torch.cuda.memory
-        found = memory._snapshot()
+        found: Any = torch.cuda.memory._snapshot()
         segments = [segment for segment in found["segments"] if segment["device"] == failed.device]
         traces = found["device_traces"]
         trace = traces[failed.device] if failed.device < len(traces) else []
@@ -418,11 +398,9 @@ class OomReporter:
         parts, note = parts_of_blocks(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
         step = self._tracker.step + 1
         self._phase_marks.annotate(found, failed.device, step, list(self._tracker.marks))
-        name = f"rank-{self._rank.rank}-step-{step}-oom-{time.strftime('%H%M%S')}.pickle"
-        path, size, trouble = write_snapshot(self._rank.run.snapshots / name, found)
-        if path is not None:
-            entries = sum(map(len, found["device_traces"]))
-            self._outbox.hand_over(SnapshotTaken(self._rank.rank, step, time.time(), str(path), size, "oom", entries))
+        taken, trouble = take_snapshot(self._rank, found, step, "oom")
+        if taken is not None:
+            self._outbox.hand_over(taken)
         return msgspec.structs.replace(
             oom,
             reserved_free_bytes=free.free,
@@ -434,7 +412,7 @@ class OomReporter:
             parts_note=note,
             holders=holders(segments),
             segments=uses(segments),
-            snapshot=f"snapshots/{path.name}" if path is not None else "",
+            snapshot=f"snapshots/{os.path.basename(taken.path)}" if taken is not None else "",
             snapshot_note=trouble,
         )
 
@@ -451,8 +429,7 @@ class OomReporter:
             parts_note="the CPU has no trace of allocations: what is no known storage is not attributed",
         )
 
-    def _storages(self, cuda_index: int | None) -> Any:
-        """Return the storages of engine, model and optimizer on a device."""
+    def _storages(self, cuda_index: int | None) -> Storages:
         found = Storages(cuda_index)
         walk(self._roots(), found)
         return found
@@ -537,12 +514,6 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-# Detects failing allocations as they fail, reports them to the hub, and (``--on-oom hold``) waits there.
-#
-# On CUDA the allocator itself calls the handler, in the failing thread and before the stack unwinds. On the CPU the
-# exception is the only source: it passes a hook while its traceback keeps the frames alive.
-
-
 _CPU_MESSAGE = re.compile(r"not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
 _CPU_SIZE = re.compile(r"tried to allocate (\d+) bytes")
 _CUDA_FIGURES = {
@@ -567,7 +538,7 @@ class AllocationFailures:
         self._rank = rank
         self._reporter = reporter
         self._hold = hold
-        self._look_at_device = check_device
+        self._check_device = check_device
         self._watching = False
         """Whether CUDA's allocator reports failures."""
 
@@ -606,13 +577,11 @@ class AllocationFailures:
                 return  # tried by a console, which shows the failure
             try:
                 if not self._rank.device.settled and self._rank.guard.is_training_thread():
-                    self._look_at_device()
+                    self._check_device()
                 frames = frames_to(sys._getframe(0).f_back)
                 lines = [frame.f_lineno for frame in frames]
                 failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
-                held = self._reporter.send_report(failed)
-                if held:
-                    self._hold.wait(failed.frames, requested, torch.device("cuda", device))
+                self._report(failed)
             except Exception as error:
                 guard.log_error("reporting an out-of-memory error", error)
 
@@ -635,20 +604,15 @@ class AllocationFailures:
             error._ftmon_seen = True  # type: ignore[attr-defined]
         size = _CPU_SIZE.search(str(error))
         requested = int(size.group(1)) if size else 0
-        import torch
-
         available, total, _ = host_room()
         index = None
         if driver and self._rank.device.memory.measure == "cuda":
+            import torch
+
             index = self._rank.device.memory.device_index
             available, total = torch.cuda.mem_get_info(index)
-        frames, lines = frames_of(error.__traceback__)
         words = str(error) or type(error).__name__
-        held = self._reporter.send_report(failed := Failed(requested, available, total, words, frames, lines, index))
-        if held:
-            self._hold.wait(
-                failed.frames, requested, torch.device("cpu") if index is None else torch.device("cuda", index)
-            )
+        self._report(Failed(requested, available, total, words, *frames_of(error.__traceback__), index))
 
     def _report_cuda(self, error: RuntimeError) -> None:
         """Report PyTorch's error if its allocator reported none: CUDA started unseen, or another allocator failed."""
@@ -662,10 +626,15 @@ class AllocationFailures:
         failed = Failed(found["requested"], found["free"], found["total"], text, frames, lines, device)
         if found["allocated"]:
             failed.known = found["allocated"], found["allocated"] + found["unallocated"]
+        self._report(failed)
+
+    def _report(self, failed: Failed) -> None:
+        """Send the report of a failed allocation, and hold the rank if that is wanted."""
         if self._reporter.send_report(failed):
             import torch
 
-            self._hold.wait(failed.frames, failed.requested, torch.device("cuda", device))
+            device = torch.device("cpu") if failed.device is None else torch.device("cuda", failed.device)
+            self._hold.wait(failed.frames, failed.requested, device)
 
 
 def _bytes_in(pattern: "re.Pattern[str]", text: str) -> int:
