@@ -1,4 +1,4 @@
-"""Memory of a rank on a GPU: the figures of PyTorch's CUDA caching allocator.
+"""The device of a rank: memory and clock of a GPU, and copies from it that the training thread never waits for.
 
 A phase's peak needs the allocator's peaks reset at the phase's start. The script under observation may read and reset
 the same counters, so the two entry points behind ``torch.cuda.memory_stats`` and ``reset_peak_memory_stats`` are
@@ -26,21 +26,12 @@ _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 _APPLY_AT_LATEST = 4096
 
-_UNKNOWN = {"all": {"current": -1, "peak": -1}}
+_NOW = ("current", "peak")
 _FIGURES: list[Place] = [
-    ("allocated_bytes", "all", "current"),
-    ("allocated_bytes", "all", "peak"),
-    ("reserved_bytes", "all", "current"),
-    ("reserved_bytes", "all", "peak"),
-    ("active_bytes", "all", "current"),
-    ("active_bytes", "all", "peak"),
-    ("requested_bytes", "all", "current"),
-    ("requested_bytes", "all", "peak"),
-    ("allocation", "all", "allocated"),
-    ("allocation", "all", "freed"),
+    *((f"{kind}_bytes", "all", figure) for kind in ("allocated", "reserved", "active", "requested") for figure in _NOW),
+    *(("allocation", "all", figure) for figure in ("allocated", "freed")),
     ("allocated_bytes", "all", "allocated"),
-    ("num_alloc_retries", "", ""),
-    ("num_ooms", "", ""),
+    *((name, "", "") for name in ("num_alloc_retries", "num_ooms")),
 ]
 """Statistics of a ``Reading``, in its order; the resident set (after the first eight) is no part of them."""
 
@@ -105,13 +96,9 @@ class ScriptPeaks:
 
 
 class CudaMemory:
-    """The CUDA back end for one device.
+    """The CUDA back end for one of the ``devices`` that the process sees; ``core`` is the ``torch._C`` module.
 
-    Args:
-        core: the ``torch._C`` module.
-        device: the device's index.
-        devices: number of devices that the process sees.
-        on_script_reset: called with the figures as they were, just before the script's own reset takes place.
+    ``on_script_reset`` is called with the figures as they were, just before the script's own reset takes place.
     """
 
     measure = "cuda"
@@ -138,32 +125,14 @@ class CudaMemory:
         """Pick the figures ftmon shows out of the allocator's statistics; an empty one is that of a fresh process."""
         if not sample:
             return Reading(0, 0, 0, 0, 0, 0, 0, 0)
-        if isinstance(sample, bytes):
+        if isinstance(sample, dict):
+            figures = tuple(memory.value_of(sample, place) for place in _FIGURES)
+        else:
             if self._pick is None:
                 assert self._source.layout is not None
                 self._pick = self._source.layout.picker(_FIGURES)
             figures = self._pick(sample)
-            return Reading._make((*figures[:8], -1, -1, *figures[8:]))
-        allocated, reserved = sample["allocated_bytes"]["all"], sample["reserved_bytes"]["all"]
-        active, blocks = sample["active_bytes"]["all"], sample["allocation"]["all"]
-        requested = sample.get("requested_bytes", _UNKNOWN)["all"]
-        return Reading(
-            allocated["current"],
-            allocated["peak"],
-            reserved["current"],
-            reserved["peak"],
-            active["current"],
-            active["peak"],
-            requested["current"],
-            requested["peak"],
-            -1,
-            -1,
-            blocks["allocated"],
-            blocks["freed"],
-            allocated["allocated"],
-            sample.get("num_alloc_retries", 0),
-            sample.get("num_ooms", 0),
-        )
+        return Reading._make((*figures[:8], -1, -1, *figures[8:]))
 
     def tidy(self) -> None:
         """Finish work that the training thread has deferred; for the publisher."""
@@ -175,12 +144,10 @@ class CudaMemory:
         return self.read(self._stats(self.device_index))
 
     def _wrap(self, core: Any) -> None:
-        for name in _READ:
-            if hasattr(core, name):
-                setattr(core, name, self._reading(getattr(core, name)))
-        for name in _RESET:
-            if hasattr(core, name):
-                setattr(core, name, self._resetting(getattr(core, name)))
+        for names, wrapped in ((_READ, self._reading), (_RESET, self._resetting)):
+            for name in names:
+                if hasattr(core, name):
+                    setattr(core, name, wrapped(getattr(core, name)))
 
     def _reading(self, real: Callable[[int], Stats]) -> Callable[[int], Stats]:
         def stats(device: int) -> Stats:
@@ -199,19 +166,17 @@ class CudaMemory:
         return reset
 
 
-# Detects the capture of a CUDA graph: work that the probe recorded into one would be replayed for ever.
-#
-# A query of the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes
-# through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
-
-
 _RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``."""
 under_way = 0
-"""Number of captures that have begun and not ended."""
+"""Number of captures of CUDA graphs that have begun and not ended; work recorded into one would be replayed for ever.
+
+A query of the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes
+through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
+"""
 
 
-def install(torch: Any) -> None:
+def install() -> None:
     """Wrap ``torch.cuda.CUDAGraph``, once; CUDA is running."""
     graph: Any = torch.cuda.CUDAGraph
     try:
@@ -258,17 +223,15 @@ def _ending(real: Callable[..., Any]) -> Callable[..., Any]:
     return capture_end
 
 
-# Device times: CUDA events recorded at phase boundaries, reused, and read long after, when they have passed.
-
-
 class CudaEvents:
-    """A pool of timing events of one device. ``mark`` is for the training thread, the rest for the publisher."""
+    """Device times: a pool of timing events, recorded at phase boundaries and read when they have passed.
+
+    ``mark`` is for the training thread, the rest for the publisher.
+    """
 
     def __init__(self, device: int) -> None:
-        import torch
-
         core: Any = torch._C
-        install(torch)
+        install()
         self._device = device
         self._new: Any = torch.cuda.Event
         self._record: Any = core._CudaEventBase.record
@@ -318,22 +281,15 @@ def elapsed_us(start: Any, end: Any) -> int | None:
         return None
 
 
-# The device that this rank computes on, with its memory back end and device clock.
-
-
-def _no_event() -> Any:
-    return None
-
-
 class Device:
-    """The rank's device: the CPU until the script has CUDA running.
+    """The device that this rank computes on, its memory back end and clock: the CPU until the script has CUDA running.
 
     CUDA is never initialised from here: a script that forks, or means to train on the CPU, must stay able to.
     """
 
     def __init__(self) -> None:
         self.memory: MemoryBackend = CpuMemory()
-        self.mark_event: Callable[[], Any] = _no_event
+        self.mark_event: Callable[[], Any] = guard.nothing
         self.events: Any = None
         self.blank: Any = {}
         """The raw CUDA sample of a process that has allocated nothing yet."""
@@ -343,26 +299,23 @@ class Device:
 
     def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
         """Check whether the script has CUDA running; return whether the back end changed."""
-        import torch
-
         if torch.version.cuda is None:
             self.settled = True
             return False
         if not torch.cuda.is_initialized():
             return False
-
         core: Any = torch._C
         index = torch.cuda.current_device()
         self.settled = True
         self.events = CudaEvents(index)
         self.memory = CudaMemory(core, index, torch.cuda.device_count(), on_script_reset)
         self.mark_event = self.events.mark
-        self.info = self._cuda_info(torch, index)
+        self.info = self._cuda_info(index)
         return True
 
     @staticmethod
-    def _cuda_info(torch: Any, index: int) -> DeviceInfo:
-        properties = torch.cuda.get_device_properties(index)
+    def _cuda_info(index: int) -> DeviceInfo:
+        properties: Any = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
         if uuid and not uuid.startswith("GPU-"):
             uuid = f"GPU-{uuid}"  # as NVML writes it
@@ -374,14 +327,12 @@ class Device:
         return DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())
 
 
-# Copies from the device into pinned host memory, at low cost for the training thread.
-#
 # ``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured
-# on an H200). So the copy is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory Management"), on the
-# current stream, with nothing allocated on the device. The host's buffers are never returned to PyTorch: an unread
-# copy may still be in flight. They are reused instead, the one that has been free for longest first, up to a limit of
-# memory.
-
+# on an H200). So the copy into pinned memory is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory
+# Management"), on the current stream, with nothing allocated on the device (so the script's peaks stay what they are).
+# The publisher reads it once the step's last event has passed. The host's buffers are never returned to PyTorch: an
+# unread copy may still be in flight. They are reused instead, the one that has been free for longest first, up to a
+# limit of memory.
 
 SMALLEST = 64
 MOST_BYTES = 64 * 2**20
@@ -424,10 +375,7 @@ class Fetched:
 
 
 def fetch(tensor: Any) -> Fetched | None:
-    """Begin to copy a CUDA tensor to the host.
-
-    None while a graph is captured, or if too many copies are in flight.
-    """
+    """Begin to copy a CUDA tensor to the host; None while a graph is captured, or if too many copies are in flight."""
     size = tensor.nbytes
     size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
     return _fetch(tensor, size, tensor.dtype, tensor.shape)
@@ -493,21 +441,13 @@ def _find_copy() -> Any:
     return by_driver
 
 
-# Fetches numbers from the device without ever blocking the training thread.
-#
-# A device tensor is copied into pinned host memory on the current stream, asynchronously and with no allocation on the
-# device (so the script's peaks stay what they are); the publisher reads it once the step's last event has passed.
-
-
 _NUMBERS = (int, float)
 
 
 def fetch_values(value: Any) -> Any:
-    """Begin to fetch a scalar; return a float, a pinned tensor to be read later, or None if it is no scalar.
+    """Begin to fetch a number or a tensor of one element; return what ``read`` reads, or None if it is no scalar.
 
-    Args:
-        value: a Python number, or a tensor of one element on any device. A DTensor that is not the same on all ranks
-            is no scalar: the probe enters no collective.
+    A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """
     if value is None or isinstance(value, _NUMBERS):
         return value
@@ -523,14 +463,10 @@ def fetch_values(value: Any) -> Any:
 
 
 def fetch_count(mask: Any, later: bool = False) -> Any:
-    """Begin to count a mask's non-zero elements.
+    """Begin to count a mask's non-zero elements (a DTensor's: this rank's part); return the argument of ``read_count``.
 
-    Args:
-        mask: of any shape, on any device; of a DTensor, this rank's part is counted.
-        later: defer the counting of a mask on the CPU to ``read_count``: there the host's memory is not measured.
-
-    Returns:
-        The count, or the argument of ``read_count``; None if the mask cannot be read.
+    None if the mask cannot be read. ``later``: defer the counting of a mask on the CPU to ``read_count``: there the
+    host's memory is not measured.
     """
     mask = getattr(mask, "_local_tensor", mask)
     if mask.is_cuda:
@@ -552,9 +488,7 @@ def read_count(value: Any) -> int:
     """Read a result of ``fetch_count``; the copy must have finished."""
     if isinstance(value, int):
         return value
-    if not isinstance(value, Fetched):
-        return _count(value)
-    return _count(value.tensor())
+    return _count(value.tensor() if isinstance(value, Fetched) else value)
 
 
 def _count(mask: Any) -> int:

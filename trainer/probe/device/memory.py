@@ -1,7 +1,7 @@
-"""Memory of a rank without a GPU: glibc's own figures, and the kernel's high-water mark of the resident set.
+"""Memory figures of a rank: PyTorch's CUDA statistics read in place, and those of a rank that computes on the CPU.
 
-``allocated`` is the memory that malloc has handed out (``uordblks + hblkhd`` of mallinfo2(3)), ``reserved`` its total
-(``arena + hblkhd``). glibc keeps no peak of either; the peak is that of the resident set, reset through
+On the CPU, ``allocated`` is the memory that malloc has handed out (``uordblks + hblkhd`` of mallinfo2(3)), ``reserved``
+its total (``arena + hblkhd``). glibc keeps no peak of either; the peak is that of the resident set, reset through
 ``/proc/self/clear_refs`` ("5", proc(5)).
 """
 
@@ -19,8 +19,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from .. import guard
 
-# Reads the statistics of PyTorch's CUDA caching allocator at their address in memory.
-#
 # ``torch._C._cuda_memoryStats`` builds a dictionary of some 40 others: 15 us in a tight loop on the host of an H100,
 # 48 at a phase boundary, where every cache is cold. Copying the kilobyte behind it and beginning new peaks takes 9 us
 # there. That kilobyte is ``DeviceStats`` of ``c10/core/CachingDeviceAllocator.h``. It is found once, by its contents:
@@ -28,10 +26,6 @@ from .. import guard
 # leads to the device's part, and that must contain exactly the numbers that PyTorch has just returned. PyTorch 2.11
 # keeps them in one piece, 2.13 has a table between two of them. With another layout or allocator
 # (``cudaMallocAsync``) the search finds nothing, and the caller keeps using the dictionary.
-#
-# The search reads memory through ``/proc/self/mem``, which refuses an address that is not mapped. Nothing is written.
-
-
 Stats = dict[str, Any]
 Place = tuple[str, str, str]
 """A figure of the nested statistics: group, pool, figure; empty where the dictionary has no such level."""
@@ -66,7 +60,7 @@ _LIBRARY, _ALLOCATOR = "libc10_cuda.so", "_ZN3c104cuda20CUDACachingAllocator9all
 _ALLOCATOR_BYTES = 2**15
 """Bytes of the allocator searched for its vector: 67 mutexes and 67 tables, 8 KiB, come before it."""
 _DEVICE_BYTES = 2**14
-_PAGE = 4096
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Layout(NamedTuple):
@@ -78,8 +72,7 @@ class Layout(NamedTuple):
 
     def reader(self) -> Callable[[], bytes]:
         """Return a function that copies the integers: a sample."""
-        block = (ctypes.c_char * (self.words * 8)).from_address(self.address)
-        return memoryview(block).tobytes
+        return memoryview((ctypes.c_char * (self.words * 8)).from_address(self.address)).tobytes
 
     def picker(self, places: Sequence[Place]) -> Callable[[bytes], tuple[int, ...]]:
         """Return a function that returns the figures at some places (two or more) of a sample."""
@@ -132,11 +125,12 @@ def value_of(stats: Stats, place: Place) -> int:
 
 def peaks_in(stats: Stats) -> list[Place]:
     """List the places of the peaks in PyTorch's nested statistics."""
-    places: list[Place] = []
-    for name, group in stats.items():
-        if isinstance(group, dict):
-            places += [(name, pool, "peak") for pool in ([""] if "peak" in group else group)]
-    return places
+    return [
+        (name, pool, "peak")
+        for name, group in stats.items()
+        if isinstance(group, dict)
+        for pool in ([""] if "peak" in group else group)
+    ]
 
 
 def _device_parts(memory: int, allocator: int, device: int, devices: int) -> list[int]:
@@ -178,7 +172,7 @@ def _layout(part: int, offsets: list[int]) -> Layout:
 
 
 def _read(memory: int, address: int, size: int) -> bytes:
-    """Return up to ``size`` bytes from an address: as many as are mapped."""
+    """Return up to ``size`` bytes from an address: as many as are mapped (``/proc/self/mem`` refuses the rest)."""
     found = b""
     while len(found) < size:
         place = address + len(found)
@@ -190,9 +184,6 @@ def _read(memory: int, address: int, size: int) -> bytes:
             break
         found += piece
     return found
-
-
-# Samples of the CUDA caching allocator's statistics, by the cheaper of two ways.
 
 
 SEARCH_EVERY = 8
@@ -283,9 +274,6 @@ class StatsSource:
         return list(layout.picker(places)(sample)) == [value_of(stats, place) for place in places]
 
 
-# The backend of ``torch.distributed``.
-
-
 def backend_of(device: str) -> str:
     """Return the default process group's backend, empty without a group.
 
@@ -303,9 +291,6 @@ def backend_of(device: str) -> str:
         return by_device.get(device) or next(iter(by_device.values()), "")
     except (RuntimeError, ValueError, AttributeError):
         return ""
-
-
-# Figures of a memory back end at one moment, the same for every back end.
 
 
 class Reading(NamedTuple):
@@ -349,26 +334,20 @@ class MemoryBackend(Protocol):
 
     def sample(self) -> Any:
         """Sample the figures of this moment, raw, and begin a new peak."""
-        ...
 
     def tidy(self) -> None:
         """Finish work that the training thread has deferred."""
-        ...
 
     def read(self, sample: Any) -> Reading:
         """Convert a raw sample to a ``Reading``."""
-        ...
-
-
-# Preserves the script's view of its peak memory on the CPU: ``resource.getrusage`` stays as without ftmon.
-#
-# The probe resets the kernel's resident high-water mark at every phase; ``ru_maxrss`` is that mark, so the highest one
-# ever reset is put back into the values that the script reads.
 
 
 real_getrusage: Any = resource.getrusage
 highest_kib = 0
-"""The highest mark, KiB, that the probe has reset or the script has read so far."""
+"""The highest mark, KiB, that the probe has reset or the script has read so far: ``ru_maxrss`` for the script.
+
+The probe resets the kernel's resident high-water mark at every phase, and ``ru_maxrss`` is that mark.
+"""
 
 
 def note(peak_kib: int) -> None:
@@ -401,9 +380,6 @@ def install() -> None:
     """Replace ``resource.getrusage`` by the corrected function."""
     getrusage.__doc__ = real_getrusage.__doc__
     setattr(resource, "getrusage", getrusage)  # noqa: B010  (a C module: no declared attribute)
-
-
-_CPU_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -442,8 +418,6 @@ class CpuMemory:
         self._floor_kib = 0
         if self._clear is not None:
             install()
-            note(real_getrusage(resource.RUSAGE_SELF).ru_maxrss)
-            os.pwrite(self._clear, b"5", 0)
             # ru_maxrss never falls below the process's mark before exec; the kernel keeps that separately.
             inherited = real_getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._floor_kib = inherited if inherited > _high_water_kib() + 1024 else 0
@@ -456,7 +430,7 @@ class CpuMemory:
     def sample(self) -> tuple[int, int, int, int]:
         """Return (allocated, reserved, resident, resident peak since the last sample) in bytes; begins a new peak."""
         global highest_kib
-        resident = int(os.pread(self._statm, 64, 0).split(b" ", 2)[1]) * _CPU_PAGE
+        resident = int(os.pread(self._statm, 64, 0).split(b" ", 2)[1]) * _PAGE
         peak_kib = real_getrusage(resource.RUSAGE_SELF).ru_maxrss
         if peak_kib <= self._floor_kib:
             peak_kib = _high_water_kib()
@@ -478,14 +452,8 @@ class CpuMemory:
     def read(self, sample: tuple[int, int, int, int]) -> Reading:
         """Convert a sample to a ``Reading``."""
         allocated, reserved, resident, peak = sample
-        return Reading(
-            allocated=allocated,
-            allocated_peak=allocated,
-            reserved=reserved,
-            reserved_peak=reserved,
-            resident=resident,
-            resident_peak=max(resident, peak),
-        )
+        peak = max(resident, peak)
+        return Reading(allocated, allocated, reserved, reserved, resident=resident, resident_peak=peak)
 
     def tidy(self) -> None:
         """Do nothing: no work is deferred here."""
@@ -503,8 +471,7 @@ class CpuMemory:
         except OSError:
             return None
         try:
-            before = real_getrusage(resource.RUSAGE_SELF).ru_maxrss
-            note(before)
+            note(real_getrusage(resource.RUSAGE_SELF).ru_maxrss)
             os.pwrite(descriptor, b"5", 0)
         except OSError:
             os.close(descriptor)
@@ -513,13 +480,9 @@ class CpuMemory:
 
 
 def _high_water_kib() -> int:
-    return _proc_kib("/proc/self/status", "VmHWM:")
-
-
-def _proc_kib(path: str, field: str) -> int:
     try:
-        for line in Path(path).read_text().splitlines():
-            if line.startswith(field):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
                 return int(line.split()[1])
     except (OSError, ValueError, IndexError):
         pass

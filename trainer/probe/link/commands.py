@@ -52,15 +52,10 @@ class Commands:
         dumper: Dumper,
         send_hello: Callable[[], None],
     ) -> None:
-        self._rank = context.rank
-        self._tracker = context.tracker
-        self._pace = context.pace
-        self._send = context.send
-        self._captures = captures
-        self._stop_request = stop
-        self._hold = hold
-        self._dumper = dumper
-        self._send_hello = send_hello
+        self._rank, self._tracker = context.rank, context.tracker
+        self._pace, self._send = context.pace, context.send
+        self._captures, self._stop_request, self._hold = captures, stop, hold
+        self._dumper, self._send_hello = dumper, send_hello
         self._answered = 0
 
     def receive(self, socket: Any) -> None:
@@ -104,7 +99,8 @@ class Commands:
             case control.Stacks():
                 answer(*self._stacks(verb))
             case control.Release():
-                answer(*self._release())
+                released = self._hold.release()
+                answer(released, "released" if released else "this rank is not held", {})
             case control.Snapshot():
                 self._captures.snapshots.want(verb.reason, answer)
             case control.Compose():
@@ -137,36 +133,31 @@ class Commands:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
-        training = self._rank.guard.thread
+        training, prepared, pid = self._rank.guard.thread, self._dumper.prepared, os.getpid()
         thread = f"0x{training:016x}"
         data: dict[str, Any] = {"text": text, "thread": thread}
         if verb.calls:
-            data["calls"] = stacks.calls(self._tracker.counts)
-            data["lock"] = stacks.waits_for(training)
-            data["timed"] = stacks.waits_for_a_time(training)
-            thread_id = self._dumper.prepared.training if self._dumper.prepared is not None else os.getpid()
-            data["wakes"] = stacks.seconds_until_awake(os.getpid(), thread_id)
-            data["worker_wakes"] = stacks.first_worker_awake(os.getpid())
-            data["loops"] = stacks.around(training)
-            data["gathers"] = self._tracker.counts.gathers
-            data["nccl"] = stacks.ras_address()
+            data |= {
+                "calls": stacks.calls(self._tracker.counts),
+                "lock": stacks.waits_for(training),
+                "timed": stacks.waits_for_a_time(training),
+                "wakes": stacks.seconds_until_awake(pid, pid if prepared is None else prepared.training),
+                "worker_wakes": stacks.first_worker_awake(pid),
+                "loops": stacks.around(training),
+                "gathers": self._tracker.counts.gathers,
+                "nccl": stacks.ras_address(),
+            }
         if verb.activity:
-            data["activity"] = list(
-                inspect.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
-            )
+            data["activity"] = list(inspect.measure(pid, prepared, processes.table(), time.monotonic()))
         if not verb.quiet:
             self._send(Stacks(self._rank.rank, time.time(), text, verb.reason, thread, "probe"))
         return True, "", data
-
-    def _release(self) -> tuple[bool, str, dict[str, Any]]:
-        released = self._hold.release()
-        return released, "released" if released else "this rank is not held", {}
 
     def _stop(self, verb: control.Stop) -> tuple[bool, str, dict[str, Any]]:
         request, done = self._stop_request, self._tracker.step
         if not request.supported:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}
-        step = verb.step or agree_on_step(self._rank.run.path / "stop-after", self._tracker.step, self._pace.usual)
+        step = verb.step or agree_on_step(self._rank.run.path / "stop-after", done, self._pace.usual)
         request.after = step if self._rank.world_size > 1 else done
         return True, f"will stop after step {max(request.after, done)}", {"step": request.after}
 
@@ -174,13 +165,8 @@ class Commands:
 def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
     """Agree with the run's other ranks on the step to stop after; a rank that stops earlier leaves the others hanging.
 
-    The first rank proposes a step, the others adopt it. Ranks are a few steps apart at most, so the proposal is a few
-    steps and at least a second ahead.
-
-    Args:
-        path: the file of the run that holds the proposal.
-        step: the last step this rank has finished.
-        step_seconds: time of a step.
+    The first rank proposes a step in the run's file, the others adopt it. Ranks are a few steps apart at most, so the
+    proposal is a few steps and at least a second ahead of the last finished step.
     """
     with contextlib.suppress(FileNotFoundError):
         return int(path.read_text())

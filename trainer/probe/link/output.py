@@ -1,4 +1,7 @@
-"""Redirects a rank's output under ``ftmon run`` into the run's log files. Standard library only."""
+"""A rank's files of its run on this host: their directory and agent, its output in log files, the run's options.
+
+Importing this takes the standard library only: every rank does so before any other import.
+"""
 
 import fcntl
 import io
@@ -19,11 +22,6 @@ from ..guard import log_error
 if TYPE_CHECKING:
     from ....protocol.messages.telemetry import LogLine
     from ....protocol.run.rundir import RunOptions
-
-
-# Folder of this host's files of a run. Each host other than the hub's has its own directory, with an agent.
-#
-# Standard library only on the hub's host, where most ranks are: every rank calls this.
 
 
 _agent: "subprocess.Popen[bytes] | None" = None
@@ -138,14 +136,11 @@ def _make_private(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
-# Makes output to the run's log files safe: a full disk must not raise in the script.
-#
-# Without ftmon the output would go to a terminal, a pipe or another file, so a full disk of the run must not affect the
-# script. Standard library only.
-
-
 class SteadyFile(io.FileIO):
-    """A descriptor that accepts every write. Bytes that the disk refuses are lost."""
+    """A descriptor that accepts every write. Bytes that the disk refuses are lost.
+
+    Without ftmon the output would go elsewhere, so a full disk of the run must not raise in the script.
+    """
 
     def write(self, data: Any, /) -> int:
         """Write, or drop the data; return its length."""
@@ -181,23 +176,18 @@ def make_steady(stream: Any, descriptor: int) -> None:
     raw: Any = SteadyFile(descriptor, "wb", closefd=False)
     raw.name = stream.name
     buffer = raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw: python -u
-    options: dict[str, Any] = {
-        "encoding": stream.encoding,
-        "errors": stream.errors,
-        "line_buffering": stream.line_buffering,
-        "write_through": stream.write_through,
-    }
-    io.TextIOWrapper.__init__(stream, buffer, **options)
-
-
-# Sends the log lines of a rank that keeps its terminal (a bare ``ftmon.watch()``), which still prints them.
+    names = ("encoding", "errors", "line_buffering", "write_through")
+    io.TextIOWrapper.__init__(stream, buffer, **{name: getattr(stream, name) for name in names})
 
 
 _LINE_LIMIT = 8192
 
 
 class Tee:
-    """Replaces ``sys.stdout`` or ``sys.stderr``: writes everything to the stream, and also sends whole lines."""
+    """Replaces ``sys.stdout`` or ``sys.stderr``: writes everything to the stream, and also sends whole lines.
+
+    It is for a rank that keeps its terminal (a bare ``ftmon.watch()``).
+    """
 
     def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: "Callable[[LogLine], None]") -> None:
         self._stream = stream
@@ -227,18 +217,14 @@ class Tee:
         *whole, rest = (self._partial + text).split("\n")
         self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]
         for line in whole:
-            self._send(
-                LogLine(self._rank, time.time(), self._name, line.rstrip("\r").rsplit("\r", 1)[-1][:_LINE_LIMIT])
-            )
+            last = line.rstrip("\r").rsplit("\r", 1)[-1][:_LINE_LIMIT]
+            self._send(LogLine(self._rank, time.time(), self._name, last))
 
 
 def tee_output(rank: int, send: "Callable[[LogLine], None]") -> None:
     """Also send everything this process prints through ``sys.stdout`` and ``sys.stderr``."""
     sys.stdout = Tee(sys.stdout, "out", rank, send)
     sys.stderr = Tee(sys.stderr, "err", rank, send)
-
-
-# Reads the run's options in a rank. ``read_raw`` uses the standard library only: it runs before any other import.
 
 
 def read_raw() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import zmq
@@ -57,13 +58,9 @@ from . import output
 from .commands import Captures, Commands
 from .stacks import Dumper
 
-# Makes ``Step`` messages from raw marks. All occurrences of a phase in a step are one record. Pure functions.
-
-
 IDLE_SHARE = 0.05
 IDLE_BYTES = 16 * 2**20
 """Time between phases gets a record of its own when it is this share of the step, or moved this much memory."""
-
 
 MOST_UPDATES = 32
 """Rows of ``Step.updates``."""
@@ -144,18 +141,11 @@ def step_message(
     flops: ModelFlops | None = None,
     share: BatchShare = WHOLE,
 ) -> Step:
-    """Return a step's message. Its device events must have passed.
+    """Return a step's message, with all occurrences of a phase in one record. Its device events must have passed.
 
     A step begins at the end of the previous one. The first step begins at the end of the ``init`` phase, and has its
-    record with a negative ``start_us``.
-
-    Args:
-        raw: the step from the training thread.
-        rank: the rank.
-        read: the memory back end's ``read``.
-        dropped: messages this probe has dropped so far.
-        flops: of the model; None where they are not known.
-        share: this rank's part of the batches; what the loop counts itself (``notes.counts``) is the rank's own.
+    record with a negative ``start_us``. ``share`` is this rank's part of the batches; what the loop counts itself
+    (``notes.counts``) is the rank's own.
     """
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
@@ -309,29 +299,21 @@ def _span(figures: list[int]) -> Span | None:
     return Span(*figures) if figures[1] >= 0 else None
 
 
-# Reads slowly changing facts once a second, on the publisher thread, at no cost to the training thread.
-#
-# The DataLoader's settings come from the iterator that the training thread fetched from last, compilations from
-# Dynamo's metrics (``torch._dynamo.utils``), which this module never imports.
-
-
 _REASON = 400
 _MOST = 32
 
 
 class SlowFacts:
-    """Reads slowly changing facts; for the publisher thread."""
+    """Reads slowly changing facts once a second, at no cost to the training thread.
+
+    The DataLoader's settings come from the iterator that the training thread fetched from last, compilations from
+    Dynamo's metrics (``torch._dynamo.utils``), which this module never imports.
+    """
 
     def __init__(
-        self,
-        rank: int,
-        introduction: Introduction,
-        tracker: Tracker,
-        last_iterator: Callable[[], Any],
+        self, rank: int, introduction: Introduction, tracker: Tracker, last_iterator: Callable[[], Any]
     ) -> None:
-        self._rank = rank
-        self._introduction = introduction
-        self._tracker = tracker
+        self._rank, self._introduction, self._tracker = rank, introduction, tracker
         self._last_iterator = last_iterator
         self._last: Any = None
         self._total = 0
@@ -362,15 +344,9 @@ class SlowFacts:
             metrics = list(kept)
         except RuntimeError:  # the training thread is adding one
             return None
-        fresh: list[Any] = []
-        for one in reversed(metrics):
-            if one is self._last:
-                break
-            fresh.append(one)
-        if not fresh:
-            return None
+        fresh = list(takewhile(lambda one: one is not self._last, reversed(metrics)))[::-1]
         self._last = metrics[-1]
-        functions = [found for one in reversed(fresh) if (found := self._compilation(one)) is not None]
+        functions = [found for one in fresh if (found := self._compilation(one)) is not None]
         self._total += len(functions)
         return Compiles(self._rank, time.time(), self._total, functions[-_MOST:]) if functions else None
 
@@ -449,17 +425,13 @@ class Publisher(threading.Thread):
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending
-        self._pace = pace
-        self._hold = hold
-        self._oom_history = oom_history
-        self._phase_marks = phase_marks
+        self._pace, self._hold = pace, hold
+        self._oom_history, self._phase_marks = oom_history, phase_marks
         self._sequence = 0
         self._changes = 0.0
         """Progress and hold as of the latest heartbeat, in one number."""
-        self._last_beat = 0.0
-        self._last_sent = 0.0
-        """Times of the latest heartbeat, and of the latest heartbeat or step."""
-        self._last_tended = 0.0
+        self._last_beat = self._last_sent = self._last_tended = 0.0
+        """Times of the latest heartbeat, of the latest heartbeat or step, and of ``_tend``."""
         self._closed = False
         """Whether the closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
@@ -623,9 +595,9 @@ class Publisher(threading.Thread):
             passed = has_passed(raw.marks[-1].event)
         except RuntimeError:
             passed = False
-        read = self._rank.device.memory.read
         try:
-            closing = closing_message(raw if passed else without_device(raw), self._rank.rank, read)
+            raw = raw if passed else without_device(raw)
+            closing = closing_message(raw, self._rank.rank, self._rank.device.memory.read)
         except Exception as error:
             self._drop(error)
             return

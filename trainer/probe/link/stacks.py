@@ -1,9 +1,14 @@
-"""Finds the loops of the script that a thread is in, from its source: which rank has left the training loop."""
+"""Evidence of a rank about a stall: its collectives, its stacks from outside, locks and sleeps that it waits for.
+
+Read only when a stall is suspected. The loops of the script that a thread is in, from its source, show which rank has
+left the training loop.
+"""
 
 import ast
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import platform
 import queue
@@ -12,6 +17,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,12 +28,6 @@ from ...host import processes
 from .. import guard
 from ..guard import frame_locals
 from ..phases.tracker import Counts
-
-# Collectives that this rank has entered, for comparison with other ranks: read only when a stall is suspected.
-#
-# PyTorch's flight recorder has all of them, including those that DDP issues from C++, and their completion. If it has
-# none (it is off, or does not support gloo), the probe's own count of calls is used.
-
 
 KEPT = 64
 """Newest collectives reported of each process group."""
@@ -43,6 +43,9 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 def calls(counts: Counts) -> dict[str, Any]:
     """Return the collectives that were entered, as plain data for a message.
+
+    PyTorch's flight recorder has all of them, including those that DDP issues from C++, and their completion. If it has
+    none (it is off, or does not support gloo), the probe's own count of calls is used.
 
     Returns:
         ``source``: ``recorder`` or ``calls``; ``counted``: the probe's count of each group; ``ranks``: the
@@ -88,7 +91,7 @@ def parse(trace: bytes | str) -> list[list[Any]]:
             continue
         name = str(entry.get("profiling_name", "")).rpartition(":")[2].lstrip("_")
         sizes = entry.get("input_sizes") or []
-        size = _elements(sizes[0]) if len(sizes) == 1 else 0
+        size = math.prod(map(int, sizes[0])) if len(sizes) == 1 else 0
         # gloo's entries stay "scheduled" for good; "retired" is valid for both.
         done = bool(entry.get("retired")) or entry.get("state") == "completed"
         group: Any = entry.get("process_group") or [""]
@@ -149,27 +152,18 @@ def _newest(found: list[list[Any]]) -> list[list[Any]]:
     return kept[::-1]
 
 
-def _elements(shape: list[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= int(length)
-    return count
-
-
-# Lets other processes capture this rank's stacks while native code holds Python's lock.
-#
-# faulthandler can write all stacks from within a signal handler, without the lock. Its handler is registered for a
-# real-time signal that no library uses. The signal is sent to the publisher's thread alone, so it interrupts no system
-# call of the script. A sender first checks that the process still catches the signal and that the file is still open
-# (``SelfDump``): by default such a signal ends the process.
-
-
 _FIRST, _LAST = 9, 24
 """Offsets from SIGRTMIN. Some libraries use the lowest."""
 
 
 class Dumper:
-    """The handler of this process; for the publisher's thread."""
+    """Lets other processes capture this rank's stacks while native code holds Python's lock; for the publisher.
+
+    faulthandler can write all stacks from within a signal handler, without the lock. Its handler is registered for a
+    real-time signal that no library uses. The signal is sent to the publisher's thread alone, so it interrupts no
+    system call of the script. A sender first checks that the process still catches the signal and that the file is
+    still open (``SelfDump``): by default such a signal ends the process.
+    """
 
     def __init__(self, path: Path, training: int) -> None:
         self._path = path
@@ -181,12 +175,11 @@ class Dumper:
         """Signal and file for capturing the stacks from outside; None before registration, or if that failed."""
 
     def install(self, training: int) -> SelfDump | None:
-        """Register the handler (see ``_install``) and keep the result."""
+        """Register the handler, again if the script has replaced it; None if that fails."""
         self.prepared = self._install(training)
         return self.prepared
 
     def _install(self, training: int) -> SelfDump | None:
-        """Register the handler (again if the script has replaced it); None if that fails."""
         self._training = training
         if self._given_up:
             return None
@@ -241,9 +234,6 @@ def _is_caught(number: int) -> bool:
     return False
 
 
-# Finds the lock file that the training thread waits for: of PyTorch's extension builds, or of ``filelock``.
-
-
 COMPILERS = frozenset(
     (
         *("ninja", "nvcc", "cicc", "ptxas", "fatbinary", "cc1plus", "cc1", "hipcc", "icpx"),
@@ -254,21 +244,26 @@ _FRAMES = 64
 
 
 def waits_for(thread: int) -> dict[str, Any]:
-    """Return the lock file that a thread waits for, as plain data; empty if it waits for none.
+    """Return the lock file of PyTorch's extension builds or of ``filelock`` that a thread waits for, as plain data.
 
     Returns:
-        ``path``; ``build``: whether it is the lock of a build, and then ``compiler``: whether a compiler runs in its
-        folder on this host, and ``idle_s``: seconds since the last change of another file there.
+        Empty if it waits for none. ``path``; ``build``: whether it is the lock of a build, and then ``compiler``:
+        whether a compiler runs in its folder on this host, and ``idle_s``: seconds since the last change of another
+        file there.
     """
-    frame = sys._current_frames().get(thread)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return {}
+    for frame in _frames(thread, _FRAMES):
         path, build = _lock_of(frame)
         if path:
             return {"path": path, "build": build, **(_builder(path) if build else {})}
-        frame = frame.f_back
     return {}
+
+
+def _frames(thread: int, most: int) -> Iterator[FrameType]:
+    """Yield the innermost frames of a thread, innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and most:
+        yield frame
+        frame, most = frame.f_back, most - 1
 
 
 def _lock_of(frame: FrameType) -> tuple[str, bool]:
@@ -301,14 +296,6 @@ def _builder(path: str) -> dict[str, Any]:
     return {"compiler": compiler, "idle_s": max(0.0, time.time() - newest) if newest else 0.0}
 
 
-# Detects waits that end by themselves: with a time limit in ``threading`` or ``queue``, or a sleep, and when it ends.
-#
-# The end of a sleep is read from the kernel: /proc/PID/task/TID/syscall has the arguments of a thread's system call,
-# among them the address of the deadline (clock_nanosleep(2), futex(2); both absolute, as glibc and Python 3.11 use
-# them). A rank may read its own threads and its children's, also where Yama forbids others to (``ptrace_scope=1``).
-# Known on x86-64 and arm64; elsewhere nothing is reported.
-
-
 _FILES = frozenset((threading.__file__, queue.__file__))
 _CALLS = {"x86_64": (230, 202), "aarch64": (115, 98)}
 """Numbers of clock_nanosleep(2) and futex(2)."""
@@ -321,22 +308,22 @@ _LOADER_WORKER = "pt_data_worker"
 
 def waits_for_a_time(thread: int) -> bool:
     """Return whether a thread is in a wait of the standard library with a time limit, by its innermost frames."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename in _FILES:
+    for frame in _frames(thread, _FRAMES):
+        if frame.f_code.co_filename not in _FILES:
+            break
         # Condition.wait, Event.wait, Thread.join, Barrier.wait, Queue.get; a Semaphore's is in Condition.wait.
         limit = frame_locals(frame).get("timeout")
         if isinstance(limit, float | int) and limit > 0:
             return True
-        frame = frame.f_back
     return False
 
 
 def seconds_until_awake(pid: int, thread: int) -> float | None:
     """Return the seconds until a thread's sleep ends by itself; None: it is not asleep for a set time, or unknown.
 
-    Args:
-        pid: its process: this one, or a child.
-        thread: its number in the kernel.
+    /proc/PID/task/TID/syscall has the arguments of a thread's system call, among them the address of the deadline
+    (clock_nanosleep(2), futex(2); both absolute, as glibc and Python 3.11 use them). A rank may read its own threads
+    and its children's, also where Yama forbids others to (``ptrace_scope=1``). Known on x86-64 and arm64.
     """
     numbers = _CALLS.get(platform.machine())
     try:
@@ -391,15 +378,11 @@ def around(thread: int) -> dict[str, list[tuple[int, int]]]:
     and of files that cannot be read, are left out.
     """
     found: dict[str, list[tuple[int, int]]] = {}
-    frame = sys._current_frames().get(thread)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
+    for frame in _frames(thread, _DEEPEST):
         file, line = frame.f_code.co_filename, frame.f_lineno
         if not library_of(file) and (loops := _loops(file)) is not None:
             inside = [loop for loop in loops if loop[0] <= line <= loop[1]]
             found[f"{file}:{line}"] = sorted(inside, key=lambda loop: loop[1] - loop[0])
-        frame = frame.f_back
     return found
 
 

@@ -26,9 +26,9 @@ class Core:
     observer: Any = None
 
     def _cuda_memoryStats(self, _: int) -> dict[str, Any]:  # noqa: N802
-        figure = {"all": {"current": self.held, "peak": self.held, "allocated": self.held, "freed": 0}}
+        figures = {"current": self.held, "peak": self.held, "allocated": self.held, "freed": 0}
         names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation")
-        return {name: {"all": dict(figure["all"])} for name in names}
+        return {**{name: {"all": dict(figures)} for name in names}, "num_alloc_retries": 0, "num_ooms": 0}
 
     def _cuda_resetPeakMemoryStats(self, _: int) -> None:  # noqa: N802
         self.resets += 1
@@ -51,7 +51,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     properties = SimpleNamespace(name="a GPU", total_memory=80 * GIB, uuid="1")
     monkeypatch.setattr(torch, "_C", found)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda, "install", lambda _: None)
+    monkeypatch.setattr(cuda, "install", lambda: None)
     for name, value in {
         "is_initialized": lambda: False,
         "current_device": lambda: 1,

@@ -278,7 +278,7 @@ class ProbeMemoryCore:
         group = {pool: figures() for pool in ("all", "small_pool", "large_pool")}
         names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation")
         copies = {name: {pool: dict(group[pool]) for pool in group} for name in names}
-        return {**copies, "oversize_segments": figures(), "num_ooms": 0, "max_split_size": -1}
+        return {**copies, "oversize_segments": figures(), "num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
 
     def _cuda_resetPeakMemoryStats(self, device):  # noqa: N802
         self.peak = self.current
