@@ -4,14 +4,16 @@ The methods are replaced on the class, so engines of subclasses and engines made
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from .. import active
 from ..active import mine, switched_on
-from ..events import dtype_name
+from ..events import TorchEvents, dtype_name
 from ..guard import replace
-from .torch import scaling, scoped
+from .torch import around, before, scaling, scoped
 
 _installed = False
 
@@ -27,13 +29,13 @@ def install(_module: ModuleType) -> None:
 
     engine: Any = DeepSpeedEngine
     replace(engine, "__init__", _making)
-    replace(engine, "forward", _forward)
-    replace(engine, "backward", _backward)
+    replace(engine, "forward", around(lambda events, engine, /, *a, **kw: events.forward(engine, a, kw, always=True)))
+    replace(engine, "backward", around(_backward))
     if hasattr(engine, "scale"):
         replace(engine, "scale", scaling)
-    replace(engine, "_take_model_step", _take_model_step)
+    replace(engine, "_take_model_step", partial(_step, itself=True))
     replace(engine, "step", _step)
-    replace(GatheredParameters, "__enter__", _gathering)
+    replace(GatheredParameters, "__enter__", before(_gathering))
     for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"):
         if hasattr(engine, name):
             replace(engine, name, scoped("checkpoint"))
@@ -104,66 +106,30 @@ def _making(original: Any) -> Callable[..., Any]:
     return __init__
 
 
-def _forward(original: Any) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(self, *args, **kwargs)
-        with events.forward(self, args, kwargs, always=True):
-            return original(self, *args, **kwargs)
-
-    return forward
+def _backward(events: TorchEvents, _engine: Any, loss: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+    scaled = not (args[1] if len(args) > 1 else kwargs.get("scale_wrt_gas", True))
+    return events.backward((loss,), scaled=scaled)
 
 
-def _backward(original: Any) -> Callable[..., Any]:
-    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(self, loss, *args, **kwargs)
-        scaled = not (args[1] if len(args) > 1 else kwargs.get("scale_wrt_gas", True))
-        with events.backward((loss,), scaled=scaled):
-            return original(self, loss, *args, **kwargs)
+def _step(original: Any, *, itself: bool = False) -> Callable[..., Any]:
+    """Wrap ``step``, or ``_take_model_step``, the update ``itself``: a pipeline engine calls it without ``step``."""
 
-    return backward
-
-
-def _step(original: Any) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         events = mine()
-        if events is None or not _is_boundary(self):
+        if events is None or not (itself or _is_boundary(self)):
             return original(self, *args, **kwargs)
         before = self.global_steps
         with events.update(self, lambda: _rate(self)) as update:
             found = original(self, *args, **kwargs)
-            if self.global_steps != before:
+            if itself or self.global_steps != before:
                 update.done(lambda: _figures(self))
         return found
 
     return step
 
 
-def _take_model_step(original: Any) -> Callable[..., Any]:
-    """Wrap ``_take_model_step``, the update itself: a pipeline engine calls it without ``step``."""
-
-    def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(self, *args, **kwargs)
-        with events.update(self, lambda: _rate(self)) as update:
-            found = original(self, *args, **kwargs)
-            update.done(lambda: _figures(self))
-        return found
-
-    return take_model_step
-
-
-def _gathering(original: Any) -> Callable[..., Any]:
-    def __enter__(self: Any) -> Any:  # noqa: N807
-        if mine() is not None:
-            active.counts.gathers += 1
-        return original(self)
-
-    return __enter__
+def _gathering(_events: TorchEvents, _parameters: Any) -> None:
+    active.counts.gathers += 1
 
 
 def _is_boundary(engine: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Counting collective calls: wrappers around the functions of ``torch.distributed``, one to two microseconds each.
+"""Hooks into PyTorch's parallel training (DDP, FSDP, pipelines), and counts of collective calls.
 
-DeepSpeed, FSDP and scripts all call these functions. A call that one of them makes to another is not counted again.
-Each call is recorded with its process group, its number within the group and the size of its tensor: the same number is
-the same collective on every rank of a group, so two ranks that are stuck can be compared. DDP's own reducer calls NCCL
-and gloo from C++ and is not seen here (PyTorch's flight recorder has its calls: ``link.flight_recorder``).
+DeepSpeed, FSDP and scripts all call the functions of ``torch.distributed``; a wrapper costs one to two microseconds. A
+call that one of them makes to another is not counted again. Each call is recorded with its process group, its number
+within the group and the size of its tensor: the same number is the same collective on every rank of a group, so two
+ranks that are stuck can be compared. DDP's own reducer calls NCCL and gloo from C++ and is not seen here (PyTorch's
+flight recorder has its calls: ``link.stacks.calls``).
 """
 
 import inspect
@@ -17,14 +18,12 @@ from typing import Any
 
 import torch
 
-from .. import active, guard
-from ..active import mine, switched_on
+from .. import active
+from ..active import switched_on
 from ..events import TorchEvents
 from ..guard import is_replaced, log_error, replace, replace_in_package
 from .imports import after_import
-from .torch import clipping
-
-# Hooks into PyTorch's parallel training: DDP, FSDP, pipelines, and the end of process groups.
+from .torch import Wrapper, around, before, clipping
 
 
 def install(_module: ModuleType) -> None:
@@ -38,20 +37,9 @@ def install(_module: ModuleType) -> None:
     after_import("torch.distributed.distributed_c10d", _on_process_groups)
 
 
-def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
+def _parallel_forward(framework: str) -> Wrapper:
     """Return a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost counts."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            events = mine()
-            if events is None:
-                return original(self, *args, **kwargs)
-            with events.forward(self, args, kwargs, framework):
-                return original(self, *args, **kwargs)
-
-        return forward
-
-    return make
+    return around(lambda events, module, /, *args, **kwargs: events.forward(module, args, kwargs, framework))
 
 
 def _on_fsdp(module: ModuleType) -> None:
@@ -138,18 +126,12 @@ def _on_pipeline(module: ModuleType) -> None:
 def _on_schedules(module: ModuleType) -> None:
     """Hook the schedules of PyTorch's pipelines: by default they divide gradients by the number of micro-batches."""
 
-    def make(original: Any) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            events = mine()
-            if events is not None:
-                events.divided(getattr(self, "_n_microbatches", 0) if getattr(self, "scale_grads", True) else 1)
-            return original(self, *args, **kwargs)
-
-        return step
+    def report(events: TorchEvents, schedule: Any, /, *_: Any, **__: Any) -> None:
+        events.divided(getattr(schedule, "_n_microbatches", 0) if getattr(schedule, "scale_grads", True) else 1)
 
     schedules: Any = module
     for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        replace(each, "step", make)
+        replace(each, "step", before(report))
 
 
 COLLECTIVES = (
@@ -205,7 +187,7 @@ def install_collectives(_module: ModuleType | None = None) -> None:
     try:
         replace(core.Work, "wait", _waiting)
     except (AttributeError, TypeError) as error:
-        guard.log_error("collective waits are not named", error)
+        log_error("collective waits are not named", error)
 
 
 def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:

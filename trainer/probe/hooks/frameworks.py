@@ -1,7 +1,7 @@
-"""The ``TrainerCallback`` that reports the plan, evaluations and checkpoints, and honours ``ftmon stop``.
+"""Hooks into transformers and accelerate: every ``Trainer``, its phases and micro-steps, and prefetching dataloaders.
 
-``ftmon run`` adds it to every ``Trainer``. The class is created on first access, so that importing ftmon does not
-import transformers.
+A callback in each ``Trainer`` reports the plan, evaluations and checkpoints, and honours ``ftmon stop``. Its class is
+created on first access, so that importing ftmon does not import transformers.
 """
 
 import functools
@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Sized
 from types import ModuleType
 from typing import Any
 
-from .. import guard
 from ..active import current, mine, switched_on
 from ..events import OnHost
 from ..guard import log_error, replace
 from .torch import evaluating, scoped
-
-# Hooks into transformers: a callback in every ``Trainer``, and its evaluation and checkpoint phases.
 
 
 def install_trainer(module: ModuleType) -> None:
@@ -62,7 +59,7 @@ def add_callback(trainer: Any) -> None:
         if not any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(kind())
     except Exception as error:
-        guard.log_error("cannot add the callback to a Trainer", error)
+        log_error("cannot add the callback to a Trainer", error)
 
 
 def _training_step(original: Any) -> Callable[..., Any]:
@@ -85,15 +82,12 @@ def _is_normalised_over_ranks(trainer: Any, num_items_in_batch: Any = None, *_ar
     return num_items_in_batch is not None and bool(getattr(trainer.args, "average_tokens_across_devices", False))
 
 
-# Hooks into accelerate's dataloaders, which prefetch one batch.
-
-
 _UNDER_WAY = 2
 """Batches that a loader has fetched when it returns the first of them; earlier ones were left out."""
 
 
 def install(module: ModuleType) -> None:
-    """Hook into the prefetching loaders of ``accelerate.data_loader``."""
+    """Hook into the loaders of ``accelerate.data_loader``, which prefetch one batch."""
     for name in ("DataLoaderShard", "DataLoaderDispatcher"):
         replace(getattr(module, name), "__iter__", _iterating)
 
@@ -141,11 +135,7 @@ def callback_class() -> Any:
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
-        """Reports a ``Trainer`` to ftmon.
-
-        Args:
-            begin: called with the Trainer's arguments when training begins and nothing watches this process yet.
-        """
+        """Reports a ``Trainer``; ``begin`` is called with its arguments if nothing watches this process then."""
 
         def __init__(self, begin: Callable[[Any], object] | None = None) -> None:
             self._begin = begin

@@ -1,4 +1,4 @@
-"""Hooks into plain PyTorch: dataloaders, backward, optimizers, loss scalers, clipping, checkpoints.
+"""Hooks into plain PyTorch: dataloaders, backward, DDP's reducer, optimizers, loss scalers, clipping, checkpoints.
 
 Each replaces a public function or method with one that reports to the probe and calls the original; without a probe, or
 on another thread, it only calls the original.
@@ -8,12 +8,17 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .. import active
 from ..active import mine, switched_on
@@ -21,20 +26,51 @@ from ..events import TorchEvents
 from ..guard import log_error, replace, replace_in_package
 from .imports import after_import
 
-# Hooks into ``Module.eval`` and ``Module.train``: between the two calls a script evaluates its model.
-
+Wrapper = Callable[[Any], Callable[..., Any]]
+"""Makes a new function of the one that it wraps."""
 
 _evaluated: weakref.ref[Module] | None = None
 """The model whose evaluation began last."""
 
 
-def install_eval_mode() -> None:
-    """Hook into ``Module.eval``."""
-    replace(Module, "eval", evaluating)
+def around(scope: Callable[..., AbstractContextManager[Any]]) -> Wrapper:
+    """Return a wrapper that makes the call inside ``with scope(events, *args, **kwargs)``."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events = mine()
+            if events is None:
+                return original(*args, **kwargs)
+            with scope(events, *args, **kwargs):
+                return original(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def before(report: Callable[..., object]) -> Wrapper:
+    """Return a wrapper that calls ``report(events, *args, **kwargs)`` before the call."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events = mine()
+            if events is not None:
+                report(events, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def scoped(phase: str) -> Wrapper:
+    """Return a wrapper that sets ``phase`` for the length of the call."""
+    return around(lambda events, /, *_, **__: events.phase(phase))
 
 
 def evaluating(original: Any) -> Callable[..., Any]:
-    """Wrap ``eval``, that of ``Module`` or of a class that overrides it."""
+    """Wrap ``eval``, that of ``Module`` or of a class that overrides it: until ``train`` the script evaluates."""
 
     def call(self: Module) -> Module:
         global _evaluated
@@ -63,32 +99,29 @@ def _training_again(original: Any) -> Callable[..., Any]:
     return train
 
 
-# Measures waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
-#
-# A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued,
-# once the whole graph has been computed. The reducer queues its own callback, which waits for its buckets, when its
-# last bucket is ready. So the first callback runs when this rank has computed its gradients. The time from then to
-# the end of ``backward`` is waiting: of the host on gloo, of the stream under NCCL (between two events). Neither the
-# gradients nor the overlap of computation and communication change.
-#
-# Forward waits where DDP broadcasts buffers (``_sync_buffers``).
-
-
 class _Backward:
-    """The backward under way; ``computed_ns`` is 0 until this rank has computed its gradients."""
+    """The backward under way, to measure waits inside DDP's reducer, which calls NCCL and gloo from C++.
+
+    A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued,
+    once the whole graph has been computed. The reducer queues its own callback, which waits for its buckets, when its
+    last bucket is ready. So the first callback runs when this rank has computed its gradients. The time from then to
+    the end of ``backward`` is waiting: of the host on gloo, of the stream under NCCL (between two events). Neither the
+    gradients nor the overlap of computation and communication change.
+    """
 
     __slots__ = ("computed_ns", "counted_ns", "event", "events")
 
     def __init__(self, events: TorchEvents) -> None:
         self.events = events
-        self.computed_ns = 0
-        self.counted_ns = 0
+        self.computed_ns = self.counted_ns = 0
+        """When this rank had computed its gradients (0: not yet), and the waiting counted until then."""
         self.event: Any = None
 
     def begun(self, _gradient: Any) -> None:
         """Queue ``computed`` ahead of the reducer's callbacks; autograd calls this first in a backward."""
         try:
-            _queue_callback(self.computed)
+            engine: Any = torch.autograd.Variable
+            engine._execution_engine.queue_callback(self.computed)
         except Exception as error:
             self.events.guard.disable(error)
 
@@ -115,12 +148,12 @@ _watching = False
 _running: _Backward | None = None
 
 
-def install_reducer(torch: Any) -> None:
+def install_reducer() -> None:
     """Install the hooks; call it before another hook replaces ``torch.autograd.backward``."""
-    parallel = torch.nn.parallel.DistributedDataParallel
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
     replace(torch.autograd, "backward", _timed_backward, below=True)
     replace(parallel, "__init__", _making, below=True)
-    if hasattr(parallel, "_sync_buffers"):
+    if hasattr(parallel, "_sync_buffers"):  # the forward waits where DDP broadcasts buffers
         replace(parallel, "_sync_buffers", _timed_sync, below=True)
 
 
@@ -188,13 +221,6 @@ def _hook(running: _Backward, tensors: Any) -> Any:
         return None
 
 
-def _queue_callback(call: Callable[[], None]) -> None:
-    import torch
-
-    engine: Any = torch.autograd.Variable
-    engine._execution_engine.queue_callback(call)
-
-
 _installed = False
 
 
@@ -204,29 +230,24 @@ def install(_module: ModuleType) -> None:
     if _installed:
         return
     _installed = True
-    import torch
-    from torch.optim import Optimizer
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    install_reducer(torch)
+    install_reducer()
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", _backward)
     _keep_scriptable(torch.autograd.backward)
     replace(torch, "save", _saving)
     replace(Optimizer, "__init__", _making_optimizer)
-    replace(Optimizer, "zero_grad", _zeroing)
-    replace(torch.nn.Module, "zero_grad", _zeroing)
-    install_eval_mode()
+    for owner in (Optimizer, Module):
+        replace(owner, "zero_grad", before(lambda events, owner, /, *_, **__: events.zeroing(owner)))
+    replace(Module, "eval", evaluating)
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(owner, "clip_grad_norm_", clipping)
         if hasattr(owner, "clip_grads_with_norm_"):
-            replace(owner, "clip_grads_with_norm_", _clipping_with)
+            replace(owner, "clip_grads_with_norm_", before(_clipping_with))
     replace(torch.amp.GradScaler, "__init__", _making_scaler)
     replace(torch.amp.GradScaler, "scale", scaling)
-    replace(torch.amp.GradScaler, "step", _scaled_step)
+    replace(torch.amp.GradScaler, "step", around(_scaler_step))
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
@@ -242,22 +263,6 @@ def _keep_scriptable(function: Callable[..., Any]) -> None:
             _register_builtin(function, operator)
     except Exception as error:
         log_error("TorchScript does not find replaced functions", error)
-
-
-def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
-    """Return a wrapper that sets ``phase`` for the length of the call."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events = mine()
-            if events is None:
-                return original(*args, **kwargs)
-            with events.phase(phase):
-                return original(*args, **kwargs)
-
-        return call
-
-    return make
 
 
 def _saving(original: Any) -> Callable[..., Any]:
@@ -312,16 +317,6 @@ def _making_optimizer(original: Any) -> Callable[..., Any]:
     return __init__
 
 
-def _zeroing(original: Any) -> Callable[..., Any]:
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is not None:
-            events.zeroing(self)
-        return original(self, *args, **kwargs)
-
-    return zero_grad
-
-
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Begin an update; return the arguments with the closure wrapped, so that its work is not the update's."""
     events = mine() or _adopted()
@@ -333,19 +328,8 @@ def _with_closure(args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
-    wrapped = _closure(closure)
+    wrapped = around(lambda events, /, *_, **__: events.closure())(closure)
     return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
-
-
-def _closure(original: Any) -> Callable[..., Any]:
-    def closure(*args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(*args, **kwargs)
-        with events.closure():
-            return original(*args, **kwargs)
-
-    return closure
 
 
 def _adopted(*, updates: bool = True) -> TorchEvents | None:
@@ -373,14 +357,8 @@ def clipping(original: Any) -> Callable[..., Any]:
     return clip_grad_norm_
 
 
-def _clipping_with(original: Any) -> Callable[..., Any]:
-    def clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is not None:
-            events.clipped(total_norm)
-        return original(parameters, max_norm, total_norm, *args, **kwargs)
-
-    return clip_grads_with_norm_
+def _clipping_with(events: TorchEvents, parameters: Any, max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> None:
+    events.clipped(total_norm)
 
 
 def scaling(original: Any) -> Callable[..., Any]:
@@ -408,17 +386,9 @@ def _making_scaler(original: Any) -> Callable[..., Any]:
     return __init__
 
 
-def _scaled_step(original: Any) -> Callable[..., Any]:
-    """Wrap ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
-
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(self, optimizer, *args, **kwargs)
-        with events.scaler_step(optimizer, getattr(self, "_scale", None)):
-            return original(self, optimizer, *args, **kwargs)
-
-    return step
+def _scaler_step(events: TorchEvents, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> AbstractContextManager[Any]:
+    """Report ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
+    return events.scaler_step(optimizer, getattr(scaler, "_scale", None))
 
 
 def _on_checkpoints(module: ModuleType) -> None:
