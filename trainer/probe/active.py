@@ -56,10 +56,10 @@ def leave_to_parent() -> None:
         forked = True
 
 
-# Interface of the probe for code inside a rank: the recipe, ``ftmon.watch`` and the TrainerCallback use this alone.
-
-
 def current() -> Probe | None:
-    """Return this process's probe, or None if it is not watched (or the probe has switched itself off)."""
+    """Return this process's probe, or None if it is not watched (or the probe has switched itself off).
+
+    The recipe, ``ftmon.watch`` and the TrainerCallback use this alone.
+    """
     found = probe
     return found if found is not None and found.guard.enabled else None

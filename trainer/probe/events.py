@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from .guard import guarded
 from .loop.training import Training
@@ -34,7 +34,7 @@ class _Scope:
     def __init__(self, over: Callable[[BaseException | None], None] | None = None) -> None:
         self._over = over
 
-    def __enter__(self) -> "_Scope":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,15 +54,11 @@ class _Update(_Scope):
         super().__init__(over)
         self._events = events
 
-    def __enter__(self) -> "_Update":
-        return self
-
     def done(self, figures: Callable[[], dict[str, Any]] = dict) -> None:
         """Report that the parameters were updated.
 
-        Args:
-            figures: returns what is known of ``number`` (the step's, where the framework counts), ``grad_norm``,
-                ``loss_scale``, ``overflow`` (it was skipped) and ``accumulation`` (the micro-steps it divides by).
+        ``figures`` returns what is known of ``number`` (the step's, where the framework counts), ``grad_norm``,
+        ``loss_scale``, ``overflow`` (it was skipped) and ``accumulation`` (the micro-steps it divides by).
         """
         if self._events is not None:
             self._events._updated(figures)
@@ -84,8 +80,6 @@ class Events:
         """Whether a backward is under way."""
         return self._state.in_backward
 
-    # Data --------------------------------------------------------------------------------------------------------
-
     def fetching(self, iterator: Any) -> None:
         """A dataloader's iterator is asked for a batch."""
         self._loading.fetching(iterator)
@@ -97,8 +91,6 @@ class Events:
     def exhausted(self, iterator: Any) -> None:
         """It has no more."""
         self._loading.exhausted(iterator)
-
-    # Micro-steps -------------------------------------------------------------------------------------------------
 
     def forward(
         self, module: Any, args: Any = (), kwargs: Any = None, framework: str = "", *, always: bool = False
@@ -119,30 +111,22 @@ class Events:
         return _Scope(self._end_forward)
 
     def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
-        """A backward, for the length of a ``with`` block.
+        """A backward from ``losses``, all of one micro-batch, for the length of a ``with`` block.
 
-        Args:
-            losses: tensors that it starts from, all of one micro-batch.
-            scaled: they add up to the step's loss although an engine updates.
+        ``scaled``: they add up to the step's loss although an engine updates.
         """
         outermost = self._micro_steps.going_backward(losses, scaled)
         return _Scope(self._end_backward) if outermost else _NOTHING
 
-    # Updates -----------------------------------------------------------------------------------------------------
-
     def update(self, by: Any, lr: Any = None) -> _Update:
-        """An update, for the length of a ``with`` block; without ``done`` in it nothing was updated.
+        """An update ``by`` an engine or optimizer, for the length of a ``with`` block; no update without ``done``.
 
-        Args:
-            by: the engine or optimizer that makes it.
-            lr: the learning rate, or a function that returns it.
+        ``lr`` is the learning rate, or a function that returns it.
         """
         if self._state.in_update:
             return _Update(None)
         self._begin_update(by, lr)
         return _Update(self, self._end_update)
-
-    # The rest of a run -------------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> _Scope:
         """Work of a phase (``protocol.messages.telemetry.PHASES``), for the length of a ``with`` block."""
@@ -188,8 +172,6 @@ class Events:
     def failed(self, error: BaseException) -> None:
         """An exception came through a hook; an allocation failure is reported with all that is known about it."""
         self._training.saw_error(error)
-
-    # What is behind them -----------------------------------------------------------------------------------------
 
     @guarded
     def _begin_forward(self, module: Any, args: Any, kwargs: Any, framework: str, always: bool) -> None:
@@ -246,8 +228,6 @@ class Events:
 
 class TorchEvents(Events):
     """Further events, of PyTorch itself and of the frameworks whose loops need more than the ten above."""
-
-    # Optimizers --------------------------------------------------------------------------------------------------
 
     @guarded
     def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
@@ -311,24 +291,14 @@ class TorchEvents(Events):
     def adopt(self, *, updates: bool = True) -> bool:
         """Make this thread the training thread before the first update, or once the former one has ended.
 
-        Args:
-            updates: whether the thread updates; before the first update nothing else shows which thread trains.
-
-        Returns:
-            False if another thread trains.
+        Return False if another thread trains. ``updates``: whether the thread updates; before the first update nothing
+        else shows which thread trains.
         """
-        training = self._training
-        if self._state.engine_steps:
-            return False
-        if not training.tracker.step:
-            if not updates:
-                return False
-        elif self.guard.thread_lives():
+        may = not self.guard.thread_lives() if self._training.tracker.step else updates
+        if self._state.engine_steps or not may:
             return False
         self.guard.adopt_thread()
         return True
-
-    # Engines and Trainers ----------------------------------------------------------------------------------------
 
     def making_engine(self) -> _Scope:
         """An engine is made: some optimizers step on zero gradients meanwhile (bf16, stage 0), which is no update."""
@@ -383,10 +353,7 @@ class TorchEvents(Events):
     def trainer_step(self, model: Any, inputs: Any, *, over_ranks: bool) -> _Scope:
         """A Trainer's micro-step, for the length of a ``with`` block; losses are divided by the accumulation.
 
-        Args:
-            model: the model in its wrappers.
-            inputs: the batch.
-            over_ranks: losses are also divided by the label tokens of all ranks.
+        ``over_ranks``: losses are also divided by the label tokens of all ranks.
         """
         state = self._state
         state.sum_losses, state.normalised_over_ranks = True, over_ranks
@@ -401,8 +368,6 @@ class TorchEvents(Events):
         """The loss that it returned; an engine updates before that, so there the backpropagated losses count."""
         if not self._state.engine_steps:
             self._micro_steps.trained_micro_step(loss)
-
-    # Parallel training -------------------------------------------------------------------------------------------
 
     @guarded
     def sharded(self, module: Any) -> None:
@@ -445,8 +410,6 @@ class TorchEvents(Events):
         """Count the time of a hook's own work."""
         self._training.tracker.cost_ns += ns
 
-    # Prefetching loaders -----------------------------------------------------------------------------------------
-
     def prefetching(self, store: deque[OnHost]) -> None:
         """A loader that fetches ahead is asked for a batch; ``store`` receives the counts of fetched batches."""
         self._loading.prefetching(store)
@@ -458,8 +421,6 @@ class TorchEvents(Events):
     def prefetched_all(self) -> None:
         """It has returned its last batch, or failed."""
         self._loading.prefetched_all()
-
-    # ``ftmon.watch`` ---------------------------------------------------------------------------------------------
 
     @guarded
     def watch(self, updater: Any) -> None:

@@ -93,23 +93,12 @@ def log_error(what: str, error: BaseException) -> None:
     log(f"{what}: {type(error).__name__}: {error} ({' < '.join(reversed(places))})".replace("\n", " "))
 
 
-# Replaces a function or method by one that calls it, once, keeping its name and signature.
-#
-# The hooks on PyTorch, DeepSpeed, accelerate and transformers use it. Direct assignments remain where it does not
-# fit: the functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep
-# (``device/cuda.py``, ``device/memory.py``, ``start/ending.py``); a second name of a function that is replaced
-# already gets the same object (``memory/snapshots.py``, ``hooks/distributed.py``); and a step capture undoes its
-# replacements, made anew for each step (``memory/composition.py``).
-
-
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *, below: bool = False) -> None:
-    """Replace ``owner.name`` by ``make(original)``, once, keeping its name and signature.
+    """Replace ``owner.name`` of a module or class by ``make(original)``, once, keeping its name and signature.
 
-    Args:
-        owner: a module or class.
-        name: of the function or method.
-        make: makes the new function of the one before.
-        below: another hook replaces it too, and runs around this one.
+    ``below``: another hook replaces it too, and runs around this one. Direct assignments remain where this does not
+    fit: functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep; a second
+    name of a replaced function already gets the same object; and a step capture undoes its replacements.
     """
     original = getattr(owner, name)
     if hasattr(original, "_ftmon"):
@@ -136,9 +125,6 @@ def replace_in_package(
     for place, other in list(sys.modules.items()):
         if place.startswith(packages) and getattr(other, name, None) is original:
             setattr(other, name, getattr(module, name))
-
-
-# The local variables of running frames, without keeping what they hold alive.
 
 
 _UNSHARED = 3

@@ -14,13 +14,9 @@ from .phases.tracker import BatchCounts, StopRequest
 
 
 class Probe:
-    """One rank's probe as its script sees it; there is at most one in a process (``api.current()``).
+    """One rank's probe as its script sees it; there is at most one in a process (``active.current()``).
 
     An error in here switches the probe off with one line in ``logs/probe.log``; the training continues.
-
-    Args:
-        training: follows the training thread.
-        stop: whether the end of the run was requested.
     """
 
     def __init__(self, training: Training, stop: StopRequest) -> None:
@@ -133,26 +129,11 @@ class Probe:
             metrics: other results by name.
             step: the last finished step; None: the one that the probe counts.
         """
-        number = self._tracker.step if step is None else step
-        ppl = None if loss is None else perplexity(float(loss))
         loss = None if loss is None else float(loss)
+        ppl = None if loss is None else perplexity(loss)
         known = {str(key)[:100]: float(value) for key, value in (metrics or {}).items()}
-        self._outbox.hand_over(
-            Evaluation(
-                *(
-                    self.rank,
-                    number,
-                    time(),
-                    name[:256],
-                    loss,
-                    ppl,
-                    int(label_tokens),
-                    float(seconds),
-                    best,
-                    known,
-                )
-            )
-        )
+        figures = (name[:256], loss, ppl, int(label_tokens), float(seconds), best, known)
+        self._outbox.hand_over(Evaluation(self.rank, self._at(step), time(), *figures))
 
     def checkpoint(
         self, path: str, *, size: int = 0, seconds: float = 0.0, best: bool = False, step: int | None = None
@@ -166,34 +147,27 @@ class Probe:
             best: it has the lowest evaluation loss so far.
             step: the last step in it; None: the last finished one.
         """
-        number = self._tracker.step if step is None else step
-        self._outbox.hand_over(Checkpoint(self.rank, number, time(), str(path), int(size), float(seconds), best))
+        self._outbox.hand_over(
+            Checkpoint(self.rank, self._at(step), time(), str(path), int(size), float(seconds), best)
+        )
 
     def checkpoint_failed(self, path: str, error: str, *, kept: str = "", step: int | None = None) -> None:
         """Report that a checkpoint could not be written, and that training continues; one rank does.
 
-        Args:
-            path: its intended path.
-            error: the reason.
-            kept: the newest complete checkpoint; empty: there is none.
-            step: the last finished step; None: the one that the probe counts.
+        ``kept`` is the newest complete checkpoint; empty: there is none.
         """
-        number = self._tracker.step if step is None else step
-        self._outbox.hand_over(CheckpointFailed(self.rank, number, time(), str(path), str(error)[:500], str(kept)))
+        words = (str(path), str(error)[:500], str(kept))
+        self._outbox.hand_over(CheckpointFailed(self.rank, self._at(step), time(), *words))
 
     def stopped_early(
         self, evaluations: int, best_loss: float | None = None, best_step: int = 0, *, step: int | None = None
     ) -> None:
-        """Report that the training ends now because evaluations no longer improve; one rank does.
+        """Report that the training ends now because ``evaluations`` in a row had no new lowest loss; one rank does.
 
-        Args:
-            evaluations: evaluations in a row without a new lowest loss.
-            best_loss: the lowest loss.
-            best_step: the step it was found after; 0: not known.
-            step: the last step; None: the one that the probe counts.
+        ``best_step`` is the step the lowest loss was found after; 0: not known.
         """
-        number = self._tracker.step if step is None else step
-        self._outbox.hand_over(EarlyStop(self.rank, number, time(), int(evaluations), best_loss, int(best_step)))
+        figures = (int(evaluations), best_loss, int(best_step))
+        self._outbox.hand_over(EarlyStop(self.rank, self._at(step), time(), *figures))
 
     def activity(
         self, name: str, text: str = "", done: int = 0, total: int = 0, over: bool = False, seconds: float = 0.0
@@ -211,6 +185,9 @@ class Probe:
         self._outbox.hand_over(
             Activity(self.rank, time(), name[:256], self._tracker.step, text[:500], done, total, over, seconds)
         )
+
+    def _at(self, step: int | None) -> int:
+        return self._tracker.step if step is None else step
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:

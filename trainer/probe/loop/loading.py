@@ -14,31 +14,29 @@ from ..values import batch
 from ..values.batch import FetchedBatches
 from .state import EvalMode, Loop, OneEach
 
-# Detects batches that a plain loop fetched and did not train on; only the end of a validation shows that it was one.
-#
-# Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader is exhausted without
-# a backward, or two of its batches are fetched and the next one is of another dataloader, they were evaluated: their
-# phases become ``eval``, and their samples and tokens belong to no step.
-#
-# A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
-# any backward: its forward failed, or its loss was not finite. That batch belongs to no step either. Some loops fetch
-# batches ahead, as accelerate does: they leave out none of the first batches of a dataloader.
-#
-# If the model is put into evaluation mode after a batch was fetched, and another batch of the same dataloader follows
-# before any backward, both are evaluated (ignite fetches first).
-#
-# Where each backward has one batch, a single batch may be left out, too: it was only inspected, or the loop stopped at
-# its limit, if another pass over the same data begins; it was evaluated if a pass over the training data continues or
-# begins.
-
-
 _ENOUGH = 2
 """From this number of batches without a backward on, they are no part of a step with several dataloaders."""
 _PHASES = ("data", "forward", "idle")
 
 
 class LoaderPass:
-    """Follows the batches since the last backward; for the training thread alone."""
+    """Detects batches that a plain loop fetched and did not train on; for the training thread alone.
+
+    Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader is exhausted without
+    a backward, or two of its batches are fetched and the next one is of another dataloader, they were evaluated: their
+    phases become ``eval``, and their samples and tokens belong to no step.
+
+    A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader
+    before any backward: its forward failed, or its loss was not finite. That batch belongs to no step either. Some
+    loops fetch batches ahead, as accelerate does: they leave out none of the first batches of a dataloader.
+
+    If the model is put into evaluation mode after a batch was fetched, and another batch of the same dataloader follows
+    before any backward, both are evaluated (ignite fetches first).
+
+    Where each backward has one batch, a single batch may be left out, too: it was only inspected, or the loop stopped
+    at its limit, if another pass over the same data begins; it was evaluated if a pass over the training data continues
+    or begins.
+    """
 
     def __init__(self, tracker: Tracker, evaluated: Callable[[], None]) -> None:
         self._tracker = tracker
@@ -72,7 +70,7 @@ class LoaderPass:
         data = id(getattr(iterator, "_dataset", None))
         if self._count == 1 and (self._sole or not self._sole.known):
             if data == self._data:
-                self._looked_at()
+                self._relabel(("forward",), "idle")  # it was only inspected
             elif self._sole and (trains_on or getattr(iterator, "_ftmon_trained", False)):
                 self._end_evaluation()
         self._left(_ENOUGH)
@@ -101,10 +99,7 @@ class LoaderPass:
     def resumed(self, key: int, first: int, before: BatchesNoted) -> None:
         """Train on the batch that was fetched last, in evaluation mode; it is in the notes.
 
-        Args:
-            key: of the dataloader in ``Notes.fetches``.
-            first: index of the mark of its request.
-            before: the batches noted before it.
+        ``first`` is the index of the mark of its request, ``before`` the batches noted before it.
         """
         self._key, self._notes, self._marks = key, self._tracker.notes, self._tracker.marks
         self._count = self._delivered = self._since = 1
@@ -137,9 +132,6 @@ class LoaderPass:
         self._relabel(_PHASES, "eval")
         self._evaluated()
 
-    def _looked_at(self) -> None:
-        self._relabel(("forward",), "idle")
-
     def _relabel(self, phases: tuple[str, ...], name: str) -> None:
         """Remove the batches from the step's notes, and rename ``phases`` since they were fetched to ``name``."""
         tracker, notes = self._tracker, self._tracker.notes
@@ -159,15 +151,12 @@ class Loading:
     """Follows dataloaders and the model's mode, on the training thread alone."""
 
     def __init__(self, loop: Loop) -> None:
-        self.guard = loop.rank.guard
-        self._device = loop.rank.device
-        self._tracker = tracker = loop.tracker
-        self._phases = loop.phases
-        self._forwards = loop.forwards
-        self._state = loop.state
+        self.guard, self._device = loop.rank.guard, loop.rank.device
+        self._tracker, self._phases = loop.tracker, loop.phases
+        self._forwards, self._state = loop.forwards, loop.state
         self._fetched = FetchedBatches()
         self._eval_mode = EvalMode(loop)
-        self._pass = LoaderPass(tracker, self._eval_mode.began_before_batch)
+        self._pass = LoaderPass(loop.tracker, self._eval_mode.began_before_batch)
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = nothing
@@ -233,8 +222,7 @@ class Loading:
             if self._device.events is not None:
                 self._prefetched.append(batch.on_host(found))
         elif self._eval_mode:
-            self._eval_mode.fetched()
-            self._eval_mode.note(found, None, self._device.events is not None)
+            self._eval_mode.fetched(found, None, self._device.events is not None)
         elif tracker.phase != "data":
             return
         elif not self._state.forward_by or self._state.calls_module:
@@ -246,8 +234,7 @@ class Loading:
     def prefetching(self, prefetched: deque[batch.OnHost]) -> None:
         """Handle a request to a prefetching loader: it fetches the batch after the one that it returns.
 
-        Args:
-            prefetched: receives the counts of fetched batches if the loader moves them to a device.
+        ``prefetched`` receives the counts of fetched batches if the loader moves them to a device.
         """
         self._prefetched = prefetched
 
@@ -258,8 +245,7 @@ class Loading:
         fetched = prefetched.popleft() if prefetched else None
         tracker = self._tracker
         if self._eval_mode:
-            self._eval_mode.fetched()
-            self._eval_mode.note(found, fetched, self._device.events is not None)
+            self._eval_mode.fetched(found, fetched, self._device.events is not None)
         elif not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
             self._begin_forward(found, fetched)
 
@@ -291,9 +277,8 @@ class Loading:
     def evaluated(self, trains: bool) -> bool:
         """End an evaluation by the model's mode; return whether there was one.
 
-        Args:
-            trains: whether the model was put into training mode again. If not, no forward of the training follows: the
-                model generates, or another training begins.
+        ``trains``: the model was put into training mode again. If not, no forward of the training follows: the model
+        generates, or another training begins.
         """
         iterator: Any = self._last_iterator() if trains else None  # freed where no loop goes on with it
         resumed = None if iterator is None else self._eval_mode.end_after_fetch()

@@ -19,15 +19,10 @@ class MicroSteps:
     """Follows micro-steps, on the training thread alone."""
 
     def __init__(self, loop: Loop, loading: Loading, saw_forward: Callable[[str], None]) -> None:
-        self.guard = loop.rank.guard
-        self._device = loop.rank.device
-        self._trained = loop.trained
-        self._tracker = loop.tracker
-        self._phases = loop.phases
-        self._forwards = loop.forwards
-        self._state = loop.state
-        self._loading = loading
-        self._saw_forward = saw_forward
+        self.guard, self._device, self._trained = loop.rank.guard, loop.rank.device, loop.trained
+        self._tracker, self._phases = loop.tracker, loop.phases
+        self._forwards, self._state = loop.forwards, loop.state
+        self._loading, self._saw_forward = loading, saw_forward
         self._unscaled: tuple[int, Any] | None = None
         self._seen_forward = False
         self._before: tuple[Notes, int, int] | None = None
@@ -46,13 +41,7 @@ class MicroSteps:
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the start of a model's forward.
-
-        Args:
-            module: the model, in its wrappers; None: a framework has reported that a micro-step begins.
-            args: positional arguments of the forward.
-            kwargs: its keyword arguments.
-        """
+        """Record the start of a model's forward; without a model a framework has reported that a micro-step begins."""
         tracker, state = self._tracker, self._state
         self._is_reported = True
         if state.calls_module:
@@ -61,8 +50,7 @@ class MicroSteps:
         if module is None:
             self._forwards.settle(training=True)
         else:
-            if not self._device.settled:
-                self._phases.settle()
+            self._phases.check_device()
             if not self._seen_forward:
                 self._see_forward()
             before = tracker.phase
@@ -101,11 +89,9 @@ class MicroSteps:
 
     @guarded
     def going_backward(self, losses: Sequence[Any], scaled: bool = False) -> bool:
-        """Record the start of a backward; return whether it is an outermost one.
+        """Record the start of a backward from the losses of one micro-batch; return whether it is an outermost one.
 
-        Args:
-            losses: tensors that it starts from, all of one micro-batch.
-            scaled: whether the losses are known to add up to the step's although an engine updates.
+        ``scaled``: the losses are known to add up to the step's although an engine updates.
         """
         tracker, state = self._tracker, self._state
         if state.in_backward:

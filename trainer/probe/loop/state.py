@@ -11,11 +11,9 @@ from ..rank.context import RankContext
 from ..rank.model import Trained
 from ..values import batch
 
-# Moves from phase to phase, and detects meanwhile the device that the script computes on.
-
 
 class Phases:
-    """The tracker's interface for the training thread."""
+    """Moves from phase to phase, and detects meanwhile the device that the script computes on; training thread alone."""
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
         self.guard = rank.guard
@@ -29,15 +27,13 @@ class Phases:
 
     def interrupt(self, phase: str) -> None:
         """Move to a phase from one that may have begun only just now."""
-        if not self._device.settled:
-            self.settle()
+        self._settle_device()
         self._tracker.interrupt(phase)
 
     @guarded
     def open(self, phase: str) -> str:
         """Begin an explicit phase; the result, None after an error, goes to ``close``."""
-        if not self._device.settled:
-            self.settle()
+        self._settle_device()
         return self._tracker.open_scope(phase)
 
     @guarded
@@ -48,13 +44,11 @@ class Phases:
     @guarded
     def check_device(self) -> None:
         """Check whether the script has CUDA running, unless the device is settled."""
-        if not self._device.settled:
-            self.settle()
+        self._settle_device()
 
-    def settle(self) -> None:
-        """Check whether the script has CUDA running; the device is not settled yet."""
+    def _settle_device(self) -> None:
         device = self._device
-        if device.settle(self._note_script_reset):
+        if not device.settled and device.settle(self._note_script_reset):
             self._tracker.switch(device.memory, device.mark_event, device.blank)
             self.met_cuda()
             self._outbox.send_hello()
@@ -62,8 +56,7 @@ class Phases:
     def _enter_unsettled(self, phase: str) -> None:
         if self._device.settled:
             self.enter = self._tracker.enter
-        else:
-            self.settle()
+        self._settle_device()
         self._tracker.enter(phase)
 
     def _note_script_reset(self, stats: Any) -> None:
@@ -117,18 +110,15 @@ class Loop:
     state: LoopState = field(default_factory=LoopState)
 
 
-# Detects an evaluation from ``model.eval()`` to ``model.train()`` in the script's own loops.
-
-
 class EvalMode:
-    """Whether the phase is ``eval`` because of the model's mode; for the training thread alone."""
+    """Detects an evaluation from ``model.eval()`` to ``model.train()`` in the script's own loops.
+
+    True while the phase is ``eval`` because of the model's mode; for the training thread alone.
+    """
 
     def __init__(self, loop: Loop) -> None:
-        self._tracker = loop.tracker
-        self._phases = loop.phases
-        self._forwards = loop.forwards
-        self._trained = loop.trained
-        self._state = loop.state
+        self._tracker, self._phases = loop.tracker, loop.phases
+        self._forwards, self._trained, self._state = loop.forwards, loop.trained, loop.state
         self._is_on = False
         self._back_to = "idle"
         self._notes: Notes | None = None
@@ -172,13 +162,10 @@ class EvalMode:
         if may_train:
             self._note_mark()
 
-    def fetched(self) -> None:
-        """Handle the delivery of a batch."""
+    def fetched(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
+        """Note a delivered batch in place of earlier ones: if a backward follows, it is the step's only batch."""
         if self._first:
             self._note_mark()
-
-    def note(self, found: Any, fetched: batch.OnHost | None, later: bool) -> None:
-        """Note a batch in place of earlier ones: if a backward follows, it is the step's only batch."""
         notes = self._tracker.notes
         if notes is self._notes and not self._state.forward_by:
             notes.restore_batches(self._before)
@@ -187,14 +174,12 @@ class EvalMode:
     def end_after_fetch(self) -> tuple[int, BatchesNoted] | None:
         """End the evaluation before the batch that may be the first of the training; the model trains again.
 
-        Returns:
-            The mark of the request for that batch, and the batches noted before it; None: there is no such batch, and
-            the evaluation continues.
+        Return the mark of the request for that batch, and the batches noted before it; None: there is no such batch,
+        and the evaluation continues.
         """
         first, self._first = self._first, []
-        if len(first) < 2 or not self or self._tracker.notes is not self._notes:
-            return None
-        if self._tracker.marks is not self._marks:
+        same_step = self._tracker.notes is self._notes and self._tracker.marks is self._marks
+        if len(first) < 2 or not self or not same_step:
             return None
         self._is_on = False
         self._forwards.settle(training=False)
@@ -224,9 +209,6 @@ class EvalMode:
         if self._tracker.marks is not self._marks:
             self._marks, self._first = self._tracker.marks, []
         self._first.append(len(self._marks) - 1)
-
-
-# Detects whether a loop trains on each batch by itself, or on several with one backward.
 
 
 class OneEach:

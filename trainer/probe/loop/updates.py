@@ -21,14 +21,9 @@ class Updates:
         self.guard = loop.rank.guard
         self.updater: Any = None
         """The engine or optimizer that is updating."""
-        self._trained = loop.trained
-        self._tracker = loop.tracker
-        self._phases = loop.phases
-        self._forwards = loop.forwards
-        self._state = loop.state
-        self._updaters = updaters
-        self._since = 0
-        self._depth = 0
+        self._trained, self._tracker, self._phases = loop.trained, loop.tracker, loop.phases
+        self._forwards, self._state, self._updaters = loop.forwards, loop.state, updaters
+        self._since = self._depth = 0
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -44,15 +39,11 @@ class Updates:
         is_module = isinstance(owner, torch.nn.Module)
         notes.discarded = bool(self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner))
 
-    # A bare optimizer's update -----------------------------------------------------------------------------------
-
     @guarded
     def begin_update(self, optimizer: Any) -> bool:
         """Handle the start of a bare optimizer's step; return whether an update begins, rather than a part of one."""
         state = self._state
-        if state.making_engine:
-            return False
-        if state.in_update and self.updater is not optimizer:
+        if state.making_engine or (state.in_update and self.updater is not optimizer):
             return False
         if state.in_update and self._since == self._tracker.progress:
             self._depth += 1  # a step method that calls its base class's
@@ -105,8 +96,6 @@ class Updates:
         """Record that the script has clipped its gradients, whose norm was ``norm``."""
         self._tracker.notes.grad_norm = cuda.fetch_values(norm)
 
-    # A framework's update ----------------------------------------------------------------------------------------
-
     @guarded
     def updating(self, lr: Any, by: Any = None) -> None:
         """Handle the start of an update; ``by`` is the optimizer or engine that makes it."""
@@ -155,8 +144,6 @@ class Updates:
         """Record that an update raised; the phase stays, for the report of the failure."""
         self._state.in_backward = False
         self._end()
-
-    # A rehearsal -------------------------------------------------------------------------------------------------
 
     @guarded
     def end_rehearsal(self, before: str) -> None:

@@ -29,6 +29,7 @@ from ....protocol.snapshot.columns import Compactor, Snapshot
 from .. import guard
 from ..device.memory import Reading
 from ..phases.tracker import Mark, Tracker, first_of_step, readings, wall_offset_ns
+from ..rank.model import parameters_of
 
 _DEEPEST = 5
 
@@ -254,12 +255,6 @@ def _innermost(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
-
-
-def parameters_of(optimizer: Any) -> list[Any]:
-    """List the parameters that an optimizer updates; none without an optimizer."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 MOST_GRADIENT_WALKS = 4

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..guard import nothing
-from ..rank.model import own_model
+from ..rank.model import own_model, parameters_of
 from .tracker import Tracker
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -29,7 +29,7 @@ def updates_parameters(engine: Any) -> bool:
 
 
 def _first_parameter(optimizer: Any) -> Any:
-    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    return next(iter(parameters_of(optimizer)), None)
 
 
 class Seen(NamedTuple):
@@ -86,10 +86,7 @@ class Forwards:
     def is_whole(self, module: Any) -> bool:
         """Return whether ``module`` has all parameters of an optimizer: it is a trained model, not a layer of one."""
         own = {id(parameter) for parameter in module.parameters()}
-        return any(
-            all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-            for optimizer in self._optimizers
-        )
+        return any(own.issuperset(map(id, parameters_of(optimizer))) for optimizer in self._optimizers)
 
     def is_trained(self, module: Any) -> bool:
         """Return whether an optimizer updates this module's parameters; without one, whether any requires gradients."""
@@ -98,9 +95,8 @@ class Forwards:
     def judge(self, module: Any) -> str:
         """Handle the start of a module's forward: move to its phase.
 
-        Returns:
-            ``train``: the trained model's own forward of a micro-step; ``part``: another forward of the training step;
-            ``eval``.
+        Return ``train`` (the trained model's own forward of a micro-step), ``part`` (another forward of the training
+        step) or ``eval``.
         """
         seen, tracker, grad = self._see(module), self._tracker, _is_grad_enabled()
         inner = seen.inner()
@@ -224,10 +220,5 @@ class Forwards:
     def _is_updated(self, module: Any) -> bool:
         if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):
             return updates_parameters(module)  # ZeRO's optimizers hold partitions, not the model's parameters
-        known = {
-            id(parameter)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        known = {id(parameter) for optimizer in self._optimizers for parameter in parameters_of(optimizer)}
         return any(id(parameter) in known for parameter in module.parameters())

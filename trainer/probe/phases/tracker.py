@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ....protocol.messages.telemetry import STEP_PHASES
 from ..device.memory import MemoryBackend, Reading
 
-# Raw marks and notes that the training thread records and the publisher thread interprets.
-
 
 def wall_offset_ns() -> int:
     """Return what to add to ``time.perf_counter_ns`` for nanoseconds since the epoch.
@@ -192,18 +190,14 @@ DRIVEN: frozenset[str] = frozenset(("data", "idle"))
 freed inside the update. So a step's first forward begins with the figures of the step's beginning, unless something was
 measured in between: device memory of the batch counts as the forward's."""
 
-
 RECENT = 400
 """Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones."""
-
 
 MOST_MARKS = 8_000
 """Marks of a step in the making beyond which the oldest are merged: a job that only generates never ends its step."""
 
-
 SLIVER_NS = 100_000
 """A phase that lasted no longer than this before a nested one is merged with the previous phase."""
-
 
 _new: Any = tuple.__new__
 """Makes a named tuple without its Python-level constructor, which saves half a microsecond at each boundary."""
@@ -353,17 +347,14 @@ class Tracker:
 
     def note_reset(self, sample: Any) -> None:
         """Keep the memory peaks of the present phase, as the script is about to reset them."""
-        counts = self.counts
-        self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
+        self.marks.append(self._unmeasured(sample, perf_counter_ns()))
         if len(self.marks) > MOST_MARKS:
             self._merge_oldest()
 
     def end_step(self, number: int | None = None, after: str = "idle") -> None:
         """End the step at the end of its update; the next one begins in ``after``, or in an open scope's phase.
 
-        Args:
-            number: the step's number where the framework counts steps itself.
-            after: the phase that follows.
+        ``number``: the step's, where the framework counts steps itself.
         """
         start = perf_counter_ns()
         self.step = number if number is not None and number > 0 else self.step + 1
@@ -390,15 +381,10 @@ class Tracker:
     def closing_step(self, measured: bool) -> StepRaw:
         """Return the marks after the last step, as a step of that number; no further step follows.
 
-        Args:
-            measured: whether to sample memory (training thread only); otherwise the latest figures are used.
+        ``measured``: sample memory (training thread only); otherwise the latest figures are used.
         """
-        marks = list(self.marks)
-        if measured:
-            marks.append(self._mark("", perf_counter_ns()))
-        else:
-            counts = self.counts
-            marks.append(Mark("", perf_counter_ns(), self.sample, None, counts.entered, counts.host_ns))
+        now = perf_counter_ns()
+        marks = [*self.marks, self._mark("", now) if measured else self._unmeasured(self.sample, now)]
         ended = time() - (perf_counter_ns() - marks[-1].ns) / 1e9
         return StepRaw(self.step, marks, ended, self.notes, 0)
 
@@ -463,14 +449,14 @@ class Tracker:
         first = self.marks[0]
         return len(self.marks) <= 2 and first.memory is self.sample and first.phase == "idle" and not self.watchers
 
+    def _unmeasured(self, sample: Any, ns: int) -> Mark:
+        return Mark("", ns, sample, None, self.counts.entered, self.counts.host_ns)
+
     def _mark(self, phase: str, ns: int) -> Mark:
         counts = self.counts
         if not self.crowded:
             self.sample = self.memory.sample()
         return _new(Mark, (phase, ns, self.sample, self.mark_event(), counts.entered, counts.host_ns))
-
-
-# Memory figures of a step's marks, and the mark at which a step begins. Pure functions.
 
 
 def first_of_step(marks: list[Mark]) -> int:
@@ -510,16 +496,9 @@ def readings(marks: list[Mark], read: Callable[[Any], Reading]) -> list[Reading]
         if mark.memory is latest:
             reading = reading.without_peaks()
         latest = mark.memory
-        if waiting:
-            found.append(reading)
-            found.extend([reading.without_peaks()] * waiting)
-            waiting = 0
-        else:
-            found.append(reading)
+        found += [reading, *[reading.without_peaks()] * waiting] if waiting else [reading]
+        waiting = 0
     return found
-
-
-# Queue from the training thread to the publisher: never waits, and uses a bounded amount of memory.
 
 
 LIMIT = 20_000
@@ -527,7 +506,7 @@ LIMIT = 20_000
 
 
 class Outbox:
-    """Items for the publisher: raw steps, messages, and ``hello`` for the rank to introduce itself."""
+    """Queue from the training thread to the publisher: raw steps, messages, and ``hello`` for the rank's hello."""
 
     __slots__ = ("items", "overflowed", "pending", "steps_done")
 
@@ -567,14 +546,14 @@ class Outbox:
         return []
 
 
-# Usual time of a step, the unit of stop proposals, stack captures and time limits.
-
-
 _STEPS = 9
 
 
 class Pace:
-    """Median time of the last steps: a first step that compiles, or a last one with half a batch, has no effect."""
+    """Median time of the last steps, the unit of stop proposals, stack captures and time limits.
+
+    A first step that compiles, or a last one with half a batch, has no effect.
+    """
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_STEPS)
@@ -585,9 +564,6 @@ class Pace:
         """Record the time of a step."""
         self._seconds.append(seconds)
         self.usual = median(self._seconds)
-
-
-# Request to end the script after a step.
 
 
 class StopRequest:

@@ -1,19 +1,20 @@
-"""Whose updates are the steps.
+"""Determines which engine or optimizer owns the steps: each of its updates ends one.
 
-It is the engine or optimizer that ``ftmon.watch`` names; else a DeepSpeed engine; else the first optimizer that was
-seen stepping. Updates of others are parts of its step: a GAN has one row a step of the watched optimizer, and both
-losses if both are scalars that ``backward`` was called on.
+The owner is the engine or optimizer passed to ``ftmon.watch``; else a DeepSpeed engine; else the first optimizer that
+was seen stepping. Updates of others are parts of the owner's step: a GAN has one row for each step of the watched
+optimizer, and both losses if both are scalars that ``backward`` was called on.
 """
 
 import weakref
 from collections.abc import Callable
+from itertools import chain, count
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from ..guard import nothing
-from ..rank.model import own_class, own_model
+from ..rank.model import own_class, own_model, parameters_of
 from .tracker import Tracker
 
 OTHERS = 100
@@ -56,12 +57,9 @@ class Updaters:
             self._owner = nothing
 
     def end(self, updater: Any, number: int | None, after: str = "idle") -> None:
-        """Handle the end of an update.
+        """Handle the end of an update by an engine or optimizer; None: by a framework that makes all updates.
 
-        Args:
-            updater: the engine or optimizer; None: a framework that makes all updates.
-            number: the step's number where the framework counts steps itself.
-            after: the phase that follows.
+        ``number`` is the step's, where the framework counts steps itself; ``after`` the phase that follows.
         """
         self.updates += 1
         tracker, notes = self._tracker, self._tracker.notes
@@ -83,9 +81,9 @@ class Updaters:
             return True
         if owner is not None:
             key = id(updater)
-            count = self._others[key] = self._others.get(key, 0) + 1
+            others = self._others[key] = self._others.get(key, 0) + 1
             outranks = _is_engine(updater) and not _is_engine(owner)
-            if self._is_named or not (outranks or count >= OTHERS):
+            if self._is_named or not (outranks or others >= OTHERS):
                 return False
         self._own(updater)
         return True
@@ -93,10 +91,9 @@ class Updaters:
     def _own(self, updater: Any) -> None:
         """Make this one the owner; reset the step number if it begins another training on a single rank."""
         now, before = perf_counter_ns(), self._parameters
-        groups = getattr(updater, "param_groups", ())
         self._owner, self._is_named = weakref.ref(updater), False
         self._name(updater)  # the first of several has the first name
-        self._parameters = [weakref.ref(each) for group in groups for each in group["params"]]
+        self._parameters = list(map(weakref.ref, parameters_of(updater)))
         self._others.clear()
         if any(reference() is not None for reference in before):
             return  # the same training, with a new optimizer
@@ -110,11 +107,9 @@ class Updaters:
         if found is not None:
             return found
         kind = own_class(own_model(updater.module)) if _is_engine(updater) else type(updater)
-        found, number, taken = kind.__name__, 1, set(self._names.values())
-        while found in taken:
-            number += 1
-            found = f"{kind.__name__} {number}"
-        self._names[updater] = found
+        taken = set(self._names.values())
+        names = chain((kind.__name__,), (f"{kind.__name__} {number}" for number in count(2)))
+        found = self._names[updater] = next(name for name in names if name not in taken)
         modules = [each.module for each in self._names if _is_engine(each)]
         if _is_engine(updater) and len(modules) > 1:
             self._met(modules)

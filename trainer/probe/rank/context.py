@@ -1,4 +1,4 @@
-"""Fixed facts of this rank."""
+"""Facts of this rank: its number, process, run and device, its part of the batches, and its ``Hello`` message."""
 
 import os
 import platform
@@ -17,9 +17,6 @@ from ..device.cuda import Device
 from ..device.memory import backend_of
 from ..guard import Guard
 from .roles import parse_rank
-
-# Which launcher started this host's ranks.
-
 
 _RANK_VARIABLES = (b"LOCAL_RANK=", b"RANK=")
 _MOST_ANCESTORS = 16
@@ -93,9 +90,6 @@ def place_of_this_process() -> tuple[int, int, int]:
             rank, world = distributed.get_rank(), distributed.get_world_size()
             return rank, int(os.environ.get("LOCAL_RANK") or rank), world
     return place or (0, 0, 1)
-
-
-# Builds a rank's ``Hello`` message.
 
 
 _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
@@ -178,13 +172,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# A rank's part of the batches that several ranks train on together (tensor and pipeline parallelism).
-#
-# Steps count a batch once: sums over ranks of samples, tokens and FLOPs are those of the whole job.
-
-
 class BatchShare(NamedTuple):
-    """A rank's equal part of the counts of a batch."""
+    """A rank's equal part of the counts of a batch that several ranks train on (tensor and pipeline parallelism).
+
+    Steps count a batch once: sums over ranks of samples, tokens and FLOPs are those of the whole job.
+    """
 
     place: int
     """The rank's place among those that train on the batch."""

@@ -1,4 +1,4 @@
-"""A model inside its wrappers: its name, its size and its data type."""
+"""Objects that a rank trains, and a model inside its wrappers: its name, its size and its data type."""
 
 import sys
 import weakref
@@ -20,10 +20,7 @@ def describe_model(module: Any, tensor_parallel: int = 1) -> dict[str, Any]:
     """Return a model's name and its parameter counts (partitioned and sharded parameters at their full size).
 
     The name is that of the model's checkpoint if it has one, else the class of the model inside its wrappers.
-
-    Args:
-        module: the model.
-        tensor_parallel: number of ranks over which its tensor-parallel parameters are split.
+    ``tensor_parallel`` is the number of ranks over which its tensor-parallel parameters are split.
     """
     sizes = list(parameter_sizes(module, tensor_parallel))
     own = own_model(module)
@@ -36,11 +33,8 @@ def describe_model(module: Any, tensor_parallel: int = 1) -> dict[str, Any]:
 def describe_models(modules: Sequence[Any]) -> dict[str, Any]:
     """Return the names of several models in one line, and their parameter counts summed up."""
     found = [describe_model(module) for module in modules]
-    return {
-        "model": " + ".join(each["model"] for each in found),
-        "parameters": sum(each["parameters"] for each in found),
-        "trainable_parameters": sum(each["trainable_parameters"] for each in found),
-    }
+    counts = {name: sum(each[name] for each in found) for name in ("parameters", "trainable_parameters")}
+    return {"model": " + ".join(each["model"] for each in found), **counts}
 
 
 def dtype_name(dtype: Any) -> str:
@@ -94,6 +88,12 @@ def own_class(module: Any) -> type:
     return kind
 
 
+def parameters_of(optimizer: Any) -> list[Any]:
+    """List the parameters that an optimizer updates; none without an optimizer, or of an engine without groups."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def number_of_elements(parameter: Any) -> int:
     """Return a parameter's number of elements, in all shards of ZeRO-3; 0 for a lazy one that has no size yet."""
     return 0 if is_lazy(parameter) else int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -130,15 +130,12 @@ def parameter_sizes(module: Any, tensor_parallel: int = 1) -> Iterator[tuple[int
             yield full_size(parameter, tensor_parallel), bool(parameter.requires_grad)
 
 
-# Finds the model that a bare optimizer trains, if no wrapper, engine or Trainer names it.
-
-
 _MOST_FRAMES = 24
 _MOST_ATTRIBUTES = 200
 
 
 class Optimized:
-    """The models and parameters of the bare optimizers of one training."""
+    """The models and parameters of the bare optimizers of one training, if no wrapper, engine or Trainer names them."""
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[Any]] = []
@@ -152,7 +149,7 @@ class Optimized:
 
     def add(self, optimizer: Any, frame: FrameType | None) -> dict[str, Any]:
         """Register an optimizer; return the trained models as fields of ``Hello``."""
-        own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter): parameter for parameter in parameters_of(optimizer)}
         models = _holding(own.keys(), frame) if own else []
         known = [found for reference in self._models if (found := reference()) is not None]
         known += [model for model in models if all(model is not each for each in known)]
@@ -214,17 +211,9 @@ def _parts(wanted: Set[int], models: Sequence[Any]) -> list[Any]:
 def _variables(frame: FrameType, module_class: Any) -> Iterator[Any]:
     """Yield the modules among a frame's variables and among the attributes of its ``self``."""
     variables = frame_locals(frame)
-    for value in list(variables.values()):
-        if isinstance(value, module_class):
-            yield value
     attributes = getattr(variables.get(receiver_name(frame)), "__dict__", None)
-    if isinstance(attributes, dict):
-        for value in list(attributes.values())[:_MOST_ATTRIBUTES]:
-            if isinstance(value, module_class):
-                yield value
-
-
-# Objects that a rank trains: engine, model and optimizer, as found by hooks.
+    held = list(attributes.values())[:_MOST_ATTRIBUTES] if isinstance(attributes, dict) else []
+    yield from (value for value in (*variables.values(), *held) if isinstance(value, module_class))
 
 
 class Trained:

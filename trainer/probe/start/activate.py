@@ -11,13 +11,12 @@ from ....protocol.run.environment import RANK_PID_ENV
 from .. import guard
 from ..hooks.imports import after_import
 from ..link import output
-from ..link.output import redirect_output, steady_output
 from ..rank.roles import decide, launcher_name, parse_program, parse_rank
 
 
 def begin() -> None:
     """Act on the role of this process; called from ``sitecustomize``, so it must stay quick and import little."""
-    steady_output()
+    output.steady_output()
     role = decide(sys.orig_argv, os.environ, os.getpid())
     if role == "refused":
         _refuse()
@@ -28,7 +27,7 @@ def begin() -> None:
         os.environ[RANK_PID_ENV] = str(os.getpid())
         _settle()
         known = parse_rank(os.environ)
-        redirect_output(known[0] if known else 0)
+        output.redirect_output(known[0] if known else 0)
     keep_peak_resident()
     await_frameworks()
 

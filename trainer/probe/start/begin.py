@@ -7,7 +7,6 @@ from ....protocol.run.rundir import RunDir
 from .. import active, guard
 from ..events import TorchEvents
 from ..link import output
-from ..link.output import read_options, redirect_output, tee_output
 from ..link.publisher import Publisher
 from ..loop.training import Training
 from ..memory.snapshots import PhaseMarks
@@ -27,7 +26,7 @@ def begin_rank(sends_logs: bool = False) -> Probe | None:
         return None
     try:
         output.settle()
-        rank = RankContext(*place_of_this_process(), RunDir(output.folder()), read_options(), sends_logs)
+        rank = RankContext(*place_of_this_process(), RunDir(output.folder()), output.read_options(), sends_logs)
         return _begin(rank)
     except Exception as error:
         guard.log_error("cannot start the probe", error)
@@ -44,7 +43,7 @@ def become_rank() -> None:
     if os.environ.get(RANK_PID_ENV) or not os.environ.get("FTMON_RUN"):
         return
     os.environ[RANK_PID_ENV] = str(os.getpid())
-    redirect_output(place_of_this_process()[0])
+    output.redirect_output(place_of_this_process()[0])
     begin_rank()
 
 
@@ -61,5 +60,5 @@ def _begin(rank: RankContext) -> Probe:
     training.outbox.send_hello()
     publisher.start()
     if rank.sends_logs:
-        tee_output(rank.rank, training.outbox.hand_over)
+        output.tee_output(rank.rank, training.outbox.hand_over)
     return active.probe

@@ -35,10 +35,8 @@ def _is_interactive() -> bool:
 
 class _Ending:
     def __init__(self, training: Training, stop: StopRequest, publisher: Publisher) -> None:
-        self._rank = training.rank
-        self._training = training
-        self._stop = stop
-        self._publisher = publisher
+        self._rank, self._training = training.rank, training
+        self._stop, self._publisher = stop, publisher
         self._exit_code: Any = None
         self._exit_word = "sys.exit"
         self._exit_failure: Failure | None = None
@@ -46,8 +44,7 @@ class _Ending:
         self._exit_steps = 0
         """The finished steps at that exit: if there are more at the end, the script has caught it and trained on."""
         self._failed = ""
-        self._interrupted = False
-        self._finished = False
+        self._interrupted = self._finished = False
 
     def hook_exceptions(self) -> None:
         previous, leave = sys.excepthook, sys.exit

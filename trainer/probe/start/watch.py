@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....protocol.host import process
-from ....protocol.host.process import start_ticks
-from ....protocol.run import rundir
+from ....protocol.host.process import make_private, start_ticks
 from ....protocol.run.environment import RANK_PID_ENV, RUN_ENV
-from ....protocol.run.rundir import RunDir
+from ....protocol.run.rundir import RunDir, checked_home, create
 from ....protocol.run.start import spawn_hub
 from .. import guard
 from ..active import current, switched_on
@@ -79,9 +77,9 @@ def _attach(target: Any, model: Any) -> None:
 
 def _join_run(name: str) -> RunDir:
     """Join the run that another rank of this job has created, or create it and start its hub."""
-    folder = rundir.checked_home() / "watch"
-    process.make_private(folder.parent)
-    process.make_private(folder)
+    folder = checked_home() / "watch"
+    make_private(folder.parent)
+    make_private(folder)
     path = folder / hashlib.sha256(_job_key().encode()).hexdigest()[:16]
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -89,10 +87,11 @@ def _join_run(name: str) -> RunDir:
         known = file.read().strip()
         if known and Path(known, "run.json").exists():
             return RunDir(known)
-        run = rundir.create(name, list(sys.argv), "watch")
+        run = create(name, list(sys.argv), "watch")
         file.truncate(0)
         file.write(str(run.path))
-        _start_hub(run)
+        with (run.logs / "hub.log").open("ab") as log:
+            spawn_hub(run, log)
     return run
 
 
@@ -104,22 +103,12 @@ def _job_key() -> str:
     return f"{address}:{port}:{launcher}:{start_ticks(launcher)}"
 
 
-def _start_hub(run: RunDir) -> None:
-    with (run.logs / "hub.log").open("ab") as log:
-        spawn_hub(run, log)
-
-
-# ``ftmon.Callback``: a ``TrainerCallback`` for a ``Trainer`` in a script that is started without ``ftmon run``.
-#
-# The class is created on first access, so that importing ftmon does not import transformers.
-
-
 if TYPE_CHECKING:
     from transformers import TrainerCallback as Callback
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return ``Callback``, created on first access."""
+        """Return ``Callback``, created on first access: importing ftmon does not import transformers."""
         if name == "Callback":
             return _watching_class()
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -128,7 +117,7 @@ else:
 @functools.cache
 def _watching_class() -> Any:
     class Callback(callback_class()):
-        """Reports a ``Trainer`` to ftmon."""
+        """Reports a ``Trainer`` to ftmon, in a script that is started without ``ftmon run``."""
 
         def __init__(self, start: bool = True) -> None:
             super().__init__(_watch if start else None)

@@ -10,7 +10,7 @@ import torch
 
 from ..device import cuda
 from ..phases.tracker import Notes
-from ..rank.model import Trained, number_of_elements
+from ..rank.model import Trained, number_of_elements, parameters_of
 
 _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _OF_TOKENS = ("input_ids", "inputs_embeds")
@@ -18,8 +18,6 @@ _SEQUENCES = (list, tuple)
 _NO_MAPPINGS = (torch.Tensor, list, tuple)
 _DEEPEST = 2
 """Levels of lists, tuples and mappings inside a batch that are searched for a tensor."""
-
-
 _IGNORED = -100
 """The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
 
@@ -67,11 +65,11 @@ def note(
     fetched: OnHost | None = None,
     shifted: bool = False,
 ) -> None:
-    """Add one micro-batch to a step's notes.
+    """Add one micro-batch to a step's notes: a dataloader's batch, or ``(args, kwargs)`` of a forward.
 
     Args:
         notes: notes of the step.
-        found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
+        found: the batch.
         is_forward: whether ``found`` is a forward's.
         later: defer the counting of a mask to the publisher.
         fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
@@ -101,10 +99,9 @@ def note(
     padded = math.prod(shape[:2])
     notes.padded_tokens += padded
     if mask is not None and list(mask.shape) == shape[:2]:
-        if mask.is_cuda and fetched is not None:
-            before = fetched.mask
-            if before is not None and before.shape == mask.shape:
-                mask = before
+        before = fetched.mask if fetched is not None and mask.is_cuda else None
+        if before is not None and before.shape == mask.shape:
+            mask = before
         counted = cuda.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
@@ -212,13 +209,6 @@ def _are_ids(tensor: Any) -> bool:
     return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
-# Batches delivered by dataloaders, until their forward begins; their counted parts are in the host's memory.
-#
-# Some loops fetch batches ahead: accelerate's loader one, a Trainer all micro-batches of a step and one more. So
-# forwards use them in the order of their fetches. The first step shows how many remain when the first batch of the
-# next step is requested; the script has left out any more than that.
-
-
 _MOST = 256
 """Limit of batches kept per dataloader."""
 
@@ -235,7 +225,12 @@ class _Queue:
 
 
 class FetchedBatches:
-    """The fetched batches without a forward; for the training thread alone."""
+    """Batches delivered by dataloaders, until their forward begins; for the training thread alone.
+
+    Their counted parts are in the host's memory. Some loops fetch batches ahead: accelerate's loader one, a Trainer all
+    micro-batches of a step and one more. So forwards use them in the order of their fetches. The first step shows how
+    many remain when the first batch of the next step is requested; the script has left out any more than that.
+    """
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
@@ -268,11 +263,8 @@ class FetchedBatches:
         return queue.batches.popleft() if queue is not None and queue.batches else None
 
 
-# Sizes of a rank's model, with which the size of a transient is compared.
-
-
 class ModelSizes(NamedTuple):
-    """Figures of the model; 0: unknown."""
+    """Figures of the model, with which the size of a transient is compared; 0: unknown."""
 
     parameter_bytes: int = 0
     """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
@@ -285,7 +277,7 @@ class ModelSizes(NamedTuple):
 def model_sizes(trained: Trained) -> ModelSizes:
     """Return the sizes of a rank's model from its parameters' shapes, without reading tensor values."""
     model: Any = trained.model()
-    parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary())
+    parameters = list(model.parameters()) if model is not None else parameters_of(trained.primary())
     sizes = [number_of_elements(parameter) for parameter in parameters]
     pairs = list(zip(sizes, parameters, strict=True))
     trainable = sum(size for size, parameter in pairs if parameter.requires_grad)
@@ -294,11 +286,6 @@ def model_sizes(trained: Trained) -> ModelSizes:
         math.ceil(trainable / trained.partitions),
         _vocabulary(model),
     )
-
-
-def _of_optimizer(optimizer: Any) -> list[Any]:
-    groups = getattr(optimizer, "param_groups", None) or []
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _vocabulary(model: Any) -> int:
