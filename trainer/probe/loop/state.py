@@ -13,7 +13,7 @@ from ..values import batch
 
 
 class Phases:
-    """Moves from phase to phase, and detects meanwhile the device that the script computes on; training thread alone."""
+    """Moves from phase to phase, and detects meanwhile the script's device; for the training thread alone."""
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
         self.guard = rank.guard
