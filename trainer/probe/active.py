@@ -16,11 +16,9 @@ become_rank: Callable[[], None] = nothing
 events: TorchEvents | None = None
 """Receiver of the hooks' reports; None until the process turns out to be a rank."""
 probe: Probe | None = None
-"""Receiver of the script's reports; None until then too."""
 forked = False
 """Whether this process is a fork of a rank, which never gets a probe."""
 counts = Counts()
-"""Collective calls, counted from the import of torch.distributed on."""
 
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id

@@ -217,7 +217,6 @@ class Events:
             self._updates.not_updated()
 
     def _register(self, model: Any) -> None:
-        """Register the trained model: its name and size for the hello, the model itself for its memory."""
         introduction, trained = self._training.introduction, self._training.trained
         introduction.facts.update(describe_model(model, trained.tensor_parallel.ranks))
         introduction.facts["flops"] = model_flops(model, trained.tensor_parallel.ranks)

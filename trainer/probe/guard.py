@@ -29,7 +29,6 @@ class Guard:
     def __init__(self) -> None:
         self.enabled = True
         self.thread = get_ident()
-        """The training thread, as ``threading.get_ident`` names it."""
 
     def is_training_thread(self) -> bool:
         """Return whether the caller is the thread that trains."""

@@ -45,9 +45,7 @@ class ScriptPeaks:
         self._samples: deque[Sample] = deque()
         self._places: list[Place] = []
         self._highest: list[int] = []
-        """Highest values of the dictionaries, at each of those places."""
         self._copied: Any = None
-        """Highest values of the copies, at each place of their layout."""
         self._lock = threading.Lock()
 
     def note(self, sample: Sample) -> None:
@@ -341,9 +339,7 @@ MOST_BYTES = 64 * 2**20
 _SCALAR = torch.Size(())
 
 _free: dict[int, "deque[_Buffer]"] = {}
-"""Free buffers by size, a power of two."""
 _total = 0
-"""Bytes of all buffers there are."""
 _copy: Any = None
 
 
@@ -353,7 +349,6 @@ class _Buffer(NamedTuple):
     tensor: Any
     address: int
     free: "deque[_Buffer]"
-    """Where it goes when it is free."""
 
 
 class Fetched:

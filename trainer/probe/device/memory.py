@@ -148,7 +148,6 @@ def _device_parts(memory: int, allocator: int, device: int, devices: int) -> lis
 
 
 def _offsets(part: bytes, pieces: list[bytes]) -> list[int]:
-    """Return the offsets of the pieces, in order; empty if they are not found."""
     offsets: list[int] = []
     start, end = 0, len(part)
     for piece in pieces:
@@ -212,7 +211,6 @@ class StatsSource:
         self._copy: Callable[[], bytes] | None = None
         self._checked = monotonic()
         self._compared: tuple[bytes, Stats, bytes] | None = None
-        """A copy, the dictionary, and another copy, to be compared."""
 
     def check(self) -> None:
         """Compare a copy with the dictionary now and then, and go back to that where they differ; for the publisher.
@@ -231,7 +229,6 @@ class StatsSource:
             self.read = partial(self._read_both, copy)
 
     def _read_both(self, copy: Callable[[], bytes]) -> bytes:
-        """Return a copy, and keep what ``check`` compares."""
         before, stats, after = copy(), self._official(self._device), copy()
         self._compared = before, stats, after
         self.read = copy

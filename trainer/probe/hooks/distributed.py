@@ -168,7 +168,6 @@ _SIZED = ("tensor", "input_tensor", "input", "output")
 """Names of the argument whose size is the collective's; the first that is present counts."""
 
 _inside: set[int] = set()
-"""Threads inside a wrapped call."""
 
 
 def install_collectives(_module: ModuleType | None = None) -> None:
@@ -216,7 +215,6 @@ def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[
 
 
 def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective: count its calls."""
     counts = active.counts
     groups, recent = counts.groups, counts.recent
     parameters = list(inspect.signature(real).parameters)
@@ -243,8 +241,6 @@ def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: name it while it runs, without counting it."""
-
     def enter(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> str:
         if name == "init_process_group":
             active.counts.forget_groups()

@@ -30,7 +30,6 @@ Wrapper = Callable[[Any], Callable[..., Any]]
 """Makes a new function of the one that it wraps."""
 
 _evaluated: weakref.ref[Module] | None = None
-"""The model whose evaluation began last."""
 
 
 def around(scope: Callable[..., AbstractContextManager[Any]]) -> Wrapper:
@@ -144,7 +143,6 @@ class _Backward:
 
 
 _watching = False
-"""Whether a model in this process is wrapped in DDP."""
 _running: _Backward | None = None
 
 

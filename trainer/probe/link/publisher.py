@@ -63,7 +63,6 @@ IDLE_BYTES = 16 * 2**20
 """Time between phases gets a record of its own when it is this share of the step, or moved this much memory."""
 
 MOST_UPDATES = 32
-"""Rows of ``Step.updates``."""
 _FIGURES = (0, 2, 4, 6, 8)
 """Indexes in ``Reading`` of allocated, reserved, active, requested and resident; the peak of each is next to it."""
 
@@ -199,7 +198,6 @@ def _first(figures: Iterable[float | None]) -> float | None:
 
 
 def _samples(notes: Notes) -> int:
-    """Return the rows of a step: as counted by the loop, or of the forwards' batches."""
     counted = [count.samples for count in notes.counts if count.samples is not None]
     return sum(counted) if counted and len(counted) == len(notes.counts) else notes.samples
 
@@ -381,7 +379,6 @@ def loader_info(iterator: Any) -> DataLoaderInfo | None:
 
 
 def _processors() -> int:
-    """Return this rank's share of the processors that it may use."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
@@ -466,7 +463,6 @@ class Publisher(threading.Thread):
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Count a message that cannot be made or encoded as dropped; the first one is logged."""
         self.dropped += 1
         if not self._logged:
             self._logged = True
@@ -563,7 +559,6 @@ class Publisher(threading.Thread):
             self.send(introduction.plan)
 
     def _send_steps(self) -> None:
-        """Send the steps that the device has finished."""
         while self._steps:
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
@@ -590,7 +585,6 @@ class Publisher(threading.Thread):
         self._captures.steps.send_ready()
 
     def _send_closing(self, raw: StepRaw) -> None:
-        """Send the record after the last step; called when the process ends."""
         try:
             passed = has_passed(raw.marks[-1].event)
         except RuntimeError:
@@ -628,7 +622,6 @@ class Publisher(threading.Thread):
                 events.recycle(ended)
 
     def _next_beat(self, now: float) -> Heartbeat | None:
-        """Return the heartbeat that is due, or None."""
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + self._hold.since  # a rank that is held, or released, reports at once

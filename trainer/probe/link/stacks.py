@@ -30,14 +30,12 @@ from ..guard import frame_locals
 from ..phases.tracker import Counts
 
 KEPT = 64
-"""Newest collectives reported of each process group."""
 READ_SECONDS = 0.25
 """The recorder asks the device whether events have passed. If the driver does not answer, the wait ends after this:
 the hub waits half a second for a rank (``hub.stall_probe``), and its other evidence must arrive within that."""
 
 _reader: threading.Thread | None = None
 _RAS_ADDRESS = "localhost:28028"
-"""NCCL's default."""
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -259,7 +257,6 @@ def waits_for(thread: int) -> dict[str, Any]:
 
 
 def _frames(thread: int, most: int) -> Iterator[FrameType]:
-    """Yield the innermost frames of a thread, innermost first."""
     frame = sys._current_frames().get(thread)
     while frame is not None and most:
         yield frame
@@ -297,10 +294,8 @@ def _builder(path: str) -> dict[str, Any]:
 
 
 _FILES = frozenset((threading.__file__, queue.__file__))
-_CALLS = {"x86_64": (230, 202), "aarch64": (115, 98)}
-"""Numbers of clock_nanosleep(2) and futex(2)."""
-_ABSOLUTE = 1
-"""TIMER_ABSTIME of clock_nanosleep(2)."""
+_CALLS = {"x86_64": (230, 202), "aarch64": (115, 98)}  # clock_nanosleep(2), futex(2)
+_ABSOLUTE = 1  # TIMER_ABSTIME of clock_nanosleep(2)
 _WAIT_BITSET, _OF_COMMAND, _REAL_TIME = 9, 0x7F, 256
 """FUTEX_WAIT_BITSET, whose deadline is absolute; the bits of the command; FUTEX_CLOCK_REALTIME."""
 _LOADER_WORKER = "pt_data_worker"
@@ -363,7 +358,6 @@ def first_worker_awake(pid: int) -> float | None:
 
 
 _DEEPEST = 200
-"""Frames that are read of a stack."""
 SOURCE_LOOPS_READ_SECONDS = 0.2
 """A source is waited for so long: its disk may be what the rank hangs on, and the stacks must arrive."""
 _Loops = tuple[tuple[int, int], ...]

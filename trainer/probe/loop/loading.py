@@ -42,14 +42,12 @@ class LoaderPass:
         self._tracker = tracker
         self._evaluated = evaluated
         self._count = 0
-        """Batches fetched from the latest dataloader since the last backward."""
         self._key = 0
         self._notes: Notes | None = None
         self._marks: Any = None
         self._first = 0
         self._before = BatchesNoted()
         self._delivered = 0
-        """Batches that the latest dataloader has delivered."""
         self._ahead: int | None = None
         """Batches that the first dataloader fetched ahead: those before its first backward, less one."""
         self._one_each = OneEach()
@@ -158,12 +156,10 @@ class Loading:
         self._eval_mode = EvalMode(loop)
         self._pass = LoaderPass(loop.tracker, self._eval_mode.began_before_batch)
         self._fetching_ns = 0
-        """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = nothing
         self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
-        """The ``id`` of the data set that the latest backward's batch is of."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
         self._prefetched: deque[batch.OnHost] | None = None

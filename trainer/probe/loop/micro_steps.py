@@ -32,7 +32,6 @@ class MicroSteps:
         self._forwards_begun = 0
         """Forwards of that model in this step that had no backward: with a pipeline, several are under way."""
         self._counted_in: Notes | None = None
-        """The notes of that step."""
         self._is_reported = False
         """Whether a forward was reported since the last backward."""
         self._one_each = OneEach()
@@ -177,7 +176,6 @@ class MicroSteps:
         self._begun = model, notes, notes.batches()
 
     def _forget_untrained(self) -> None:
-        """Remove the batches noted since the latest backward."""
         trained, batches = self._trained_on
         notes = self._tracker.notes
         notes.restore_batches(batches if trained is notes else BatchesNoted())

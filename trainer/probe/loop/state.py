@@ -20,7 +20,6 @@ class Phases:
         self.enter: Callable[[str], None] = self._enter_unsettled
         """Moves to a phase; the tracker's own method once the device is settled."""
         self.met_cuda: Callable[[], None] = nothing
-        """Called once, when the script has CUDA running."""
         self._device = rank.device
         self._tracker = tracker
         self._outbox = outbox
@@ -74,11 +73,8 @@ class LoopState:
         self.in_backward = False
         self.in_update = False
         self.closures = 0
-        """Running closures of the update under way; their work is no part of the update."""
         self.evaluations = 0
-        """Number of calls of its closure by the update under way."""
         self.rehearsing = False
-        """A rehearsal is under way: updates end no steps."""
         self.engine_steps = False
         """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
         self.making_engine = False

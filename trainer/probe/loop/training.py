@@ -54,6 +54,5 @@ class Training:
         self.outbox.send_hello()
 
     def _met_engine(self, modules: list[Any]) -> None:
-        """Send the hello of the trained engines: several train."""
         self.introduction.facts.update(describe_models(modules), flops=None)
         self.outbox.send_hello()

@@ -20,7 +20,6 @@ class Updates:
     def __init__(self, loop: Loop, updaters: Updaters) -> None:
         self.guard = loop.rank.guard
         self.updater: Any = None
-        """The engine or optimizer that is updating."""
         self._trained, self._tracker, self._phases = loop.trained, loop.tracker, loop.phases
         self._forwards, self._state, self._updaters = loop.forwards, loop.state, updaters
         self._since = self._depth = 0

@@ -40,7 +40,6 @@ class CaptureScheduler:
         self._ready: list[StepTrace | Composition] = []
         """Results to be sent after their step's own message, which waits for the device."""
         self._sent_step = 0
-        """The last step whose own message has been sent."""
         self._deadline = 0.0
 
     def want(self, reason: str, answer: Answer) -> None:

@@ -103,7 +103,6 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMALL = 16 * _PAGE
-"""Below this a storage counts in full."""
 
 
 def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
@@ -277,7 +276,6 @@ class Walked(NamedTuple):
 
     ns: int
     mark: int
-    """Index of the step's mark at which the walk was."""
     held: dict[int, Held]
     resident: dict[str, int]
     """Bytes in physical memory by part; for host memory only."""
@@ -306,7 +304,6 @@ class StepCapture:
         self.failed = ""
         self.step = 0
         self.marks: list[Mark] = []
-        """The step's marks, its beginning and its end included."""
         self.sightings: list[Sighting] = []
         self.recomputed: list[tuple[int, int]] = []
         """Begin and end of each forward inside a backward (``perf_counter_ns``): recomputed, checkpointed layers."""
@@ -314,7 +311,6 @@ class StepCapture:
         self.hooked = True
         """Whether module hooks were installed; not with compiled code, which hooks would recompile."""
         self.offset_ns = 0
-        """Offset from a mark's time to nanoseconds since the epoch."""
         self.walk_ns = 0
         self._tracker = tracker
         self._roots = roots
@@ -325,7 +321,7 @@ class StepCapture:
         self._undo_backward: list[Callable[[], object]] = []
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Handle a phase boundary; the tracker calls this."""
+        """Handle a phase boundary."""
         start = perf_counter_ns()
         try:
             if self.done:
@@ -444,7 +440,6 @@ class StepCapture:
         self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
 
     def _reducing(self, parameter: Any = None, *_: Any) -> None:
-        """Record a gradient that has just been computed; runs before ZeRO's hook for it."""
         self._record_sighting("gradients", getattr(parameter, "grad", None))
         if hasattr(parameter, "ds_tensor"):
             self._record_sighting("parameters", parameter.data)
@@ -453,7 +448,6 @@ class StepCapture:
             self._record_sightings(walk_buckets)
 
     def _fetched(self, module: Any = None, *_: Any) -> None:
-        """Record the parameters of a module that ZeRO-3 has gathered."""
         for parameter in module.parameters(recurse=False):
             self._record_sighting("parameters", parameter.data)
 
@@ -464,7 +458,6 @@ class StepCapture:
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> None:
-        """Replace a method on one instance until the step is over."""
         real = getattr(owner, name, None)
         if real is None or name in vars(owner):
             return
@@ -517,7 +510,6 @@ class StepCapture:
 
 
 def _walk_updated(roots: Roots, storages: Storages) -> None:
-    """Find the gradients that the innermost optimizer is about to use."""
     for parameter in parameters_of(roots.optimizer):
         storages.add("gradients", parameter.grad)
 
@@ -580,7 +572,6 @@ def step_marks(capture: StepCapture, figures: list[Reading]) -> list[StepMark]:
 
 
 def _us(capture: StepCapture, ns: int) -> int:
-    """Return a moment of ``time.perf_counter_ns`` in microseconds since the epoch."""
     return (ns + capture.offset_ns) // 1000
 
 
@@ -618,8 +609,6 @@ NOTE = (
 
 
 class _Edge:
-    """Known state at one mark."""
-
     def __init__(self, figure: Reading, walked: Walked) -> None:
         self.in_use = figure.allocated
         self.reserved = figure.reserved

@@ -55,7 +55,6 @@ class Recording:
         self.owner = ""
         """Present exclusive user of the recorder: stacks are recorded for one reader at a time."""
         self.entries = 0
-        """Capacity of the ring, in entries."""
         self._usual = MAX_ENTRIES
         self._can_skip = False
         self._lock = threading.Lock()
@@ -158,7 +157,6 @@ class Recording:
             return True
 
     def _recorder(self) -> Callable[..., None]:
-        """Return PyTorch's own function."""
         real = watch_script()
         parameters = inspect.signature(real).parameters
         self.keeps_history = "clear_history" in parameters
@@ -198,7 +196,6 @@ def watch_script() -> Callable[..., None]:
 MOST_BYTES = 512 * 2**20
 """Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
 SPARE_BYTES = 512 * 2**20
-"""Space left on the disk for the run itself."""
 
 
 def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int, str]:
@@ -241,7 +238,6 @@ class CaptureContext:
     trained: Trained
     """Engine, model and optimizer, whose storages are walked."""
     pace: Pace
-    """Usual time of a step."""
     recording: Recording
     send: Callable[[wire.Message], None]
 
@@ -250,7 +246,6 @@ _STEPS = 256
 """Number of steps kept: more than any recording of the allocator covers."""
 
 _Begun = tuple[str, int]
-"""A phase, and when it began (``time.perf_counter_ns``)."""
 
 
 class PhaseMarks:
@@ -368,7 +363,6 @@ class Snapshots:
         return True
 
     def _capture(self, reason: str) -> tuple[SnapshotTaken | None, str]:
-        """Write a snapshot; return it (None: there is none), and the problem in words."""
         import torch
 
         found: Any = torch.cuda.memory._snapshot()

@@ -31,14 +31,12 @@ class StackWindow:
         self.phase = phase
         self.long = long
         self.spans: list[Span] = []
-        """Every occurrence that was recorded."""
         self.borders: list[tuple[int, int]] = []
         """Ends of the steps in which the phase occurred: step number, and microseconds since the epoch."""
         self.done = False
         self.failed = ""
         self.since = time.monotonic()
         self.cleared = -1
-        """``Recording.cleared`` once stacks are on."""
         self._recording = recording
         self._tracker = tracker
         self._steps = steps
@@ -48,7 +46,7 @@ class StackWindow:
         self._start_bytes = self._waited = self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Handle one phase boundary."""
+        """Handle a phase boundary."""
         if self.done or self.failed:
             self.withdraw()
             return
@@ -154,7 +152,6 @@ class StackCapture:
         self._usual: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=USUAL_STEPS))
         self._wants: list[_Want] = []
         self._now: _Want | None = None
-        """The request that has the recorder."""
         self._deadline = 0.0
         self._was_off = False
         self._step: Step | None = None
@@ -289,7 +286,6 @@ class StackCapture:
 
 
 def _transient(step: Step, phase: str) -> tuple[int, int]:
-    """Return the transient and the peak of a phase, or of the whole step."""
     if phase:
         record = step.phase(phase)
         return (record.allocated.transient, record.allocated.peak) if record is not None else (0, 0)

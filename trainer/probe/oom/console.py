@@ -101,7 +101,6 @@ def _names(frames: Sequence[FrameType]) -> dict[int, list[str]]:
 
 
 OUTPUT_LIMIT = 64 * 1024
-"""Limit of the output that one piece of code returns, in characters."""
 _CUT = "\n... (cut)"
 
 HELP = """\
@@ -326,7 +325,6 @@ class _Output(io.TextIOBase):
 
 _RELEASED = "console: the rank was released"
 _Job = tuple[str, Answer]
-"""Code, and the function for its result."""
 
 
 class Hold:

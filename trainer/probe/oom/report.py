@@ -49,7 +49,6 @@ class Pieces(NamedTuple):
     usable: int
     """Free bytes in pieces that serve requests of the failed size, on its stream."""
     largest: int
-    """The largest of those pieces."""
     expandable: bool
 
 
@@ -245,19 +244,16 @@ _LIMIT_SLACK = 2**20
 
 @dataclass(slots=True)
 class Failed:
-    """A failed allocation as the allocator or the exception reported it."""
+    """A failed allocation as the allocator or the exception reported it; sizes in bytes."""
 
     requested: int
-    """Bytes."""
     free: int
-    """Bytes that the device (or the host) had free."""
     total: int
-    """Bytes of the device (or the host), or the process's limit if one is set."""
+    """The size of the device (or the host), or the process's limit if one is set."""
     message: str
     frames: list[FrameType]
     """The stack, outermost first; empty where the allocating thread has no Python frames."""
     lines: list[int]
-    """The line each frame is at."""
     device: int | None
     """The CUDA device's index; None: the host's memory."""
     stack_of: Any = "failing"
@@ -282,7 +278,6 @@ class OomReporter:
         self._outbox, self._hold = outbox, hold
         self._history, self._phase_marks = history, phase_marks
         self.ooms = 0
-        """Allocations that failed so far."""
 
     def send_report(self, failed: Failed) -> bool:
         """Send the report of a failed allocation; return whether the rank is to be held now."""
@@ -480,7 +475,6 @@ def host_room() -> tuple[int, int, str]:
 
 
 def _cuda_now(device: int | None) -> tuple[int, int]:
-    """Return allocated and reserved bytes of a device that the probe does not know yet."""
     import torch
 
     try:
@@ -491,7 +485,6 @@ def _cuda_now(device: int | None) -> tuple[int, int]:
 
 
 def _optimizer_facts(optimizer: Any, measure: str) -> tuple[str, OptimizerImplementation]:
-    """Return an optimizer's class and its implementation."""
     if optimizer is None:
         return "", ""
     name = type(optimizer).__name__
@@ -540,7 +533,6 @@ class AllocationFailures:
         self._hold = hold
         self._check_device = check_device
         self._watching = False
-        """Whether CUDA's allocator reports failures."""
 
     def await_cuda(self) -> None:
         """Make PyTorch's allocator report failures as soon as the script has CUDA running.
@@ -629,7 +621,6 @@ class AllocationFailures:
         self._report(failed)
 
     def _report(self, failed: Failed) -> None:
-        """Send the report of a failed allocation, and hold the rank if that is wanted."""
         if self._reporter.send_report(failed):
             import torch
 

@@ -36,7 +36,6 @@ class Seen(NamedTuple):
     """Facts of a module whose forward was seen."""
 
     inner: Any
-    """Weak reference to the model inside its wrappers."""
     trained: bool
     version: int
 
@@ -49,7 +48,6 @@ class Forwards:
         self._seen: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._latest: Any = nothing
-        """Weak reference to the latest argument of ``add_optimizer``."""
         self._version = 0
         self._matched = False
         """Whether a module was found whose parameters a known optimizer updates."""

@@ -28,28 +28,24 @@ def wall_offset_ns() -> int:
 
 
 class Mark(NamedTuple):
-    """The beginning of a phase, which ends the previous one."""
+    """The beginning of a phase (``ns`` of ``time.perf_counter_ns``), which ends the previous one."""
 
     phase: str
     """Empty: the previous phase continues, and only the peak in ``memory`` counts (the script reset its counters)."""
     ns: int
-    """``time.perf_counter_ns``."""
     memory: Any
     """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures.
     The same object as in an earlier mark: nothing was measured in between."""
     event: Any
     """A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event."""
     collectives: int
-    """Collective calls entered so far."""
     collective_ns: int
-    """Host time spent in collective calls so far."""
 
 
 class BatchCounts(NamedTuple):
     """Counts of one micro-batch, by the training loop."""
 
     tokens: int
-    """Tokens without padding."""
     label_tokens: int
     pairs: int
     """Pairs of query and key that attention computes within documents; 0: not known."""
@@ -76,7 +72,6 @@ class Part:
     name: str
     count: int = 0
     losses: list[list[Any]] = field(default_factory=list)
-    """``Notes.losses`` before each update."""
     accumulation: int = 0
     lr: Any = None
     grad_norm: Any = None
@@ -101,9 +96,7 @@ class Notes:
     added_ranks: float = 1.0
     """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
     fetches: dict[int, int] = field(default_factory=dict)
-    """Batches fetched for training, by dataloader iterator."""
     fetch_ns: int = 0
-    """Host time in dataloaders."""
     parts: dict[int, Part] = field(default_factory=dict)
     """With several engines or optimizers: the updates of each, by its ``id``, in the order of their first ones."""
     owner: int = 0
@@ -125,7 +118,6 @@ class Notes:
     counts: list[BatchCounts] = field(default_factory=list)
     """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
     flops: float | None = None
-    """FLOPs of the model, as reported by the loop."""
     samples: int = 0
     padded_tokens: int = 0
     tokens: list[Any] = field(default_factory=list)
@@ -221,7 +213,6 @@ class Counts:
         self.gathers = 0
         """Number of times that DeepSpeed's ``GatheredParameters`` was entered."""
         self.groups: dict[str, int] = {}
-        """Collectives entered, by process group."""
         self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
         """The last collectives: group, number within it, name, elements."""
 
@@ -247,7 +238,6 @@ class Tracker:
         self.counts = counts
         self._finish = finish
         self.step = 0
-        """The last finished step."""
         self.phase = "init"
         self.phase_ns = perf_counter_ns()
         self.progress = 1
@@ -260,16 +250,13 @@ class Tracker:
         """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
         self.cost_ns = 0
         self.cpu_ns = thread_time_ns()
-        """The training thread's CPU time at the beginning of the unfinished step."""
         self.step_collectives = counts.entered
-        """Collectives entered before the unfinished step."""
         self.watchers: tuple[Callable[[str, str], None], ...] = ()
         """Called on the training thread at every phase boundary, after its mark, with the phase that ends and the one
         that begins; at the end of a step with (its last phase, ``end``). Empty in ordinary steps: a capture of one
         step adds itself, from any thread, and removes itself again."""
         self.notes = Notes()
         self.sample: Any = None
-        """The latest raw memory sample."""
         self.marks = [self._mark("init", self.phase_ns)]
 
     def enter(self, phase: str) -> None:

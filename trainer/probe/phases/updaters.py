@@ -34,17 +34,13 @@ class Updaters:
         self._tracker = tracker
         self._met = met
         self._owner: Callable[[], Any] = nothing
-        """Weak reference to the engine or optimizer whose updates are the steps."""
         self._is_named = False
         self._others: dict[int, int] = {}
         """Updates of others since the owner's last one, by id."""
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._parameters: list[Any] = []
-        """Weak references to the parameters of an optimizer that owns the steps."""
         self._since = 0
-        """When the current training began, ``perf_counter_ns``."""
         self.updates = 0
-        """Number of finished updates."""
 
     def watch(self, updater: Any) -> None:
         """Make this engine or optimizer the owner of the steps for as long as it exists."""

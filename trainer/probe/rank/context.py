@@ -102,7 +102,6 @@ class Introduction:
         self._rank = rank
         self._backend = ""
         self.facts: dict[str, Any] = {"framework": "pytorch"}
-        """Fields of ``Hello``."""
         self.parameter_dtype = ""
         """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while unknown."""
         self.forward_dtype: str | None = None
@@ -179,7 +178,6 @@ class BatchShare(NamedTuple):
     """
 
     place: int
-    """The rank's place among those that train on the batch."""
     ranks: int
     """Their number; 0: the batch is counted elsewhere."""
 

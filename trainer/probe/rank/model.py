@@ -62,7 +62,6 @@ def own_model(module: Any) -> Any:
 
 
 def _inside(module: Any) -> Any:
-    """Return the model inside a wrapper; None if it is no wrapper."""
     kind = type(module)
     home = kind.__module__.split(".")[0]
     if kind.__name__ == "OptimizedModule":
@@ -140,7 +139,6 @@ class Optimized:
     def __init__(self) -> None:
         self._models: list[weakref.ref[Any]] = []
         self._sizes: dict[int, tuple[int, bool]] = {}
-        """Number of elements of each parameter, and whether it is trained, by the parameter's id."""
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def forget(self) -> None:
@@ -191,7 +189,6 @@ def _holding(wanted: Set[int], frame: FrameType | None) -> list[Any]:
 
 
 def _whole(wanted: Set[int], models: Sequence[Any]) -> list[Any]:
-    """Return the smallest of the models that has all the parameters, if there is one."""
     held = [(model, {key for key, _ in _by_id(model)}) for model in models]
     return [model for model, own in sorted(held, key=lambda each: len(each[1])) if wanted <= own][:1]
 

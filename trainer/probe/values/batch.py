@@ -28,14 +28,10 @@ class OnHost(NamedTuple):
     mask: Any
     labels: Any
     rows: int | None = None
-    """Samples, if the batch states their number."""
 
 
 class _Found(NamedTuple):
-    """What is read of a batch."""
-
     ids: Any = None
-    """Its input ids, or its first tensor."""
     mask: Any = None
     is_tokens: bool = False
     rows: int | None = None
@@ -210,12 +206,9 @@ def _are_ids(tensor: Any) -> bool:
 
 
 _MOST = 256
-"""Limit of batches kept per dataloader."""
 
 
 class _Queue:
-    """The batches of one dataloader iterator."""
-
     __slots__ = ("ahead", "batches")
 
     def __init__(self) -> None:
@@ -234,7 +227,6 @@ class FetchedBatches:
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
-        """Queue of the dataloader that was used last."""
         self._notes: Notes | None = None
         self._micro_steps = 0
         """Notes of the step of the latest forward, and its micro-steps before that forward."""

@@ -68,7 +68,6 @@ def _matrices(model: Any, config: Any, tensor_parallel: int) -> Iterator[tuple[i
 
 
 def _size(parameter: Any, tensor_parallel: int) -> int:
-    """Return a parameter's number of elements: of all shards, two per byte in 4-bit storage."""
     quantised = getattr(getattr(parameter, "quant_state", None), "shape", None)
     if quantised is not None:
         return int(torch.Size(quantised).numel())
