@@ -96,31 +96,27 @@ def rank(monkeypatch):
             watch.tick()
             step()
 
+    def want(reason):
+        answers = []
+        watch.want(reason, lambda *answer: answers.append(answer))
+        return answers
+
     return SimpleNamespace(
-        device=device, tracker=tracker, watch=watch, sent=sent, step=step, steps=steps, recorder=recorder, pace=pace
+        tracker=tracker, watch=watch, sent=sent, step=step, steps=steps, recorder=recorder, pace=pace, want=want
     )
 
 
-def found(rank, kind):
+def found(rank, kind=Composition):
     """Find what the hub does in the traces that were sent."""
-    made = [message for trace in rank.sent for message in messages_of(trace)]
-    return [message for message in made if isinstance(message, kind)]
-
-
-def compositions(rank):
-    return found(rank, Composition)
+    return [message for trace in rank.sent for message in messages_of(trace) if isinstance(message, kind)]
 
 
 def test_the_first_steps_are_captured_each_by_one_trace_that_serves_both_messages(rank):
     rank.steps(10)
-    assert [(one.reason, one.step) for one in compositions(rank)][:3] == [
-        ("first", 1),
-        ("first", 3),
-        ("first", 5),
-    ]
+    assert [(one.reason, one.step) for one in found(rank)][:3] == [("first", 1), ("first", 3), ("first", 5)]
     events = found(rank, AllocatorEvents)
-    assert [one.step for one in events] == [one.step for one in compositions(rank)]
-    for one in compositions(rank):
+    assert [one.step for one in events] == [one.step for one in found(rank)]
+    for one in found(rank):
         phases = {phase.name: phase.parts for phase in one.phases}
         assert phases["forward"] == {"other": 30 * MIB, "activations": 100 * MIB, "temporaries": 7 * MIB}
         assert phases["backward"] == {"other": 30 * MIB, "activations": 100 * MIB}
@@ -128,54 +124,41 @@ def test_the_first_steps_are_captured_each_by_one_trace_that_serves_both_message
         assert (one.rank, one.note) == (5, "")
         assert one.walk_us >= 0
         assert one.read_us > 0
-    assert {phase.name: phase.allocations for phase in events[-1].phases} == {
-        "forward": 51,
-        "backward": 1,
-        "optimizer": 1,
-    }
+    allocations = {phase.name: phase.allocations for phase in events[-1].phases}
+    assert allocations == {"forward": 51, "backward": 1, "optimizer": 1}
     assert rank.recorder.fitted == 2 * (51 + 1 + 1), "every allocation and free of a step"
     assert rank.tracker.watchers == () or rank.watch._capture in rank.tracker.watchers
 
 
-def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
-    monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e-9)
+@pytest.mark.parametrize(("share", "hub_seconds"), [(1e-9, 0.0), (1e9, 1.0)], ids=["the ranks' time", "the hub's"])
+def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch, share, hub_seconds):
+    monkeypatch.setattr(capture_scheduler, "TIME_SHARE", share)
+    monkeypatch.setattr(capture_scheduler, "HUB_SECONDS", hub_seconds)
     rank.steps(20)
-    assert len(compositions(rank)) == FIRST_STEPS
-    assert rank.tracker.watchers == ()
-    assert not rank.recorder.whole
-    answers = []
-    rank.watch.want("spike", lambda *answer: answers.append(answer))
+    assert len(found(rank)) == FIRST_STEPS
+    assert (rank.tracker.watchers, rank.recorder.whole) == ((), False)
+    answers = rank.want("spike")
     rank.steps(3)
     rank.watch.tick()
-    assert compositions(rank)[-1].reason == "spike"
-    assert answers == [(True, f"step {compositions(rank)[-1].step}", {})]
-    assert len(compositions(rank)) == FIRST_STEPS + 1
-
-
-def test_captures_are_rarer_where_the_hub_has_many_ranks_to_analyse(rank, monkeypatch):
-    monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e9)
-    monkeypatch.setattr(capture_scheduler, "HUB_SECONDS", 1.0)
-    rank.steps(20)
-    assert len(compositions(rank)) == FIRST_STEPS
+    assert found(rank)[-1].reason == "spike"
+    assert answers == [(True, f"step {found(rank)[-1].step}", {})]
+    assert len(found(rank)) == FIRST_STEPS + 1
 
 
 def test_another_user_of_the_recorder_gets_it_and_the_capture_comes_later(rank):
     rank.watch.tick()
     rank.step(during=lambda: setattr(rank.recorder, "owner", "arm"))
+    rank.steps(1)
     rank.watch.tick()
-    rank.step()
-    rank.watch.tick()
-    assert rank.sent == []
-    assert rank.tracker.watchers == ()
+    assert (rank.sent, rank.tracker.watchers) == ([], ())
     rank.recorder.owner = ""
     rank.steps(3)
-    assert len(compositions(rank)) == 1
+    assert len(found(rank)) == 1
 
 
 def test_a_script_that_records_for_itself_is_left_alone_and_the_asker_is_told(rank):
     rank.recorder.by_script = True
-    answers = []
-    rank.watch.want("asked", lambda *answer: answers.append(answer))
+    answers = rank.want("asked")
     assert answers == [(False, "the script records memory history itself; it is left alone", {})]
     rank.steps(3)
     assert rank.sent == []
@@ -185,18 +168,17 @@ def test_with_events_off_a_rank_is_captured_on_request_and_the_recorder_is_off_a
     rank.watch._wanted = False
     rank.steps(3)
     assert (rank.sent, rank.recorder.mode) == ([], "off")
-    rank.watch.want("asked", lambda *_: None)
+    rank.want("asked")
     rank.steps(3)
     rank.watch.tick()
-    assert [one.reason for one in compositions(rank)] == ["asked"]
+    assert [one.reason for one in found(rank)] == ["asked"]
     assert rank.recorder.mode == "off"
 
 
 def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
     monkeypatch.setattr(capture_scheduler, "PATIENCE_SECONDS", -1.0)
-    answers = []
     rank.pace.usual = 0.0
-    rank.watch.want("asked", lambda *answer: answers.append(answer))
+    answers = rank.want("asked")
     rank.watch.tick()
     time.sleep(0.01)
     rank.watch.tick()

@@ -11,15 +11,7 @@ import pytest
 import torch
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.probe.memory import snapshots
-from ftmon.trainer.probe.memory.snapshots import (
-    LONG_ENTRIES,
-    MAX_ENTRIES,
-    MIN_ENTRIES,
-    CaptureContext,
-    PhaseMarks,
-    Recording,
-    Snapshots,
-)
+from ftmon.trainer.probe.memory.snapshots import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, PhaseMarks, Recording
 from ftmon.trainer.probe.phases.tracker import Mark
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -51,24 +43,14 @@ def use(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> None:
     monkeypatch.setattr(snapshots, "_by_script", False)
 
 
-def use_older_torch(monkeypatch: pytest.MonkeyPatch, found: Calls) -> None:
-    def record(enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 0):
-        found.append(((enabled, context, stacks, max_entries), {}))
-
-    use(monkeypatch, record)
-
-
-def script_records() -> Callable[..., None]:
+def script_records(**options: Any) -> None:
     memory: Any = torch.cuda.memory
-    return memory._record_memory_history
+    memory._record_memory_history(**options)
 
 
 def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(calls: Calls) -> None:
     recording = Recording()
-    assert recording.numbers()
-    assert recording.cleared == 1
-    assert recording.stacks()
-    assert recording.numbers()
+    assert [recording.numbers(), recording.stacks(), recording.numbers()] == [True] * 3
     assert recording.cleared == 1
     assert [call[0] for call in calls] == [
         ("all", None, "all", MAX_ENTRIES),
@@ -101,16 +83,17 @@ def test_the_ring_is_as_large_as_a_step_asks_for_except_while_stacks_are_read(ca
     assert (recording.entries, recording.cleared) == (MAX_ENTRIES, cleared), "what was recorded is still to be read"
     recording.numbers()
     assert recording.entries == calls[-1][0][3] == 6_000
-    recording.fit(1)
-    recording.numbers()
-    assert recording.entries == MIN_ENTRIES
-    recording.fit(1_000_000)
-    recording.numbers()
-    assert recording.entries == MAX_ENTRIES
+    for asked, entries in ((1, MIN_ENTRIES), (1_000_000, MAX_ENTRIES)):
+        recording.fit(asked)
+        recording.numbers()
+        assert recording.entries == entries
 
 
 def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_older_torch(monkeypatch, calls)
+    def record(enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 0):
+        calls.append(((enabled, context, stacks, max_entries), {}))
+
+    use(monkeypatch, record)
     recording = Recording()
     recording.numbers()
     recording.stacks()
@@ -118,25 +101,18 @@ def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, mon
     assert recording.cleared == 2
 
 
-def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls) -> None:
+@pytest.mark.parametrize("switched", [True, False], ids=["after the probe", "before it"])
+def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls, switched: bool) -> None:
     recording = Recording()
-    recording.numbers()
-    script_records()("all", max_entries=7)
-    assert recording.by_script
-    assert recording.mode == "off"
+    if switched:
+        recording.numbers()
+    else:
+        snapshots.watch_script()
+    script_records(max_entries=7)
     before = len(calls)
-    assert not recording.stacks()
-    assert not recording.numbers()
-    assert not recording.off()
+    assert (recording.by_script, recording.mode) == (True, "off")
+    assert [recording.stacks(), recording.numbers(), recording.off()] == [False] * 3
     assert len(calls) == before
-
-
-def test_a_script_that_records_before_the_first_switch_keeps_its_recorder(calls: Calls) -> None:
-    snapshots.watch_script()
-    script_records()(max_entries=7)
-    recording = Recording()
-    assert not recording.numbers()
-    assert (recording.by_script, recording.mode, len(calls)) == (True, "off", 1)
 
 
 def test_stacks_are_recorded_for_one_reader_at_a_time() -> None:
@@ -167,7 +143,9 @@ def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken
     device = SimpleNamespace(memory=SimpleNamespace(measure="cuda", device_index=0))
     rank: Any = SimpleNamespace(rank=3, device=device, run=SimpleNamespace(snapshots=tmp_path))
     others: Any = SimpleNamespace(step=7, marks=[], usual=0.0)
-    taker = Snapshots(CaptureContext(rank, others, others, others, Recorder(), sent.append), PhaseMarks())  # type: ignore[arg-type]
+    taker = snapshots.Snapshots(
+        snapshots.CaptureContext(rank, others, others, others, Recorder(), sent.append), PhaseMarks()
+    )  # type: ignore[arg-type]
 
     def take() -> tuple[bool, str, dict[str, Any]]:
         taker.want("asked for", lambda *answer: answers.append(answer))
@@ -185,9 +163,6 @@ def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken
     ok, text, figures = take()
     assert (ok, text, figures["entries"], len(sent)) == (True, figures["path"], 2, 1)
     assert pickle.loads(Path(text).read_bytes())["segments"] == []
-
-
-# Steps and phases in memory snapshots, as annotations that the explorer and PyTorch's viewer read.
 
 
 def mark(phase: str, ns: int) -> Mark:
