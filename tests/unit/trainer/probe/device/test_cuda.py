@@ -68,9 +68,8 @@ def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_report
 ):
     rank = RankContext(1, 1, 2, RunDir(tmp_path))
     training = Training(rank, Counts())
-    outbox, trained, introduction = training.outbox, training.trained, training.introduction
-    tracker, phases, hold = training.tracker, training.phases, Hold(rank.options)
-    reporter = OomReporter(rank, tracker, trained, outbox, hold, OomHistory(), PhaseMarks())
+    outbox, tracker, phases, hold = training.outbox, training.tracker, training.phases, Hold(rank.options)
+    reporter = OomReporter(rank, tracker, training.trained, outbox, hold, OomHistory(), PhaseMarks())
     failures = AllocationFailures(rank, reporter, hold, phases.check_device)
     phases.met_cuda = failures.watch_cuda
     phases.enter("data")
@@ -80,14 +79,10 @@ def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_report
         phases.enter(phase)
     info = rank.device.info
     assert (info.kind, info.index, info.uuid, info.capacity_bytes) == ("cuda", 1, "GPU-1", 80 * GIB)
-    assert rank.device.memory.measure == introduction.hello().memory_measure == "cuda"
+    assert rank.device.memory.measure == training.introduction.hello().memory_measure == "cuda"
     assert list(outbox.items) == ["hello"]
-    assert [(mark.phase, mark.event is not None) for mark in tracker.marks] == [
-        ("data", False),
-        ("forward", True),
-        ("backward", True),
-        ("optimizer", True),
-    ]
+    timed = {mark.phase: mark.event is not None for mark in tracker.marks}
+    assert timed == {"data": False, "forward": True, "backward": True, "optimizer": True}
     assert phases.enter == tracker.enter, "nothing is asked of the device any more"
     core._cuda_resetPeakMemoryStats(1)  # the script's own reset
     assert [mark.phase for mark in tracker.marks][-1] == ""

@@ -1,3 +1,5 @@
+"""The allocator's numbers found in memory, laid out as PyTorch's allocator does it; and a CPU rank's memory."""
+
 import ctypes
 import gc
 import random
@@ -5,21 +7,17 @@ import resource
 from typing import Any
 
 import pytest
-from ftmon.trainer.probe.device import memory as allocator_stats
-from ftmon.trainer.probe.device import memory as rusage
-from ftmon.trainer.probe.device import memory as stats_source
+from ftmon.trainer.probe.device import memory as module
 from ftmon.trainer.probe.device.cuda import CudaMemory, ScriptPeaks
 from ftmon.trainer.probe.device.memory import CpuMemory
-
-# The allocator's numbers found in memory: real memory laid out as PyTorch's allocator lays it out.
-
 
 GROUPS = [
     *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes"),
     *("inactive_split_bytes", "requested_bytes"),
 ]
 DEVICES = 2
-
+PEAK = ("allocated_bytes", "all", "peak")
+MIB = 2**20
 
 Declared = list[tuple[str, str, str]]
 
@@ -82,11 +80,11 @@ class Allocator:
 @pytest.mark.parametrize("version", ["2.11", "2.13"])
 def test_the_numbers_are_found_by_their_contents_and_read_in_place(version: str) -> None:
     allocator = Allocator(version)
-    layout = allocator_stats.search(allocator.address, allocator.stats(1), 1, DEVICES)
+    layout = module.search(allocator.address, allocator.stats(1), 1, DEVICES)
     assert layout is not None
     places = [place for place in allocator.fields if not place[0].startswith("-") and place[0] != "max_split_size"]
     read, pick = layout.reader(), layout.picker(places)
-    assert list(pick(read())) == [allocator_stats.value_of(allocator.stats(1), place) for place in places]
+    assert list(pick(read())) == [module.value_of(allocator.stats(1), place) for place in places]
     allocator.set(1, 7, "reserved_bytes", "all", "peak")
     assert layout.picker([("reserved_bytes", "all", "peak"), ("num_ooms", "", "")])(read())[0] == 7
 
@@ -108,13 +106,8 @@ def test_another_layout_is_not_taken_for_a_known_one(change: str) -> None:
         stats = allocator.stats(0)
     else:
         devices = 3
-    assert allocator_stats.search(allocator.address, stats, 0, devices) is None
-
-
-def test_addresses_that_are_not_mapped_are_no_error() -> None:
-    stats = Allocator().stats(0)
-    assert allocator_stats.search(64, stats, 0, 1) is None
-    assert allocator_stats.search(2**63, stats, 0, 1) is None
+    assert module.search(allocator.address, stats, 0, devices) is None
+    assert [module.search(unmapped, Allocator().stats(0), 0, 1) for unmapped in (64, 2**63)] == [None, None]
 
 
 class Core:
@@ -129,8 +122,8 @@ class Core:
         return self.allocator.stats(device)
 
     def _cuda_resetPeakMemoryStats(self, device: int) -> None:  # noqa: N802
-        for group in GROUPS:
-            for pool in ("all", "small_pool", "large_pool"):
+        for group, pool, figure in self.allocator.fields:
+            if figure == "peak":
                 current = self.allocator.structs[device][self.allocator.place(group, pool, "current")]
                 self.allocator.set(device, current, group, pool, "peak")
 
@@ -142,11 +135,16 @@ Rig = tuple[CudaMemory, Core]
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     core = Core(Allocator(request.param))
 
-    def locate(stats: dict[str, Any], device: int, devices: int) -> allocator_stats.Layout | None:
-        return allocator_stats.search(core.allocator.address, stats, device, devices)
+    def locate(stats: dict[str, Any], device: int, devices: int) -> module.Layout | None:
+        return module.search(core.allocator.address, stats, device, devices)
 
-    monkeypatch.setattr(allocator_stats, "locate", locate)
+    monkeypatch.setattr(module, "locate", locate)
     return CudaMemory(core, 0, DEVICES, lambda _: None), core
+
+
+def script_peak(core: Core, device: int = 0, group: str = "allocated_bytes") -> int:
+    figures = core._cuda_memoryStats(device)[group]
+    return figures.get("all", figures)["peak"]
 
 
 def settle(memory: CudaMemory, core: Core) -> None:
@@ -170,12 +168,11 @@ def check(memory: CudaMemory, core: Core) -> None:
 
 def test_both_kinds_of_sample_read_alike_and_the_script_sees_its_own_peak(rig: Rig) -> None:
     memory, core = rig
-    peak = ("allocated_bytes", "all", "peak")
-    core.allocator.set(0, 2**50, *peak)
+    core.allocator.set(0, 2**50, *PEAK)
     by_dictionary = memory.read(memory.sample())
     assert by_dictionary.allocated_peak == 2**50
     settle(memory, core)
-    core.allocator.set(0, 2**49, *peak)
+    core.allocator.set(0, 2**49, *PEAK)
     sample = memory.sample()
     assert isinstance(sample, bytes)
     assert memory.read(sample) == by_dictionary._replace(
@@ -184,17 +181,17 @@ def test_both_kinds_of_sample_read_alike_and_the_script_sees_its_own_peak(rig: R
         active_peak=by_dictionary.active,
         requested_peak=by_dictionary.requested,
     )
-    assert core._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"] == 2**50
+    assert script_peak(core) == 2**50
     core._cuda_resetPeakMemoryStats(0)
-    core.allocator.set(0, 2**45, *peak)
+    core.allocator.set(0, 2**45, *PEAK)
     memory.sample()
-    assert core._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"] == 2**45
+    assert script_peak(core) == 2**45
 
 
 def test_numbers_that_stop_being_what_pytorch_returns_are_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, core = rig
     settle(memory, core)
-    monkeypatch.setattr(stats_source, "CHECK_SECONDS", -1.0)
+    monkeypatch.setattr(module, "CHECK_SECONDS", -1.0)
     check(memory, core)
     assert isinstance(memory.sample(), bytes)
     real = core.allocator.structs[0]
@@ -205,14 +202,11 @@ def test_numbers_that_stop_being_what_pytorch_returns_are_given_up(rig: Rig, mon
 
 def test_numbers_that_are_not_found_leave_the_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    monkeypatch.setattr(allocator_stats, "locate", lambda *_: tries.append(1))
+    monkeypatch.setattr(module, "locate", lambda *_: tries.append(1))
     memory = CudaMemory(Core(Allocator()), 0, DEVICES, lambda _: None)
     for _ in range(500):
         assert isinstance(memory.sample(), dict)
-    assert len(tries) == stats_source.ATTEMPTS
-
-
-MIB = 2**20
+    assert len(tries) == module.ATTEMPTS
 
 
 @pytest.fixture
@@ -247,79 +241,38 @@ def test_allocated_and_reserved_follow_malloc(memory):
 
 
 def test_a_peak_that_was_read_never_falls(monkeypatch):
-    monkeypatch.setattr(rusage, "highest_kib", 0)
+    monkeypatch.setattr(module, "highest_kib", 0)
     marks = iter([900, 850, 1000])
-    fields = list(rusage.real_getrusage(resource.RUSAGE_SELF))
-    monkeypatch.setattr(
-        rusage, "real_getrusage", lambda _: resource.struct_rusage([*fields[:2], next(marks), *fields[3:]])
-    )
-    assert [rusage.getrusage(resource.RUSAGE_SELF).ru_maxrss for _ in range(3)] == [900, 900, 1000]
-
-
-def test_getrusage_keeps_its_errors():
+    fields = list(module.real_getrusage(resource.RUSAGE_SELF))
+    usage = lambda _: resource.struct_rusage([*fields[:2], next(marks), *fields[3:]])  # noqa: E731
+    monkeypatch.setattr(module, "real_getrusage", usage)
+    assert [module.getrusage(resource.RUSAGE_SELF).ru_maxrss for _ in range(3)] == [900, 900, 1000]
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="invalid who"):
-        resource.getrusage(12345)
+        module.getrusage(12345)
 
 
-class ProbeMemoryCore:
-    """The allocator's counters as PyTorch keeps them, driven by the test."""
-
-    def __init__(self):
-        self.current = self.peak = 0
-
-    def use(self, current, peak=0):
-        self.current = current
-        self.peak = max(self.peak, current, peak)
-
-    def _cuda_memoryStats(self, device):  # noqa: N802
-        def figures():
-            return {"current": self.current, "peak": self.peak, "allocated": 0, "freed": 0}
-
-        group = {pool: figures() for pool in ("all", "small_pool", "large_pool")}
-        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation")
-        copies = {name: {pool: dict(group[pool]) for pool in group} for name in names}
-        return {**copies, "oversize_segments": figures(), "num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
-
-    def _cuda_resetPeakMemoryStats(self, device):  # noqa: N802
-        self.peak = self.current
-
-
-@pytest.fixture
-def cuda():
-    core = ProbeMemoryCore()
-    resets = []
-    memory = CudaMemory(core, 0, 1, resets.append)
-    memory.core, memory.resets = core, resets
-    return memory
-
-
-def script_peak(cuda, device=0):
-    return cuda.core._cuda_memoryStats(device)["allocated_bytes"]["all"]["peak"]
-
-
-def test_the_script_sees_its_own_peak_through_the_probe_s_resets(cuda):
-    cuda.core.use(10, peak=500)
-    cuda.sample()
-    cuda.core.use(20, peak=90)
-    cuda.sample()
-    assert script_peak(cuda) == 500
-    assert cuda.core._cuda_memoryStats(0)["oversize_segments"]["peak"] == 500
-
-
-def test_the_script_s_own_reset_begins_anew_and_the_phase_keeps_what_was(cuda):
-    cuda.core.use(10, peak=500)
-    cuda.core._cuda_resetPeakMemoryStats(0)
-    assert script_peak(cuda) == 10
-    cuda.core.use(30, peak=60)
-    cuda.sample()
-    assert script_peak(cuda) == 60
-    assert [cuda.read(stats).allocated_peak for stats in cuda.resets] == [500]
-
-
-def test_other_devices_are_left_alone(cuda):
-    cuda.core.use(10, peak=500)
-    cuda.sample()
-    assert script_peak(cuda, device=1) == 10
+def test_a_dictionary_too_shows_the_script_its_own_peak_and_the_phase_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "locate", lambda *_: None)
+    core, resets = Core(Allocator()), list[Any]()
+    memory = CudaMemory(core, 0, DEVICES, resets.append)
+    oversize = ("oversize_segments", "", "peak")
+    for device in (0, 1):
+        core.allocator.set(device, 2**50, *PEAK)
+    core.allocator.set(0, 2**48, *oversize)
+    memory.sample()
+    core.allocator.set(0, 2**49, *PEAK)
+    memory.sample()
+    assert (script_peak(core), script_peak(core, group="oversize_segments")) == (2**50, 2**48)
+    core.allocator.set(0, 2**47, *PEAK)
+    core._cuda_resetPeakMemoryStats(0)  # the script's own
+    assert [memory.read(stats).allocated_peak for stats in resets] == [2**47]
+    assert script_peak(core) < 2**40
+    core.allocator.set(0, 2**41, *PEAK)
+    memory.sample()
+    assert script_peak(core) == 2**41
+    core.allocator.set(1, 7, *PEAK)
+    assert script_peak(core, device=1) == 7, "other devices are left alone"
 
 
 def test_many_samples_keep_the_highest():

@@ -1,4 +1,4 @@
-"""Batches around an evaluation in loops that fetch before they change the model's mode, as their hooks see them."""
+"""Batches of accelerate's loaders, and around an evaluation in loops that fetch before they change the model's mode."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +8,6 @@ import torch
 from ftmon.trainer.probe.guard import replace
 from ftmon.trainer.probe.hooks import frameworks
 from ftmon.trainer.probe.hooks.frameworks import install_modeling
-
-# What is known of a batch when accelerate's loader returns it, after it has fetched the next one.
-
 
 data_loader = pytest.importorskip("accelerate.data_loader")
 
@@ -63,16 +60,17 @@ class Loop:
     """A plain loop, whose forwards no hook sees."""
 
     def __init__(self, training):
-        self.training = training
-        self.loading, self.steps = self.training.loading, self.training.micro_steps
+        self.training, self.loading, self.steps = training, training.loading, training.micro_steps
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.training.updates.found_optimizer(self.optimizer)
         self.train, self.held_out = object(), object()
 
-    def fetch(self, batches, rows=4):
-        self.loading.fetching(batches)
-        self.loading.fetched(torch.ones(rows, 2))
+    def fetch(self, batches, rows=4, count=1):
+        for _ in range(count):
+            self.loading.fetching(batches)
+            self.loading.fetched(torch.ones(rows, 2))
+        return batches
 
     def update(self):
         """Train on the batch fetched last; return the step's samples and phases, those of the updating left out."""
@@ -93,10 +91,9 @@ class Loop:
 
     def resume(self):
         """Fetch the next epoch's first batch, and change the mode then."""
-        self.batches = Batches(self.train)
-        self.fetch(self.batches)
+        batches = self.fetch(Batches(self.train))
         self.loading.evaluated(trains=True)
-        return self.update()
+        return batches and self.update()
 
 
 @pytest.fixture
@@ -118,10 +115,7 @@ def test_the_first_batch_of_a_validation_is_no_step_s_where_the_mode_changes_aft
 @pytest.mark.parametrize("data", ["held_out", "train"])
 def test_a_batch_fetched_before_the_mode_changes_back_is_the_training_s_whatever_was_evaluated(loop, data):
     loop.loading.evaluating(loop.model)
-    batches = Batches(getattr(loop, data))
-    for _ in range(3):
-        loop.fetch(batches, rows=9)
-    loop.loading.exhausted(batches)
+    loop.loading.exhausted(loop.fetch(Batches(getattr(loop, data)), rows=9, count=3))
     assert loop.resume() == (4, ["eval", "data", "forward"])
 
 
@@ -129,17 +123,15 @@ def test_a_batch_of_the_training_data_that_is_only_evaluated_is_in_no_step(loop)
     loop.loading.evaluating(loop.model)
     loop.fetch(Batches(loop.train), rows=9)
     loop.loading.evaluated(trains=True)
-    batches = Batches(loop.train)
-    loop.fetch(batches)
+    batches = loop.fetch(Batches(loop.train))
+    assert batches
     assert loop.update() == (4, ["eval", "data", "forward"])
 
 
 def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
     loop.fetch(Batches(loop.train))
     loop.loading.evaluating(loop.model)
-    batches = Batches(loop.held_out)
-    for _ in range(3):
-        loop.fetch(batches, rows=9)
+    loop.fetch(Batches(loop.held_out), rows=9, count=3)
     loop.loading.evaluated(trains=True)
     assert loop.update() == (4, ["data", "forward", "eval", "forward"])
 

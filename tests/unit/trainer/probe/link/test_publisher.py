@@ -32,10 +32,7 @@ class Sent:
         self.publisher._telemetry.connect("inproc://telemetry")
 
     def messages(self) -> list[Any]:
-        found: list[Any] = []
-        while self.received.poll(0):
-            found.append(wire.decode_body(self.received.recv_multipart()[1]))
-        return found
+        return [wire.decode_body(self.received.recv_multipart()[1]) for _ in iter(lambda: self.received.poll(0), 0)]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Waits of the standard library with a time limit, as a data set's between two attempts."""
+"""What a rank gives as evidence of a stall: its collectives, the loops of its script, waits that end by themselves."""
 
-import importlib.util
+import json
 import os
 import queue
 import sys
@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from eventually import eventually
@@ -17,22 +18,23 @@ from ftmon.trainer.probe.link import stacks
 from ftmon.trainer.probe.link.stacks import seconds_until_awake, waits_for_a_time
 from ftmon.trainer.probe.phases.tracker import Counts
 
-# What a rank gives as evidence of a stall: its collectives, and its stacks although native code holds the lock.
+
+def entry(number: int, name: str, sizes: list[list[int]], group: str = "0", **more: Any) -> dict[str, Any]:
+    call = {"collective_seq_id": number, "profiling_name": name, "input_sizes": sizes, "process_group": [group, "x"]}
+    return {**call, "is_p2p": False, "retired": False, "state": "scheduled", **more}
 
 
-RECORDED = """
-{"entries": [
- {"collective_seq_id": 1, "input_sizes": [[4, 5]], "is_p2p": false, "process_group": ["0", "default_pg"],
-  "profiling_name": "nccl:_all_gather_base", "retired": false, "state": "completed"},
- {"collective_seq_id": 2, "input_sizes": [[3]], "is_p2p": false, "process_group": ["0", "default_pg"],
-  "profiling_name": "gloo:all_reduce", "retired": true, "state": "scheduled"},
- {"collective_seq_id": 3, "input_sizes": [], "is_p2p": false, "process_group": ["7", "x"],
-  "profiling_name": "gloo:barrier", "retired": false, "state": "scheduled"},
- {"collective_seq_id": 3, "input_sizes": [[1]], "is_p2p": false, "process_group": ["7", "x"],
-  "profiling_name": "gloo:barrier", "retired": false, "state": "scheduled"},
- {"collective_seq_id": 0, "p2p_seq_id": 1, "is_p2p": true, "process_group": ["0", ""], "profiling_name": "nccl:send"}
-]}
-"""
+RECORDED = json.dumps(
+    {
+        "entries": [
+            entry(1, "nccl:_all_gather_base", [[4, 5]], state="completed"),
+            entry(2, "gloo:all_reduce", [[3]], retired=True),
+            entry(3, "gloo:barrier", [], "7"),
+            entry(3, "gloo:barrier", [[1]], "7"),
+            {"collective_seq_id": 0, "p2p_seq_id": 1, "is_p2p": True, "profiling_name": "nccl:send"},
+        ]
+    }
+)
 
 
 def test_the_flight_recorders_collectives_are_read_with_group_number_size_and_whether_they_are_done():
@@ -44,23 +46,16 @@ def test_the_flight_recorders_collectives_are_read_with_group_number_size_and_wh
 
 
 def test_the_newest_collectives_of_each_group_are_told():
-    entry = '{"collective_seq_id": %d, "input_sizes": [[1]], "process_group": ["%s"], "profiling_name": "gloo:x"}'
-    entries = [entry % (number, group) for number in range(1, 200) for group in ("a", "b")]
-    found = stacks.parse('{"entries": [' + ",".join(entries) + "]}")
+    entries = [entry(number, "gloo:x", [[1]], group) for number in range(1, 200) for group in ("a", "b")]
+    found = stacks.parse(json.dumps({"entries": entries}))
     assert len(found) == 2 * stacks.KEPT
     assert found[0][1] == 200 - stacks.KEPT
     assert found[-1][:2] == ["b", 199]
 
 
-def test_without_a_recorder_the_counted_calls_serve(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stacks, "_DUMPS", ())
-    counts = Counts()
-    counts.recent.append(("0", 5, "all_reduce", 12))
-    found = stacks.calls(counts)
-    assert (found["source"], found["recent"]) == ("calls", [["0", 5, "all_reduce", 12, None]])
-
-
-def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_thread(monkeypatch: pytest.MonkeyPatch):
+def test_a_recorder_that_is_missing_or_does_not_answer_is_replaced_by_counted_calls_and_holds_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+):
     asked, answers = [], threading.Event()
 
     def dump():
@@ -73,6 +68,10 @@ def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_th
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
     counts = Counts()
     counts.recent.append(("0", 5, "all_reduce", 12))
+    with monkeypatch.context() as without_recorder:
+        without_recorder.setattr(stacks, "_DUMPS", ())
+        found = stacks.calls(counts)
+    assert (found["source"], found["recent"]) == ("calls", [["0", 5, "all_reduce", 12, None]])
     began = time.monotonic()
     assert stacks.calls(counts)["source"] == "calls"
     assert time.monotonic() - began >= stacks.READ_SECONDS
@@ -86,9 +85,6 @@ def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_th
     assert stacks.calls(counts)["source"] == "recorder"
 
 
-# Which loops of the script a thread is in.
-
-
 SCRIPT = """
 def main(inside, behind):
     for epoch in range(1):
@@ -98,41 +94,26 @@ def main(inside, behind):
 """
 
 
-def script(folder: Path) -> ModuleType:
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    spec = importlib.util.spec_from_file_location("train", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_code(path: Path, code: str = "look()") -> list[dict[str, list[tuple[int, int]]]]:
+    """Run code as that of a file; return the loops found on the stack at each ``look()``."""
+    found: list[dict[str, list[tuple[int, int]]]] = []
+    look = {"look": lambda: found.append(stacks.around(threading.get_ident()))}
+    exec(compile(code, str(path), "exec"), look)
+    return found
 
 
 def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path: Path) -> None:
-    found: list[dict[str, list[tuple[int, int]]]] = []
-    look = lambda: found.append(stacks.around(threading.get_ident()))  # noqa: E731
-    script(tmp_path).main(look, look)
-    inside, behind = found
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    inside, behind = run_code(path, SCRIPT + "main(look, look)")
     assert inside[f"{tmp_path}/train.py:5"] == [(4, 5), (3, 5)]
     assert behind[f"{tmp_path}/train.py:6"] == []
 
 
-def run_code(path: Path) -> dict[str, list[tuple[int, int]]]:
-    """Run a line of a file that does not hold it; return what is found on the stack."""
-    found: list[dict[str, list[tuple[int, int]]]] = []
-    code = compile("look()", str(path), "exec")
-    exec(code, {"look": lambda: found.append(stacks.around(threading.get_ident()))})
-    return found[0]
-
-
-def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    assert f"{tmp_path}/gone.py:1" not in run_code(tmp_path / "gone.py")
-
-
-def test_a_file_whose_disk_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_or_whose_disk_does_not_answer_is_left_out(tmp_path: Path) -> None:
+    assert f"{tmp_path}/gone.py:1" not in run_code(tmp_path / "gone.py")[0]
     os.mkfifo(tmp_path / "slow.py")
-    assert f"{tmp_path}/slow.py:1" not in run_code(tmp_path / "slow.py")
+    assert f"{tmp_path}/slow.py:1" not in run_code(tmp_path / "slow.py")[0]
     (tmp_path / "slow.py").open("w").close()  # its reader ends
 
 
