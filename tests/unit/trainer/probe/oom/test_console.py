@@ -65,9 +65,9 @@ def held() -> Any:
 def test_a_held_thread_waits_until_it_is_released_and_goes_on_with_what_it_had() -> None:
     one = Held(HOLDS)
     assert one.hold.since > 0
+    one.hold.wait([], 1, CPU)  # a second failure meanwhile is not held
     assert one.end() == ((256, 1024), 3)
-    assert one.hold.since == 0.0
-    assert one.hold.release() is False
+    assert (one.hold.since, one.hold.release()) == (0.0, False)
 
 
 @pytest.mark.parametrize("options", [{"on_oom": "hold", "hold_timeout": 0.05}, {}])
@@ -77,20 +77,13 @@ def test_it_lets_go_by_itself_after_its_time_and_waits_for_nothing_without_the_o
     assert one.result == ((256, 1024), 3)
 
 
-def test_a_second_failure_meanwhile_is_not_held(held: Held) -> None:
-    held.hold.wait([], 1, CPU)  # returns at once
-
-
-def test_code_sees_the_failing_frame_and_assigns_in_it(held: Held) -> None:
+def test_code_runs_in_the_held_thread_sees_the_failing_frame_and_assigns_in_it(held: Held) -> None:
+    held.run("import threading")
+    assert held.run("threading.get_ident()")["output"].strip() == str(held.thread.ident)
     assert held.run("tuple(batch.shape), count")["output"] == "((256, 1024), 3)\n"
     assert held.run("count = count + 4")["output"] == ""
     assert held.run("[count for _ in range(2)]")["output"] == "[7, 7]\n"
     assert held.end() == ((256, 1024), 7)
-
-
-def test_code_runs_in_the_held_thread_itself(held: Held) -> None:
-    held.run("import threading")
-    assert held.run("threading.get_ident()")["output"].strip() == str(held.thread.ident)
 
 
 def test_up_and_down_move_along_the_stack(held: Held) -> None:
@@ -100,15 +93,13 @@ def test_up_and_down_move_along_the_stack(held: Held) -> None:
     assert held.run("down()")["place"].endswith("_allocate")
 
 
-def test_freeing_a_name_gives_it_up_in_the_frame_itself(held: Held) -> None:
-    assert "None now" in held.run("free('batch')")["output"]
+def test_freeing_a_name_gives_it_up_in_the_frame_itself_and_in_the_callers(held: Held) -> None:
+    held.run("import weakref; seen = weakref.ref(batch)")
+    output = held.run("free('batch'); seen() is None")["output"]
+    assert "None now" in output
+    assert output.endswith("True\n")
     assert held.run("free('nothing')")["error"].startswith("NameError: this frame has no name 'nothing'")
     assert held.end() == 3
-
-
-def test_freeing_gives_up_the_object_in_the_callers_too(held: Held) -> None:
-    held.run("import weakref; seen = weakref.ref(batch)")
-    assert held.run("free('batch'); seen() is None")["output"].endswith("True\n")
 
 
 def test_own_code_is_found_below_the_libraries() -> None:
@@ -132,17 +123,18 @@ def test_tensors_are_listed_by_size_with_their_names(held: Held) -> None:
     code = "print(*[line for line in str(tensors(10**9)).splitlines() if 'batch (_allocate)' in line])"
     line = held.run(code)["output"]
     assert traced.shape == (512, 1024)
-    assert "1.0 MiB" in line
-    assert "(256, 1024)" in line
-    assert "batch (_train)" in line
+    assert all(part in line for part in ("1.0 MiB", "(256, 1024)", "batch (_train)"))
 
 
-def test_retrying_says_whether_it_fits_now(held: Held) -> None:
+def test_retrying_says_whether_it_fits_now_and_output_is_bounded(held: Held) -> None:
     assert "fit now" in held.run("retry()")["output"]
-    frames = frames_to(sys._getframe())
-    output, failed = Console(frames, 1 << 60, CPU).run("retry()")
+    console = Console(frames_to(sys._getframe()), 1 << 60, CPU)
+    output, failed = console.run("retry()")
     assert "still does not fit" in output
     assert failed == ""
+    output, _ = console.run("print('x' * 1_000_000)")
+    assert OUTPUT_LIMIT <= len(output) < OUTPUT_LIMIT + 100
+    assert output.endswith("(cut)")
 
 
 def test_errors_are_text_and_end_nothing(held: Held) -> None:
@@ -152,12 +144,6 @@ def test_errors_are_text_and_end_nothing(held: Held) -> None:
     assert held.run("1 +")["error"].startswith("SyntaxError")
     assert held.run("raise SystemExit")["error"].startswith("SystemExit")
     assert held.run("'alive'")["output"] == "'alive'\n"
-
-
-def test_output_is_bounded() -> None:
-    output, _ = Console(frames_to(sys._getframe()), 1, CPU).run("print('x' * 1_000_000)")
-    assert OUTPUT_LIMIT <= len(output) < OUTPUT_LIMIT + 100
-    assert output.endswith("(cut)")
 
 
 def test_code_that_does_not_end_is_interrupted_by_a_release() -> None:
@@ -195,12 +181,9 @@ def test_frames_of_an_exception_have_the_line_that_failed_not_where_they_stand()
         finally:
             pass
 
-    frames: list[FrameType] = []
-    lines: list[int] = []
-    try:
+    with pytest.raises(MemoryError) as raised:
         inner()
-    except MemoryError as error:
-        frames, lines = frames_of(error.__traceback__)
+    frames, lines = frames_of(raised.value.__traceback__)
     assert frames[-1].f_code is inner.__code__
     assert lines[-1] == inner.__code__.co_firstlineno + 2
     assert sys._getframe() in frames

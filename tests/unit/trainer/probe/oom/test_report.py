@@ -27,7 +27,7 @@ def allocated(found: dict[str, Any]) -> int:
     return sum(segment["allocated_size"] for segment in found["segments"])
 
 
-def test_free_memory_is_that_of_the_segments_and_its_largest_piece_serves_the_request(found: dict[str, Any]) -> None:
+def test_a_snapshot_s_segments_give_the_free_memory_for_a_request_and_who_held_most(found: dict[str, Any]) -> None:
     segments = found["segments"]
     free = pieces(segments, 5 * GIB, segments[0]["stream"])
     assert free.free == sum(segment["total_size"] - segment["active_size"] for segment in segments)
@@ -35,9 +35,14 @@ def test_free_memory_is_that_of_the_segments_and_its_largest_piece_serves_the_re
     assert free.largest <= free.usable <= free.free
     assert pieces(segments, 5 * GIB, 12345).usable == 0  # what another stream has free serves nobody else
     assert sum(use.size_bytes for use in uses(segments)) == sum(segment["total_size"] for segment in segments)
+    groups = holders(segments)
+    assert groups[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")
+    assert groups == sorted(groups, key=lambda group: -group.bytes)
 
 
-def test_parts_add_up_to_what_is_allocated_and_known_storages_go_first(found: dict[str, Any]) -> None:
+def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_failing_phase(
+    found: dict[str, Any],
+) -> None:
     segments, trace = found["segments"], found["device_traces"][0]
     biggest = max(
         (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"),
@@ -50,34 +55,21 @@ def test_parts_add_up_to_what_is_allocated_and_known_storages_go_first(found: di
     assert sums["parameters"] == biggest["size"]
     assert sums["activations"] > 0
     assert note == ""
-
-
-def test_without_a_trace_the_failing_phase_says_what_the_rest_is_and_that_it_does(found: dict[str, Any]) -> None:
-    segments = found["segments"]
     for phase, part in (("backward", "activations"), ("optimizer", "temporaries"), ("checkpoint", "other")):
         sums, note = parts_of_blocks(segments, [], {}, [], 0, phase)
         assert sums == {part: allocated(found)}
         assert "not recorded" in note
 
 
-def test_who_held_most_is_named_by_stack(found: dict[str, Any]) -> None:
-    groups = holders(found["segments"])
-    assert groups[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")
-    assert groups == sorted(groups, key=lambda group: -group.bytes)
-
-
-def test_the_snapshot_is_written_for_its_owner_alone_and_opens_again(found: dict[str, Any], tmp_path: Path) -> None:
+def test_the_snapshot_is_written_for_its_owner_alone_with_its_newest_entries_or_the_problem_is_said(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, size, note = snapshots.write_snapshot(tmp_path / "own.pickle", dict(found))
     assert path is not None
     assert path == tmp_path / "own.pickle"
     assert (size, note) == (path.stat().st_size, "")
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert pickle.loads(path.read_bytes())["segments"] == found["segments"]
-
-
-def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
-    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     whole = len(pickle.dumps(found, protocol=4))
     monkeypatch.setattr(snapshots, "MOST_BYTES", whole * 3 // 4)
     path, size, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
@@ -86,11 +78,7 @@ def test_a_snapshot_that_is_too_large_keeps_its_newest_entries(
     assert note.startswith("only its last ")
     kept = pickle.loads(path.read_bytes())["device_traces"][0]
     assert kept == found["device_traces"][0][-len(kept) :]
-
-
-def test_a_disk_without_room_is_said_and_nothing_is_raised(
-    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(snapshots, "SPARE_BYTES", 1 << 62)
     path, _, note = snapshots.write_snapshot(tmp_path / "a.pickle", dict(found))
     assert path is None

@@ -29,17 +29,24 @@ def loop(training):
         reference = Wrapper(copy.deepcopy(policy.module)).eval()
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
 
-        def fetch(self, loader):
-            self.loading.fetching(loader)
+        def fetch(self, loader=None):
+            self.loading.fetching(loader or Loader())
             self.loading.fetched(None)
 
-        def forward(self, module, grad=True):
+        def forward(self, module=policy, grad=True):
             with torch.set_grad_enabled(grad):
                 self.steps.forwarding(module, (), {})
+            return training.tracker.phase
 
         def backward(self):
             self.steps.going_backward(())
             self.steps.went_backward()
+
+        def train(self):
+            """Finish a step whose batch was fetched; return its phases."""
+            self.forward()
+            self.backward()
+            return self.update()
 
         def update(self):
             marks = training.tracker.marks
@@ -68,10 +75,8 @@ def test_an_update_right_after_its_backward_has_no_idle_before_it_unless_phases_
     seen = []
     if watched:
         loop.training.tracker.watchers = (lambda ended, begun: seen.append((ended, begun)),)
-    loop.fetch(Loader())
-    loop.forward(loop.policy)
-    loop.backward()
-    assert loop.update() == (STEP if watched else ["data", "forward", "backward", "optimizer"])
+    loop.fetch()
+    assert loop.train() == (STEP if watched else ["data", "forward", "backward", "optimizer"])
     assert not watched or ("idle", "optimizer") in seen
 
 
@@ -79,9 +84,7 @@ def test_a_reference_before_or_after_the_policy_is_part_of_the_forward(loop):
     train = Loader()
     for order in ((loop.reference, loop.policy), (loop.policy, loop.reference)):
         loop.fetch(train)
-        for module in order:
-            loop.forward(module, grad=module is loop.policy)
-        assert loop.training.tracker.phase == "forward"
+        assert [loop.forward(module, grad=module is loop.policy) for module in order][-1] == "forward"
         loop.backward()
         assert loop.update() == STEP if order[0] is loop.reference else ["idle", *STEP]
         loop.training.tracker.marks[0] = loop.training.tracker.marks[0]._replace(phase="init")
@@ -90,50 +93,40 @@ def test_a_reference_before_or_after_the_policy_is_part_of_the_forward(loop):
 def test_the_wrapped_module_s_flag_decides_not_the_wrapper_s(loop):
     loop.policy.eval()
     loop.policy.module.train()
-    loop.fetch(Loader())
-    loop.forward(loop.policy)
-    loop.backward()
-    assert loop.update() == STEP
+    loop.fetch()
+    assert loop.train() == STEP
 
 
 def test_an_evaluation_with_its_reference_is_an_evaluation(loop):
-    train, held_out = Loader(), Loader()
+    held_out = Loader()
     loop.policy.eval()
     for _ in range(3):
         loop.fetch(held_out)
         loop.forward(loop.reference, grad=False)
-        loop.forward(loop.policy, grad=False)
-        assert loop.training.tracker.phase == "eval"
+        assert loop.forward(grad=False) == "eval"
     loop.loading.fetching(held_out)
     loop.policy.train()
-    loop.fetch(train)
-    loop.forward(loop.policy)
-    loop.backward()
-    assert loop.update() == ["eval", *STEP]
+    loop.fetch()
+    assert loop.train() == ["eval", *STEP]
 
 
 def test_a_policy_that_is_its_own_reference_trains(loop):
-    loop.fetch(Loader())
-    loop.forward(loop.policy, grad=False)  # in training mode: adapters off
-    assert loop.training.tracker.phase == "forward"
+    loop.fetch()
+    assert loop.forward(grad=False) == "forward"  # in training mode: adapters off
     loop.policy.eval()
-    loop.forward(loop.policy, grad=False)  # old log-probabilities without dropout
+    loop.forward(grad=False)  # old log-probabilities without dropout
     loop.policy.train()
-    loop.forward(loop.policy)
-    loop.backward()
-    assert loop.update() == STEP
+    assert loop.train() == STEP
 
 
 def test_an_evaluation_that_leaves_the_model_in_training_mode_is_found_out_with_its_second_batch(loop):
-    held_out, train = Loader(), Loader()
+    held_out = Loader()
     for _ in range(3):
         loop.fetch(held_out)
-        loop.forward(loop.policy, grad=False)
+        loop.forward(grad=False)
     loop.loading.fetching(held_out)
-    loop.fetch(train)
-    loop.forward(loop.policy)
-    loop.backward()
-    assert loop.update() == ["eval", *STEP]
+    loop.fetch()
+    assert loop.train() == ["eval", *STEP]
 
 
 def test_training_in_evaluation_mode_is_training_once_a_backward_came(loop):
@@ -141,9 +134,7 @@ def test_training_in_evaluation_mode_is_training_once_a_backward_came(loop):
     loop.policy.eval()  # frozen batch norms
     for _ in range(2):
         loop.fetch(train)
-        loop.forward(loop.policy)
-        loop.backward()
-        names = loop.update()
+        names = loop.train()
         assert names[-5:] == STEP
         assert "eval" not in names
 
@@ -169,7 +160,7 @@ def test_torch_compile_does_not_trace_the_hooks(compiling):
 
 def test_a_fetch_inside_a_data_phase_of_the_script_s_own_takes_no_longer_than_its_step(loop):
     before = loop.training.phases.open("data")
-    loop.fetch(Loader())
+    loop.fetch()
     loop.training.phases.close(before)
     notes, marks = loop.training.tracker.notes, loop.training.tracker.marks
     loop.update()

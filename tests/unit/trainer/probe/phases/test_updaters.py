@@ -27,9 +27,9 @@ class CountingMemory:
 class Engine(torch.nn.Module):
     """As DeepSpeed's, it has the model inside."""
 
-    def __init__(self, model):
+    def __init__(self, kind=torch.nn.Linear, *sizes):
         super().__init__()
-        self.module = model
+        self.module = kind(1, 1, *sizes)
 
 
 class Loop:
@@ -54,6 +54,11 @@ class Loop:
         self.tracker.notes.lr = getattr(by, "defaults", {}).get("lr")
         self.updaters.end(by, number)
 
+    def updates(self, count, *by, loss=None):
+        for _ in range(count):
+            for each in by:
+                self.update(each, loss)
+
     def messages(self):
         return [step_message(raw, 0, self.memory.read, 0) for raw in self.steps]
 
@@ -76,14 +81,9 @@ def test_a_step_is_an_update_of_the_first_optimizer_and_has_the_losses_of_both(l
     for turn in range(3):
         loop.update(critic, 1.0 + turn)
         loop.update(actor, 10.0 + turn)
-    assert loop.losses() == [
-        (1.0, {}),
-        (2.0, {"Adam": 10.0, "SGD": 2.0}),
-        (3.0, {"Adam": 11.0, "SGD": 3.0}),
-    ]
+    assert loop.losses() == [(1.0, {}), (2.0, {"Adam": 10.0, "SGD": 2.0}), (3.0, {"Adam": 11.0, "SGD": 3.0})]
     last = loop.messages()[-1]
-    assert (last.step, last.lr, last.micro_steps) == (3, 0.2, 2)
-    assert last.phase("optimizer").count == 2
+    assert (last.step, last.lr, last.micro_steps, last.phase("optimizer").count) == (3, 0.2, 2, 2)
 
 
 def test_a_backward_and_a_clipping_for_several_updates_are_the_step_s(loop):
@@ -100,8 +100,7 @@ def test_a_backward_and_a_clipping_for_several_updates_are_the_step_s(loop):
 def test_the_optimizer_that_the_script_names_owns_the_steps_for_as_long_as_it_exists(loop):
     named, other = optimizer(), optimizer()
     loop.updaters.watch(named)
-    for _ in range(OTHERS + 1):
-        loop.update(other)
+    loop.updates(OTHERS + 1, other)
     assert not loop.steps
     loop.update(named)
     assert len(loop.steps) == 1
@@ -112,7 +111,7 @@ def test_the_optimizer_that_the_script_names_owns_the_steps_for_as_long_as_it_ex
 
 
 def test_an_engine_owns_the_steps_also_where_an_optimizer_has_stepped_before_it(loop):
-    bare, engine, second = optimizer(), Engine(torch.nn.Linear(1, 1)), Engine(torch.nn.Bilinear(1, 1, 1))
+    bare, engine, second = optimizer(), Engine(), Engine(torch.nn.Bilinear, 1)
     loop.update(bare)
     for number in (7, 8):
         loop.update(engine, 2.0, number)
@@ -125,7 +124,7 @@ def test_an_engine_owns_the_steps_also_where_an_optimizer_has_stepped_before_it(
 
 @pytest.mark.parametrize("named", [False, True])
 def test_an_engine_that_is_made_later_owns_the_steps_unless_one_is_named(loop, named):
-    first, later = Engine(torch.nn.Linear(1, 1)), Engine(torch.nn.Linear(1, 1))
+    first, later = Engine(), Engine()
     loop.update(first)
     if named:
         loop.updaters.watch(first)
@@ -137,8 +136,7 @@ def test_an_engine_that_is_made_later_owns_the_steps_unless_one_is_named(loop, n
 def test_a_second_optimizer_that_trains_after_the_first_owns_the_steps_in_the_end(loop):
     first, second = optimizer(), optimizer()
     loop.update(first)
-    for _ in range(OTHERS + 2):
-        loop.update(second)
+    loop.updates(OTHERS + 2, second)
     assert len(loop.steps) == 4
     assert loop.messages()[1].updates[0].count == OTHERS
 
@@ -146,8 +144,7 @@ def test_a_second_optimizer_that_trains_after_the_first_owns_the_steps_in_the_en
 def test_short_lived_optimizers_own_their_steps(loop):
     for _ in range(4):
         inner = optimizer()
-        for _ in range(2):
-            loop.update(inner, 1.0)
+        loop.updates(2, inner, loss=1.0)
         del inner
         gc.collect()
     assert loop.losses() == [(1.0, {})] * 8
@@ -161,8 +158,7 @@ def test_another_training_counts_its_steps_from_1(loop, monkeypatch, seconds, sa
     monkeypatch.setattr(module, "perf_counter_ns", lambda: now[0])
     model = torch.nn.Linear(1, 1)
     first = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop.update(first)
-    loop.update(first)
+    loop.updates(2, first)
     now[0] += seconds * 10**9
     if not same_model:
         del model
@@ -177,8 +173,7 @@ def test_an_optimizer_for_each_of_many_parameters_costs_few_memory_samples(loop)
     optimizers = [optimizer() for _ in range(300)]
     for _ in range(4):
         loop.backward()
-        for each in optimizers:
-            loop.update(each)
+        loop.updates(1, *optimizers)
     assert len(loop.steps) == 4
     assert loop.memory.samples < 4 * 50
     last = loop.messages()[-1]
