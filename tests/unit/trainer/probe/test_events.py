@@ -69,9 +69,8 @@ def hooked(monkeypatch):
 
 def test_a_framework_with_the_documented_hook_has_its_steps_and_phases(hooked, training):
     told = hooked().fit()
-    steps = [
-        step_message(item, 0, training.device.memory.read, 0) for item in training.outbox.items if type(item) is StepRaw
-    ]
+    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     assert [(step.step, step.lr, step.grad_norm, step.micro_steps) for step in steps] == [
         (number, 0.5, 1.5 * number, 2) for number in range(1, STEPS + 1)
     ]

@@ -36,11 +36,8 @@ def test_the_parts_of_tensor_parallel_ranks_add_up_to_the_batch():
     assert all(tokens in (15, 16) and flops == 6.0 * 63 / 4 for _, tokens, _, flops in parts)
 
 
-def test_a_later_stage_of_a_pipeline_counts_no_batches():
+def test_a_later_stage_of_a_pipeline_counts_no_batches_and_a_loop_counts_the_rank_s_own():
     assert counted(COUNTED_ELSEWHERE, batch_of(2, 30, 32)) == (0, 0, 0, 0.0)
-
-
-def test_what_a_loop_counts_is_the_rank_s_own_already():
     notes = batch_of(0, 0, 0)
     notes.counts = [BatchCounts(tokens=10, label_tokens=8, pairs=0, longest=0, samples=2)]
     assert counted(BatchShare(1, 2), notes)[:2] == (2, 10)

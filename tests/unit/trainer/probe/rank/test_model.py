@@ -2,7 +2,6 @@
 
 import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,31 +12,31 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import SGD
 
-# The model inside its wrappers.
-
-
-class Net(torch.nn.Linear):
-    """A model of the script's own."""
-
-
-def test_a_compiled_a_parallel_and_a_parametrized_model_are_called_what_the_script_calls_them(compiling):
-    compiled = torch.compile(torch.nn.DataParallel(Net(4, 4)), backend="eager")
-    assert describe_model(compiled) == {"model": "Net", "parameters": 20, "trainable_parameters": 20}
-    assert describe_model(parametrizations.weight_norm(Net(4, 4)))["model"] == "Net"
-
-
-def test_frozen_parameters_are_not_trained():
-    model = Net(4, 4)
-    model.bias.requires_grad_(False)
-    assert describe_model(model) == {"model": "Net", "parameters": 20, "trainable_parameters": 16}
-
 
 class Generator(nn.Linear):
-    pass
+    """A model of the script's own."""
 
 
 class Critic(nn.Linear):
     pass
+
+
+def added(optimized: Optimized, model: nn.Module) -> dict[str, Any]:
+    return optimized.add(SGD(model.parameters(), lr=0.1), sys._getframe(1))
+
+
+def facts(model: str, parameters: int, trainable: int | None = None) -> dict[str, Any]:
+    trainable = parameters if trainable is None else trainable
+    return {"model": model, "parameters": parameters, "trainable_parameters": trainable}
+
+
+def test_a_compiled_a_parallel_and_a_parametrized_model_are_called_what_the_script_calls_them(compiling):
+    compiled = torch.compile(torch.nn.DataParallel(model := Generator(4, 4)), backend="eager")
+    assert describe_model(compiled) == facts("Generator", 20)
+    assert describe_model(parametrizations.weight_norm(Generator(4, 4)))["model"] == "Generator"
+    assert added(Optimized(), compiled)["model"] == "Generator"
+    model.bias.requires_grad_(False)
+    assert describe_model(compiled) == facts("Generator", 20, 16)
 
 
 class Script:
@@ -56,17 +55,11 @@ def test_it_is_the_smallest_model_near_the_optimizer_that_holds_all_its_paramete
 
     generator, _both = (made := Generator(2, 2)), nn.ModuleList([made, Critic(2, 2)])
     generator.bias.requires_grad_(False)
-    assert make() == {"model": "Generator", "parameters": 6, "trainable_parameters": 4}
+    assert make() == facts("Generator", 6, 4)
 
 
 def test_a_model_in_an_object_is_found_and_counted_as_a_whole():
-    found = Script().optimizer(Optimized())
-    assert found == {"model": "Sequential", "parameters": 15, "trainable_parameters": 15}
-
-
-def test_wrappers_are_looked_through():
-    compiled = torch.compile(Generator(2, 2), backend="eager")
-    assert Optimized().add(SGD(compiled.parameters(), lr=0.1), sys._getframe())["model"] == "Generator"
+    assert Script().optimizer(Optimized()) == facts("Sequential", 15)
 
 
 def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
@@ -74,63 +67,50 @@ def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
     first = SGD(generator.parameters(), lr=0.1)
     optimized.add(first, sys._getframe())
     optimized.add(SGD(first.param_groups, lr=0.1), sys._getframe())
-    found = optimized.add(SGD(critic.parameters(), lr=0.1), sys._getframe())
-    assert found == {"model": "Generator + Critic", "parameters": 10, "trainable_parameters": 10}
+    assert added(optimized, critic) == facts("Generator + Critic", 10)
     optimized.forget()
-    assert optimized.add(SGD(critic.parameters(), lr=0.1), sys._getframe())["parameters"] == 4
+    assert added(optimized, critic)["parameters"] == 4
+    both = SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
+    assert Optimized().add(both, sys._getframe()) == facts("Generator + Critic", 10)
 
 
 def test_lazy_parameters_without_a_size_count_nothing():
     lazy = nn.Sequential(Generator(2, 2), nn.LazyLinear(3))
     optimizer = SGD(lazy.parameters(), lr=0.1)
-    found = Optimized().add(optimizer, sys._getframe())
-    assert found == {"model": "Sequential", "parameters": 6, "trainable_parameters": 6}
+    assert Optimized().add(optimizer, sys._getframe()) == facts("Sequential", 6)
     assert dtype_of(lazy) == "fp32"
     trained = Trained()
     trained.primary = weakref.ref(optimizer)
     assert model_sizes(trained)[:2] == (24, 6)
 
 
-def test_an_optimizer_of_several_models_names_each_of_them():
-    generator, critic = Generator(2, 2), Critic(3, 1)
-    layers = list(generator.parameters()), list(critic.parameters())
-    found = Optimized().add(SGD([*layers[0], *layers[1]], lr=0.1), sys._getframe())
-    assert found == {"model": "Generator + Critic", "parameters": 10, "trainable_parameters": 10}
-
-
 def test_parameters_that_were_freed_are_not_counted():
     optimized = Optimized()
     for _ in range(3):
         model = Generator(2, 2)
-        found = optimized.add(SGD(model.parameters(), lr=0.1), sys._getframe())
-    assert found == {"model": "Generator", "parameters": 6, "trainable_parameters": 6}
+        assert added(optimized, model) == facts("Generator", 6)
 
 
 def test_parameters_of_no_model_are_counted():
     found = Optimized().add(SGD([torch.zeros(5, requires_grad=True)], lr=0.1), sys._getframe())
-    assert found == {"model": "", "parameters": 5, "trainable_parameters": 5}
-
-
-def look(frame: FrameType | None) -> dict[str, Any]:
-    assert frame is not None
-    return frame_locals(frame)
+    assert found == facts("", 5)
 
 
 def test_looking_at_a_functions_variables_keeps_nothing_alive():
     batch = torch.zeros(3)
     seen = weakref.ref(batch)
-    assert look(sys._getframe())["batch"] is batch
+    assert frame_locals(sys._getframe())["batch"] is batch
     del batch
     assert seen() is None
 
 
 def test_what_a_script_has_from_locals_stays_as_it_is():
     kept, batch = locals(), 3
-    assert look(sys._getframe()).get("batch", batch) == batch
+    assert frame_locals(sys._getframe()).get("batch", batch) == batch
     assert kept == {}
 
 
 def test_what_a_script_has_made_with_exec_is_there_afterwards():
     exec("made = 3")
-    look(sys._getframe())
+    frame_locals(sys._getframe())
     assert sys.version_info >= (3, 13) or eval("made") == 3

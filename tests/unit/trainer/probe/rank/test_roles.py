@@ -44,30 +44,30 @@ def test_launchers_are_known_by_their_command(argv):
     assert decide(argv, {}, 10) == "launcher"
 
 
-def test_what_only_looks_like_a_launcher_is_none():
-    assert not launcher_name(parse_program(["python", "/venv/bin/accelerate", "env"]))
-    assert not launcher_name(parse_program(["python", "torchrun_helper.py"]))
-    assert not launcher_name(parse_program(["python", "train.py", "torchrun"]))
+@pytest.mark.parametrize("words", ["/venv/bin/accelerate env", "torchrun_helper.py", "train.py torchrun"])
+def test_what_only_looks_like_a_launcher_is_none(words):
+    assert not launcher_name(parse_program(["python", *words.split()]))
 
 
-def test_a_process_with_a_rank_is_one_and_another_may_become_one():
-    assert decide(["python", "train.py"], RANK, 10) == "rank"
-    assert decide(["python", "train.py"], {}, 10) == "candidate"
-    assert decide(["python", "train.py"], {**RANK, RANK_PID_ENV: "10"}, 10) == "rank"
+INSIDE = {**RANK, RANK_PID_ENV: str(os.getpid())}
+GONE = {RANK_PID_ENV: str(2**22 + 1)}  # above the kernel's largest pid
 
 
-def test_a_descendant_of_a_rank_is_none_and_a_launcher_there_is_refused():
-    inside = {**RANK, RANK_PID_ENV: str(os.getpid())}
-    assert decide(["python", "worker.py"], inside, 10) == "other"
-    assert decide(["python", "/bin/deepspeed", "train.py"], inside, 10) == "refused"
-
-
-def test_the_mark_of_a_rank_that_is_gone_counts_no_more():
-    gone = {RANK_PID_ENV: str(2**22 + 1)}  # above the kernel's largest pid
-    assert decide(["python", "/bin/torchrun", "train.py"], gone, 10) == "launcher"
+@pytest.mark.parametrize(
+    ("script", "environment", "role"),
+    [
+        ("train.py", RANK, "rank"),
+        ("train.py", {}, "candidate"),
+        ("train.py", {**RANK, RANK_PID_ENV: "10"}, "rank"),
+        ("worker.py", INSIDE, "other"),
+        ("/bin/deepspeed", INSIDE, "refused"),
+        ("/bin/torchrun", GONE, "launcher"),
+    ],
+)
+def test_a_role_follows_from_the_script_and_from_whether_a_rank_that_lives_started_it(script, environment, role):
+    assert decide(["python", script, "train.py"], environment, 10) == role
 
 
 def test_an_environment_without_a_whole_rank_names_none():
-    assert parse_rank({"RANK": "0"}) is None
-    assert parse_rank({"RANK": "x", "WORLD_SIZE": "2"}) is None
-    assert parse_rank({"RANK": "3", "WORLD_SIZE": "4"}) == (3, 3, 4)
+    places = ({"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": "4"})
+    assert list(map(parse_rank, places)) == [None, None, (3, 3, 4)]

@@ -44,19 +44,15 @@ def caught_exit(status: int) -> None:
         sys.exit(status)
 
 
-def test_an_exit_that_the_script_has_caught_and_trained_on_after_is_forgotten(training: Training, told: Told) -> None:
-    training.tracker.end_step()
-    caught_exit(2)
-    training.tracker.end_step()
-    assert told() == ("finished", "")
-
-
-def test_an_exit_without_a_step_after_it_is_the_end(training: Training, told: Told) -> None:
-    training.tracker.end_step()
-    caught_exit(0)
-    training.tracker.end_step()
-    caught_exit(2)
-    assert told() == ("failed", "sys.exit(2)")
+@pytest.mark.parametrize(("statuses", "end"), [((2, None), ("finished", "")), ((0, 2), ("failed", "sys.exit(2)"))])
+def test_an_exit_that_the_script_has_caught_counts_unless_a_step_follows(
+    training: Training, told: Told, statuses: tuple[int | None, ...], end: tuple[str, str]
+) -> None:
+    for status in statuses:
+        training.tracker.end_step()
+        if status is not None:
+            caught_exit(status)
+    assert told() == end
 
 
 @pytest.mark.parametrize("interactive", [True, False])

@@ -1,11 +1,11 @@
+"""What is counted of a batch, and which fetched batch's mask a forward is given."""
+
 import pytest
 import torch
 from ftmon.trainer.probe.device import cuda
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.values import batch
 from ftmon.trainer.probe.values.batch import FetchedBatches
-
-# Which batch's mask a forward is given, in loops that fetch batches as needed and in those that fetch ahead.
 
 
 class Iterator:
@@ -30,34 +30,20 @@ class Loop:
         found = self.batches.take(self.notes)
         return None if found is None else int(found.mask[0, 0])
 
-    def backward(self) -> None:
+    def backward(self, update: bool = False) -> None:
         self.notes.micro_steps += 1
-
-    def update(self) -> None:
-        self.notes = Notes()
+        self.notes = Notes() if update else self.notes
 
 
-def test_a_loop_that_fetches_one_batch_ahead_and_one_that_does_not() -> None:
-    for ahead in (0, 1):
-        loop = Loop()
-        loop.fetch(*range(ahead))
-        for number in range(6):
-            loop.fetch(number + ahead)
-            assert loop.forward() == number
-            loop.backward()
-            if number % 2:
-                loop.update()
-
-
-def test_a_loop_that_fetches_all_micro_batches_of_a_step_and_one_more() -> None:
+@pytest.mark.parametrize(("ahead", "at_once"), [(0, 1), (1, 1), (1, 3)], ids=["none ahead", "one", "a step and one"])
+def test_forwards_have_the_batches_in_their_order_however_they_are_fetched(ahead: int, at_once: int) -> None:
     loop = Loop()
-    loop.fetch(0)
-    for step in range(4):
-        loop.fetch(*range(3 * step + 1, 3 * step + 4))
-        for number in range(3 * step, 3 * step + 3):
-            assert loop.forward() == number
-            loop.backward()
-        loop.update()
+    loop.fetch(*range(ahead))
+    for number in range(12):
+        if number % at_once == 0:
+            loop.fetch(*range(number + ahead, number + ahead + at_once))
+        assert loop.forward() == number
+        loop.backward(update=number % 3 == 2)
 
 
 def test_batches_that_the_script_leaves_out_are_given_to_no_forward() -> None:
@@ -68,8 +54,7 @@ def test_batches_that_the_script_leaves_out_are_given_to_no_forward() -> None:
             continue
         # The first batch after those left out may still be taken for one of them.
         assert loop.forward() == {5: 3}.get(number, number)
-        loop.backward()
-        loop.update()
+        loop.backward(update=True)
 
 
 def test_a_second_forward_of_a_batch_takes_no_other_one() -> None:
@@ -91,8 +76,13 @@ def test_batches_of_another_loader_are_not_mixed_in() -> None:
 
 
 def noted(*args, **kwargs):
+    return noted_batches((args, kwargs), is_forward=True)
+
+
+def noted_batches(*found, is_forward=False, **more):
     notes = Notes()
-    batch.note(notes, (args, kwargs), is_forward=True)
+    for each in found:
+        batch.note(notes, each, is_forward, **more)
     return notes
 
 
@@ -100,7 +90,11 @@ def tokens(notes):
     return sum(cuda.read_count(count) for count in notes.tokens)
 
 
-LONG = torch.zeros(2, 8, dtype=torch.long)
+def ids(*shape):
+    return torch.zeros(*shape, dtype=torch.long)
+
+
+LONG = ids(2, 8)
 PADDED = torch.ones_like(LONG)
 PADDED[1, 5:] = 0
 
@@ -125,9 +119,7 @@ def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says_so(
 
 
 def test_the_largest_micro_batch_gives_the_shape():
-    notes = Notes()
-    for length in (4, 9, 6):
-        batch.note(notes, ((torch.zeros(2, length, dtype=torch.long),), {}), is_forward=True)
+    notes = noted_batches(*(((ids(2, length),), {}) for length in (4, 9, 6)), is_forward=True)
     assert (notes.shape, notes.samples, notes.padded_tokens) == ([2, 9], 6, 38)
 
 
@@ -143,8 +135,7 @@ def test_scalars_are_read_as_they_were_when_fetched():
 
 
 def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
-    notes = Notes()
-    batch.note(notes, {"input_ids": LONG, "attention_mask": PADDED}, is_forward=False, later=True)
+    notes = noted_batches({"input_ids": LONG, "attention_mask": PADDED}, later=True)
     assert not isinstance(notes.tokens[0], int)
     assert tokens(notes) == 13
 
@@ -173,7 +164,7 @@ def nested(layout, dtype=torch.float32):
 X, Y = torch.zeros(4, 8), torch.zeros(4)
 PICTURES = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 25)]
 TARGETS = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
-IDS = torch.zeros(2, 6, dtype=torch.long)
+IDS = ids(2, 6)
 
 
 @pytest.mark.parametrize(
@@ -196,27 +187,19 @@ IDS = torch.zeros(2, 6, dtype=torch.long)
     ],
 )
 def test_the_samples_of_nested_batches_and_of_objects_are_counted(found, samples, shape):
-    for notes, is_forward in ((Notes(), False), (Notes(), True)):
-        batch.note(notes, ((found,), {}) if is_forward else found, is_forward)
+    for notes in (noted_batches(found), noted(found)):
         assert (notes.samples, notes.shape) == (samples, shape)
 
 
 def test_nested_ids_are_tokens_without_their_pads():
-    notes = Notes()
-    mask = torch.ones_like(IDS)
-    mask[0, 4:] = 0
-    batch.note(notes, ({"input_ids": IDS, "attention_mask": mask}, ["names"]), is_forward=False)
-    assert (tokens(notes), notes.padded_tokens) == (10, 12)
+    notes = noted_batches(({"input_ids": LONG, "attention_mask": PADDED}, ["names"]))
+    assert (tokens(notes), notes.padded_tokens) == (13, 16)
 
 
-def test_a_forward_with_lists_of_pictures_and_targets_has_a_sample_for_each():
+def test_a_forward_of_pictures_or_graphs_has_a_sample_for_each_of_them():
     assert noted(PICTURES, TARGETS).samples == 2
-
-
-def test_a_forward_of_graphs_has_the_samples_that_the_fetched_batch_states():
-    notes = Notes()
-    nodes = (torch.zeros(192, 5), torch.zeros(2, 700, dtype=torch.long))
-    batch.note(notes, (nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
+    nodes = (torch.zeros(192, 5), ids(2, 700))
+    notes = noted_batches((nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
     assert (notes.samples, notes.shape) == (16, [192, 5])
 
 
@@ -225,18 +208,14 @@ def test_a_forward_of_graphs_has_the_samples_that_the_fetched_batch_states():
 def test_a_nested_tensor_has_its_samples_and_no_shape(layout):
     notes = noted(nested(layout))
     assert (notes.samples, notes.shape, notes.padded_tokens) == (2, [], 0)
-    ids = nested(layout, torch.long)
-    notes = Notes()
-    for _ in range(2):
-        batch.note(notes, {"input_ids": ids, "attention_mask": ids, "labels": ids}, is_forward=False)
+    rows = nested(layout, torch.long)
+    notes = noted_batches(*[{"input_ids": rows, "attention_mask": rows, "labels": rows}] * 2)
     assert (notes.samples, notes.shape, notes.labels, notes.tokens) == (4, [], [], [])
-    fetched = batch.on_host({"input_ids": IDS, "attention_mask": ids, "labels": ids})
+    fetched = batch.on_host({"input_ids": IDS, "attention_mask": rows, "labels": rows})
     assert (fetched.mask, fetched.labels) == (None, None)
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_mask_of_a_type_that_numpy_lacks_is_counted(later):
     mask = torch.tensor([[1, 1, 0]], dtype=torch.bfloat16)
-    notes = Notes()
-    batch.note(notes, {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": mask}, False, later)
-    assert tokens(notes) == 2
+    assert tokens(noted_batches({"input_ids": ids(1, 3), "attention_mask": mask}, later=later)) == 2

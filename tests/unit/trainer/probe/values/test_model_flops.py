@@ -1,5 +1,7 @@
 """FLOPs of real models of transformers, against figures computed by hand from their shapes."""
 
+from typing import Any
+
 import pytest
 import torch
 from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs
@@ -19,28 +21,27 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LAYER = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32 + 2 * 16
 """q and o, k and v, the three of the MLP, two norms."""
 HEAD = 100 * 16
 
 
-def test_a_llama_counts_its_output_layer_and_not_its_input_embedding() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+def llama(**more: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **more))
+
+
+def token_flops(model: torch.nn.Module) -> float:
     flops = model_flops(model)
+    assert flops is not None
+    return flops.token
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_counts_its_output_layer_once_and_not_its_input_embedding(tied: bool) -> None:
+    flops = model_flops(llama(tie_word_embeddings=tied))
     assert flops == ModelFlops(token=6.0 * (2 * LAYER + 16 + HEAD), pair=12.0 * 2 * 16)
-
-
-def test_tied_weights_count_once_as_the_output_layer_they_are() -> None:
-    tied = model_flops(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)))
-    assert tied == model_flops(LlamaForCausalLM(LlamaConfig(**SHAPE)))
 
 
 def test_positions_that_are_looked_up_do_not_count() -> None:
@@ -51,36 +52,28 @@ def test_positions_that_are_looked_up_do_not_count() -> None:
 
 
 def test_frozen_weights_count_what_they_cost_and_adapters_what_they_are() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    whole = model_flops(model)
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    adapted = model_flops(peft.get_peft_model(model, config))
-    assert whole is not None
-    assert adapted is not None
+    adapted = model_flops(peft.get_peft_model(llama(), config))
     adapters = 2 * (2 * 16 + 16 * 2)
     first_q = 16 * 16
     # All else is above the first adapter and passes a gradient on: 4. The first q is not: 2.
-    assert adapted.token == 4.0 * (2 * LAYER + 16 + HEAD) - 2.0 * first_q + 6.0 * adapters
-    assert adapted.pair == whole.pair
+    token = 4.0 * (2 * LAYER + 16 + HEAD) - 2.0 * first_q + 6.0 * adapters
+    assert adapted == ModelFlops(token=token, pair=12.0 * 2 * 16)
 
 
 def test_a_model_whose_lower_half_is_frozen_has_no_backward_there() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = llama()
     model.model.layers[0].requires_grad_(False)
-    flops = model_flops(model)
-    assert flops is not None
-    assert flops.token == 2.0 * LAYER + 6.0 * (LAYER + 16 + HEAD)
+    assert token_flops(model) == 2.0 * LAYER + 6.0 * (LAYER + 16 + HEAD)
 
 
 def test_of_a_mixture_of_experts_those_count_that_a_token_uses() -> None:
     model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=1, sliding_window=None))
     experts = 4 * 3 * 16 * 32
     rest = sum(p.numel() for p in model.parameters()) - 2 * experts - HEAD
-    flops = model_flops(model)
-    assert flops is not None
-    assert flops.token == pytest.approx(6.0 * (rest + 2 * experts / 4))
+    assert token_flops(model) == pytest.approx(6.0 * (rest + 2 * experts / 4))
 
 
 def test_a_sliding_window_is_known() -> None:
