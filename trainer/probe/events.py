@@ -6,7 +6,6 @@ raises or waits: an error of the probe switches it off, and the training continu
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -74,23 +73,15 @@ class Events:
         self._loading = training.loading
         self._micro_steps = training.micro_steps
         self._updates = training.updates
+        self.fetching = training.loading.fetching
+        """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
+        self.fetched = training.loading.fetched
+        self.exhausted = training.loading.exhausted
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
         return self._state.in_backward
-
-    def fetching(self, iterator: Any) -> None:
-        """A dataloader's iterator is asked for a batch."""
-        self._loading.fetching(iterator)
-
-    def fetched(self, batch: Any) -> None:
-        """It has returned one."""
-        self._loading.fetched(batch)
-
-    def exhausted(self, iterator: Any) -> None:
-        """It has no more."""
-        self._loading.exhausted(iterator)
 
     def forward(
         self, module: Any, args: Any = (), kwargs: Any = None, framework: str = "", *, always: bool = False
@@ -228,6 +219,19 @@ class Events:
 class TorchEvents(Events):
     """Further events, of PyTorch itself and of the frameworks whose loops need more than the ten above."""
 
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        loading, updates = training.loading, training.updates
+        self.stepped = updates.end_update
+        """A bare optimizer's step has ended."""
+        self.zeroing = updates.zeroing
+        """An optimizer or a module sets its gradients to zero."""
+        self.scaled = training.micro_steps.note_scaling
+        """A loss was multiplied by a loss scale: the backward of the first argument is that of the second."""
+        self.prefetching, self.delivered = loading.prefetching, loading.delivered
+        """A loader that fetches ahead is asked for a batch, and returns it; ``prefetching`` gives it a store of counts."""
+        self.prefetched_all = loading.prefetched_all
+
     @guarded
     def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
         """An optimizer was made, in this frame; None: on another thread."""
@@ -251,10 +255,6 @@ class TorchEvents(Events):
             return False
         return bool(self._updates.begin_update(optimizer))
 
-    def stepped(self, optimizer: Any) -> None:
-        """Its step has ended."""
-        self._updates.end_update(optimizer)
-
     def closure(self) -> _Scope:
         """A call of the closure of a step, for the length of a ``with`` block: its work is no part of the update."""
         if not self._state.in_update:
@@ -274,18 +274,10 @@ class TorchEvents(Events):
 
         return _Scope(over)
 
-    def zeroing(self, owner: Any) -> None:
-        """An optimizer or a module sets its gradients to zero."""
-        self._updates.zeroing(owner)
-
     def clipped(self, norm: Any) -> None:
         """The script has clipped its gradients, whose norm was ``norm``."""
         if norm is not None and not self._state.engine_steps:
             self._updates.note_grad_norm(norm)
-
-    def scaled(self, scaled: Any, original: Any) -> None:
-        """A loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
-        self._micro_steps.note_scaling(scaled, original)
 
     def adopt(self, *, updates: bool = True) -> bool:
         """Make this thread the training thread before the first update, or once the former one has ended.
@@ -408,18 +400,6 @@ class TorchEvents(Events):
     def cost(self, ns: int) -> None:
         """Count the time of a hook's own work."""
         self._training.tracker.cost_ns += ns
-
-    def prefetching(self, store: deque[OnHost]) -> None:
-        """A loader that fetches ahead is asked for a batch; ``store`` receives the counts of fetched batches."""
-        self._loading.prefetching(store)
-
-    def delivered(self, batch: Any) -> None:
-        """It returns a batch, fetched earlier."""
-        self._loading.delivered(batch)
-
-    def prefetched_all(self) -> None:
-        """It has returned its last batch, or failed."""
-        self._loading.prefetched_all()
 
     @guarded
     def watch(self, updater: Any) -> None:

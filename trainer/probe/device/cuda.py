@@ -293,7 +293,8 @@ class Device:
         """The raw CUDA sample of a process that has allocated nothing yet."""
         self.settled = False
         """Whether the device is final, so that hooks stop checking."""
-        self.info = self._cpu_info()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
+        self.info = DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())
 
     def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
         """Check whether the script has CUDA running; return whether the back end changed."""
@@ -308,21 +309,12 @@ class Device:
         self.events = CudaEvents(index)
         self.memory = CudaMemory(core, index, torch.cuda.device_count(), on_script_reset)
         self.mark_event = self.events.mark
-        self.info = self._cuda_info(index)
-        return True
-
-    @staticmethod
-    def _cuda_info(index: int) -> DeviceInfo:
         properties: Any = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
         if uuid and not uuid.startswith("GPU-"):
             uuid = f"GPU-{uuid}"  # as NVML writes it
-        return DeviceInfo("cuda", index, properties.name, int(properties.total_memory), uuid)
-
-    @staticmethod
-    def _cpu_info() -> DeviceInfo:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
-        return DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())
+        self.info = DeviceInfo("cuda", index, properties.name, int(properties.total_memory), uuid)
+        return True
 
 
 # ``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured
@@ -366,7 +358,8 @@ class Fetched:
 
     def tensor(self) -> Any:
         """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
-        return _view(self.buffer.tensor, self.dtype, self.shape)
+        size = self.dtype.itemsize * self.shape.numel()
+        return self.buffer.tensor[:size].view(self.dtype).view(self.shape)
 
 
 def fetch(tensor: Any) -> Fetched | None:
@@ -395,10 +388,6 @@ def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
     if not _copy(buffer, tensor, dtype, shape):
         fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
     return fetched
-
-
-def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
-    return tensor[: dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
 
 def _make(size: int) -> _Buffer | None:

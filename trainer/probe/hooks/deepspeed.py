@@ -15,15 +15,9 @@ from ..events import TorchEvents, dtype_name
 from ..guard import replace
 from .torch import around, before, scaling, scoped
 
-_installed = False
-
 
 def install(_module: ModuleType) -> None:
-    """Install every hook, once. DeepSpeed has been imported."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Install every hook. DeepSpeed has been imported."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

@@ -255,7 +255,8 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
         if waited is not None and phase is not None:
             phase.waited_us = (phase.waited_us or 0) + waited
     records = [phase.record(origin.ns) for phase in phases.values()]
-    shown = [record for record in records if record.name != "idle" or _matters(record, host_us)]
+    least_us = host_us * IDLE_SHARE
+    shown = [each for each in records if each.name != "idle" or each.host_us >= least_us or _moves(each)]
     return _Times(host_us, elapsed_us(origin.event, marks[-1].event), shown, figures[-1])
 
 
@@ -278,10 +279,6 @@ def _notes_without_device(notes: Notes) -> Notes:
         part.losses = [list(filter(_is_here, losses)) for losses in part.losses]
     notes.waits = []
     return notes
-
-
-def _matters(idle: PhaseRecord, host_us: int) -> bool:
-    return idle.host_us >= host_us * IDLE_SHARE or _moves(idle)
 
 
 def _moves(idle: PhaseRecord) -> bool:

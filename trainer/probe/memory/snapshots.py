@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -260,23 +260,19 @@ class PhaseMarks:
 
     def note(self, step: int, marks: Sequence[Mark]) -> None:
         """Record a finished step; its last mark is its end."""
-        self._steps.append((step, _begun(marks)))
+        self._steps.append((step, [(mark.phase, mark.ns) for mark in marks]))
 
     def annotate(self, found: dict[str, Any], device: int, step: int, marks: Sequence[Mark]) -> None:
         """Add the phases to a snapshot, those of the step under way last."""
         offset_ns = wall_offset_ns()
         now = time.perf_counter_ns()
-        steps = [*self._steps, (step, [*_begun(marks), ("", now)])]
+        steps = [*self._steps, (step, [*((mark.phase, mark.ns) for mark in marks), ("", now)])]
         spans = found.setdefault("external_annotations", [])
         for number, begun in steps:
             for name, begin, end in _spans(number, begun):
                 for stage, at in (("START", begin), ("END", end)):
                     time_us = (at + offset_ns) // 1000
                     spans.append({"name": OWN_SPAN + name, "stage": stage, "device": device, "time_us": time_us})
-
-
-def _begun(marks: Iterable[Mark]) -> list[_Begun]:
-    return [(mark.phase, mark.ns) for mark in marks]
 
 
 def _spans(step: int, begun: list[_Begun]) -> Iterator[tuple[str, int, int]]:

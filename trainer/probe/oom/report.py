@@ -587,13 +587,18 @@ class AllocationFailures:
         if getattr(error, "_ftmon_seen", False):
             return
         if type(error).__name__ == "OutOfMemoryError" and isinstance(error, RuntimeError) and not self._reporter.ooms:
-            self._report_cuda(error)
-            return
+            failed = _from_message(error)
+        else:
+            failed = self._outside_cuda(error)
+        if failed is not None:
+            with contextlib.suppress(AttributeError):
+                error._ftmon_seen = True  # type: ignore[attr-defined]
+            self._report(failed)
+
+    def _outside_cuda(self, error: BaseException) -> Failed | None:
         driver = isinstance(error, RuntimeError) and bool(_DRIVER_MESSAGE.search(str(error)))
         if not (driver or isinstance(error, MemoryError) or _is_cpu_oom(error)):
-            return
-        with contextlib.suppress(AttributeError):
-            error._ftmon_seen = True  # type: ignore[attr-defined]
+            return None
         size = _CPU_SIZE.search(str(error))
         requested = int(size.group(1)) if size else 0
         available, total, _ = host_room()
@@ -604,21 +609,7 @@ class AllocationFailures:
             index = self._rank.device.memory.device_index
             available, total = torch.cuda.mem_get_info(index)
         words = str(error) or type(error).__name__
-        self._report(Failed(requested, available, total, words, *frames_of(error.__traceback__), index))
-
-    def _report_cuda(self, error: RuntimeError) -> None:
-        """Report PyTorch's error if its allocator reported none: CUDA started unseen, or another allocator failed."""
-        with contextlib.suppress(AttributeError):
-            error._ftmon_seen = True  # type: ignore[attr-defined]
-        text = str(error)
-        found = {name: _bytes_in(pattern, text) for name, pattern in _CUDA_FIGURES.items()}
-        index = _CUDA_INDEX.search(text)
-        device = int(index.group(1)) if index else 0
-        frames, lines = frames_of(error.__traceback__)
-        failed = Failed(found["requested"], found["free"], found["total"], text, frames, lines, device)
-        if found["allocated"]:
-            failed.known = found["allocated"], found["allocated"] + found["unallocated"]
-        self._report(failed)
+        return Failed(requested, available, total, words, *frames_of(error.__traceback__), index)
 
     def _report(self, failed: Failed) -> None:
         if self._reporter.send_report(failed):
@@ -626,6 +617,17 @@ class AllocationFailures:
 
             device = torch.device("cpu") if failed.device is None else torch.device("cuda", failed.device)
             self._hold.wait(failed.frames, failed.requested, device)
+
+
+def _from_message(error: RuntimeError) -> Failed:
+    """Read PyTorch's error, if its allocator reported none: CUDA started unseen, or another allocator failed."""
+    text = str(error)
+    found = {name: _bytes_in(pattern, text) for name, pattern in _CUDA_FIGURES.items()}
+    index = _CUDA_INDEX.search(text)
+    device = int(index.group(1)) if index else 0
+    known = (found["allocated"], found["allocated"] + found["unallocated"]) if found["allocated"] else None
+    sizes = (found["requested"], found["free"], found["total"])
+    return Failed(*sizes, text, *frames_of(error.__traceback__), device, known=known)
 
 
 def _bytes_in(pattern: "re.Pattern[str]", text: str) -> int:
