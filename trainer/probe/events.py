@@ -229,7 +229,7 @@ class TorchEvents(Events):
         self.scaled = training.micro_steps.note_scaling
         """A loss was multiplied by a loss scale: the backward of the first argument is that of the second."""
         self.prefetching, self.delivered = loading.prefetching, loading.delivered
-        """A loader that fetches ahead is asked for a batch, and returns it; ``prefetching`` gives it a store of counts."""
+        """A loader that fetches ahead is asked for a batch (its argument receives counts), and returns it."""
         self.prefetched_all = loading.prefetched_all
 
     @guarded

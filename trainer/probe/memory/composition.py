@@ -452,11 +452,7 @@ class StepCapture:
             self._record_sighting("parameters", parameter.data)
 
     def _wrap(
-        self,
-        owner: Any,
-        name: str,
-        before: Callable[..., None] | None = None,
-        after: Callable[..., None] | None = None,
+        self, owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
     ) -> None:
         real = getattr(owner, name, None)
         if real is None or name in vars(owner):

@@ -227,11 +227,7 @@ class Tracker:
     """Phases of the unfinished step."""
 
     def __init__(
-        self,
-        memory: MemoryBackend,
-        mark_event: Callable[[], Any],
-        counts: Counts,
-        finish: Callable[[StepRaw], None],
+        self, memory: MemoryBackend, mark_event: Callable[[], Any], counts: Counts, finish: Callable[[StepRaw], None]
     ) -> None:
         self.memory = memory
         self.mark_event = mark_event
