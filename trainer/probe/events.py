@@ -142,11 +142,8 @@ class Events:
     def trains(self, framework: str, model: Any = None, *, step: int = 0, **facts: Any) -> None:
         """A framework trains a model: what the rank's hello says about it.
 
-        Args:
-            framework: its name; one that is known already and more specific stays. Empty: only the model is named.
-            model: the model in its wrappers; None: not known yet.
-            step: the last finished step, after a resume.
-            facts: fields of ``Hello``.
+        An empty framework only names the model; a known, more specific one stays. ``step`` is the last finished one,
+        after a resume; ``facts`` are fields of ``Hello``.
         """
         training = self._training
         known = training.introduction.facts
@@ -308,11 +305,9 @@ class TorchEvents(Events):
     ) -> None:
         """An engine makes the updates from now on, unless it has no parameters to update.
 
-        Args:
-            engine: of DeepSpeed, or with its attributes.
-            describe: returns the fields of ``Hello`` for it.
-            partitions: number of ranks over which its optimizer's state is partitioned; 0: all ranks.
-            share: the rank's place among the tensor-parallel ranks, and their number.
+        ``describe`` returns the fields of ``Hello`` for an engine of DeepSpeed, or with its attributes; ``partitions``:
+        number of ranks over which its optimizer's state is partitioned (0: all); ``share``: the rank's place among the
+        tensor-parallel ranks, and their number.
         """
         if not updates_parameters(engine):
             return

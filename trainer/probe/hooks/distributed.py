@@ -23,7 +23,7 @@ from ..active import switched_on
 from ..events import TorchEvents
 from ..guard import is_replaced, log_error, replace, replace_in_package
 from .imports import after_import
-from .torch import Wrapper, around, before, clipping
+from .torch import Wrapper, after, around, before, clipping
 
 
 def install(_module: ModuleType) -> None:
@@ -51,76 +51,42 @@ def _on_fsdp(module: ModuleType) -> None:
 def _on_fsdp2(module: ModuleType) -> None:
     """Hook ``fully_shard``. The package and the module that defines it have moved between versions of PyTorch."""
 
-    def make(original: Any) -> Callable[..., Any]:
-        def fully_shard(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            events, module = switched_on(), found[-1] if isinstance(found, list | tuple) and found else found
-            if events is not None and hasattr(module, "parameters"):
-                events.sharded(module)
-            return found
+    def report(events: TorchEvents, found: Any, /, *_: Any, **__: Any) -> None:
+        sharded = found[-1] if isinstance(found, list | tuple) and found else found
+        if hasattr(sharded, "parameters"):
+            events.sharded(sharded)
 
-        return fully_shard
-
-    replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
+    packages = ("torch.distributed.fsdp", "torch.distributed._composable")
+    replace_in_package(module, "fully_shard", after(report, switched_on), packages)
     sharded = getattr(module, "FSDPModule", None)
     if hasattr(sharded, "set_gradient_divide_factor"):
-        replace(sharded, "set_gradient_divide_factor", _setting_divisor)
+        replace(sharded, "set_gradient_divide_factor", after(_setting_divisor, switched_on))
 
 
-def _setting_divisor(original: Any) -> Callable[..., Any]:
-    """Wrap ``set_gradient_divide_factor``: FSDP then divides gradients by this factor instead of by its ranks."""
-
-    def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        original(self, factor)
-        events = switched_on()
-        if events is not None:
-            try:
-                _note_divisor(events, self, factor)
-            except Exception as error:
-                log_error("the divisor of FSDP's gradients is not known", error)
-
-    return set_gradient_divide_factor
-
-
-def _note_divisor(events: TorchEvents, module: Any, factor: float) -> None:
-    """Note that the ranks' losses add up, if their gradients do. Experts are sharded over fewer ranks than the rest."""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        mesh = getattr(group, "mesh_info", None)
-        ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
-        if ranks > factor > 0:
-            events.adds_up(ranks / factor)
+def _setting_divisor(events: TorchEvents, _: None, module: Any, factor: float) -> None:
+    """Note that the ranks' losses add up, if their gradients do: FSDP divides these by ``factor``, not its ranks."""
+    try:
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            mesh = getattr(group, "mesh_info", None)  # experts are sharded over fewer ranks than the rest
+            ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+            if ranks > factor > 0:
+                events.adds_up(ranks / factor)
+    except Exception as error:
+        log_error("the divisor of FSDP's gradients is not known", error)
 
 
 def _on_process_groups(module: ModuleType) -> None:
     """Note the backend before it is destroyed: the rank's hello may be sent later."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            events = switched_on()
-            if events is not None:
-                events.leaving_group()
-            return original(*args, **kwargs)
-
-        return destroy_process_group
-
-    replace_in_package(module, "destroy_process_group", make, ("torch.distributed",))
+    noted = before(lambda events, /, *_, **__: events.leaving_group(), switched_on)
+    replace_in_package(module, "destroy_process_group", noted, ("torch.distributed",))
 
 
 def _on_pipeline(module: ModuleType) -> None:
     """Hook the stages of PyTorch's pipelines; of several on a rank the lowest is reported."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(self, *args, **kwargs)
-            events = switched_on()
-            if events is not None:
-                events.stage(self.stage_index)
-
-        return __init__
-
-    stage: Any = module
-    replace(stage._PipelineStageBase, "__init__", make)
+    noted = after(lambda events, _, stage, /, *__, **___: events.stage(stage.stage_index), switched_on)
+    stages: Any = module
+    replace(stages._PipelineStageBase, "__init__", noted)
 
 
 def _on_schedules(module: ModuleType) -> None:

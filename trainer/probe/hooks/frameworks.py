@@ -143,7 +143,6 @@ def callback_class() -> Any:
 
         @_harmless
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Report the plan; start watching the process if it is not watched yet."""
             if self._begin is not None and current() is None:
                 self._begin(args)
             probe, events = current(), switched_on()
@@ -170,7 +169,6 @@ def callback_class() -> Any:
 
         @_harmless
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """Make the Trainer save and end after this step if that was requested."""
             probe = current()
             if probe is not None and probe.stop_requested():
                 control.should_save = True
@@ -179,14 +177,12 @@ def callback_class() -> Any:
 
         @_harmless
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            """Report the result of an evaluation."""
             probe = current()
             if probe is not None and metrics and state.is_world_process_zero:
                 self._report(probe, metrics, int(state.global_step))
 
         @_harmless
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Report a checkpoint."""
             probe = current()
             if probe is not None and state.is_world_process_zero:
                 step = int(state.global_step)

@@ -7,8 +7,8 @@ on another thread, it only calls the original.
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
@@ -48,12 +48,12 @@ def around(scope: Callable[..., AbstractContextManager[Any]]) -> Wrapper:
     return make
 
 
-def before(report: Callable[..., object]) -> Wrapper:
+def before(report: Callable[..., object], receiver: Callable[[], TorchEvents | None] = mine) -> Wrapper:
     """Return a wrapper that calls ``report(events, *args, **kwargs)`` before the call."""
 
     def make(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            events = mine()
+            events = receiver()
             if events is not None:
                 report(events, *args, **kwargs)
             return original(*args, **kwargs)
@@ -63,9 +63,37 @@ def before(report: Callable[..., object]) -> Wrapper:
     return make
 
 
+def after(report: Callable[..., object], receiver: Callable[[], TorchEvents | None] = mine) -> Wrapper:
+    """Return a wrapper that calls ``report(events, result, *args, **kwargs)`` after the call."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            events = receiver()
+            if events is not None:
+                report(events, found, *args, **kwargs)
+            return found
+
+        return call
+
+    return make
+
+
 def scoped(phase: str) -> Wrapper:
     """Return a wrapper that sets ``phase`` for the length of the call."""
     return around(lambda events, /, *_, **__: events.phase(phase))
+
+
+def _note_scaling(events: TorchEvents, scaled: Any, _scaler: Any, *args: Any, **kwargs: Any) -> None:
+    loss = args[0] if args else next(iter(kwargs.values()))
+    if scaled is not loss:
+        events.scaled(scaled, loss)
+
+
+clipping = after(lambda events, norm, /, *_, **__: events.clipped(norm))
+"""Wraps a function that clips gradients and returns their norm: records the norm."""
+scaling = after(_note_scaling)
+"""Wraps a method that scales a loss, its only argument: records which loss was scaled."""
 
 
 def evaluating(original: Any) -> Callable[..., Any]:
@@ -152,7 +180,7 @@ def install_reducer() -> None:
     replace(torch.autograd, "backward", _timed_backward, below=True)
     replace(parallel, "__init__", _making, below=True)
     if hasattr(parallel, "_sync_buffers"):  # the forward waits where DDP broadcasts buffers
-        replace(parallel, "_sync_buffers", _timed_sync, below=True)
+        replace(parallel, "_sync_buffers", around(_synchronising), below=True)
 
 
 def _making(original: Any) -> Callable[..., Any]:
@@ -191,20 +219,15 @@ def _timed_backward(original: Any) -> Callable[..., Any]:
     return backward
 
 
-def _timed_sync(original: Any) -> Callable[..., Any]:
-    def _sync_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events = mine()
-        if events is None:
-            return original(self, *args, **kwargs)
-        counts = active.counts
-        event, counted, start = events.wait_begins(), counts.host_ns, perf_counter_ns()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            counts.host_ns = max(counts.host_ns, counted + perf_counter_ns() - start)
-            events.waited(event)
-
-    return _sync_buffers
+@contextmanager
+def _synchronising(events: TorchEvents, *_: Any, **__: Any) -> Iterator[None]:
+    counts = active.counts
+    event, counted, start = events.wait_begins(), counts.host_ns, perf_counter_ns()
+    try:
+        yield
+    finally:
+        counts.host_ns = max(counts.host_ns, counted + perf_counter_ns() - start)
+        events.waited(event)
 
 
 def _hook(running: _Backward, tensors: Any) -> Any:
@@ -342,36 +365,8 @@ def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         events.stepped(optimizer)
 
 
-def clipping(original: Any) -> Callable[..., Any]:
-    """Wrap a function that clips gradients and returns their norm: record the norm."""
-
-    def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-        norm = original(*args, **kwargs)
-        events = mine()
-        if events is not None:
-            events.clipped(norm)
-        return norm
-
-    return clip_grad_norm_
-
-
 def _clipping_with(events: TorchEvents, parameters: Any, max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> None:
     events.clipped(total_norm)
-
-
-def scaling(original: Any) -> Callable[..., Any]:
-    """Wrap a method that scales a loss, its only argument: record which loss was scaled."""
-
-    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = original(self, *args, **kwargs)
-        events = mine()
-        if events is not None:
-            loss = args[0] if args else next(iter(kwargs.values()))
-            if scaled is not loss:
-                events.scaled(scaled, loss)
-        return scaled
-
-    return scale
 
 
 def _making_scaler(original: Any) -> Callable[..., Any]:

@@ -290,11 +290,8 @@ class StepCapture:
     length of this one step. An ordinary step has no wrappers. A capture of the process's first step begins with the
     first phase after start-up.
 
-    Args:
-        tracker: the tracker; put the capture into its ``watchers``.
-        roots: called for each walk, on the training thread: an optimizer may be made or freed in the step.
-        cuda_index: the device; None: the host's memory.
-        reason: reason of the capture.
+    ``roots`` is called for each walk, on the training thread: an optimizer may be made or freed in the step. Without
+    ``cuda_index`` the host's memory is walked.
     """
 
     def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:

@@ -182,25 +182,16 @@ class Console:
                 _write_back(frame)
 
     def _helpers(self) -> dict[str, Any]:
-        return {
-            "frame": self.place,
-            "up": self._up,
-            "down": self._down,
-            "own": self._own,
-            "tensors": self._tensors,
-            "memory": self._memory,
-            "retry": self._retry,
-            "free": self._free,
-            "help": lambda: print(HELP),
-        }
+        names = ("up", "down", "own", "tensors", "memory", "retry", "free")
+        functions = {name: getattr(self, f"_{name}") for name in names}
+        return {"frame": self.place, **functions, "help": lambda: print(HELP)}
 
     def _up(self, count: int = 1) -> None:
-        self._at = max(0, self._at - count)
+        self._at = min(max(0, self._at - count), len(self._frames) - 1)
         print(self.place)
 
     def _down(self, count: int = 1) -> None:
-        self._at = min(len(self._frames) - 1, self._at + count)
-        print(self.place)
+        self._up(-count)
 
     def _own(self) -> None:
         own = [at for at, frame in enumerate(self._frames) if not library_of(frame.f_code.co_filename)]

@@ -120,16 +120,9 @@ def parts_of_blocks(
     A block with a known storage belongs to that storage's part. The part of any other
     block follows from the phase of its allocation: activations in a forward, temporaries in the phase that failed.
 
-    Args:
-        segments: of one device.
-        trace: its recorded entries, oldest first; empty where nothing was recorded.
-        known: parts of the known storages, by address.
-        marks: of the unfinished step.
-        offset_ns: offset from a mark's time to nanoseconds since the epoch.
-        phase: the phase that failed.
-
-    Returns:
-        Bytes by part, and the limits of their accuracy in words.
+    ``trace`` are its recorded entries, oldest first (empty where nothing was recorded), ``known`` the parts of known
+    storages by address, ``marks`` those of the unfinished step, ``offset_ns`` what turns their times into nanoseconds
+    since the epoch, ``phase`` the phase that failed. Return bytes by part, and the limits of their accuracy in words.
     """
     borders = [mark.ns + offset_ns for mark in marks]
     names: list[str] = []
