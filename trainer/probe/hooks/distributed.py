@@ -150,7 +150,8 @@ def install_collectives(_module: ModuleType | None = None) -> None:
         if getattr(distributed, name, None) is real:
             setattr(distributed, name, getattr(core, name))
     try:
-        replace(core.Work, "wait", _waiting)
+        # On gloo the host waits for an asynchronous collective, on NCCL only the stream.
+        replace(core.Work, "wait", partial(_outermost, enter=lambda *_: active.counts.last or "wait"))
     except (AttributeError, TypeError) as error:
         log_error("collective waits are not named", error)
 
@@ -219,8 +220,3 @@ def _find_world() -> str:
     core: Any = sys.modules["torch.distributed.distributed_c10d"]
     active.counts.world = str(core.GroupMember.WORLD.group_name)
     return active.counts.world
-
-
-def _waiting(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the wait for an asynchronous collective: name it (on gloo the host waits, on NCCL only the stream)."""
-    return _outermost(real, lambda _args, _kwargs: active.counts.last or "wait")

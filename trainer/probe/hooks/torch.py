@@ -339,13 +339,10 @@ def _making_optimizer(original: Any) -> Callable[..., Any]:
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Begin an update; return the arguments with the closure wrapped, so that its work is not the update's."""
+    """Begin an update; return the arguments with the closure wrapped: its work is not the update's."""
     events = mine() or _adopted()
-    return _with_closure(args, kwargs) if events is not None and events.stepping(optimizer) else None
-
-
-def _with_closure(args: Any, kwargs: Any) -> Any:
-    """Return the arguments of ``Optimizer.step`` (the optimizer first) with the closure wrapped; None: no closure."""
+    if events is None or not events.stepping(optimizer):
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None

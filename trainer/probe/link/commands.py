@@ -75,7 +75,9 @@ class Commands:
                 self._act(socket, command)
 
     def _act(self, socket: Any, command: Command) -> None:
-        answer = self._later(socket, command)
+        def answer(ok: bool, text: str, data: dict[str, Any]) -> None:
+            self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
         try:
             verb = control.decode(command, control.RANK)
         except UsageError as error:
@@ -112,12 +114,6 @@ class Commands:
                 answer(True, "", {})
             case _:
                 answer(True, "", {})
-
-    def _later(self, socket: Any, command: Command) -> Answer:
-        def answer(ok: bool, text: str, data: dict[str, Any]) -> None:
-            self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
-
-        return answer
 
     def _answer(self, socket: Any, message: Accepted | Result) -> None:
         self._answered += 1

@@ -26,7 +26,6 @@ from ....protocol.messages.telemetry import (
     PhaseRecord,
     Span,
     Step,
-    Update,
 )
 from ....protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
 from .. import guard
@@ -153,6 +152,9 @@ def step_message(
     own = updates.get(notes.owner)
     if own is not None and loss is None:
         loss = own.loss if own.loss is not None else _first([each.loss for each in updates.values()])
+    norm = cuda.read(notes.grad_norm) if own is None else own.grad_norm
+    if own is not None and own.loss is None:  # one clipping and one backward were for several: the first has its norm
+        norm = _first([norm, *(each.grad_norm for each in updates.values())])
     share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
@@ -169,7 +171,7 @@ def step_message(
         micro_steps=max(1, notes.micro_steps),
         loss=loss,
         lr=cuda.read(notes.lr) if own is None else own.lr,
-        grad_norm=cuda.read(notes.grad_norm) if own is None else _norm(own, updates.values()),
+        grad_norm=norm,
         loss_scale=cuda.read(notes.loss_scale) if own is None else own.loss_scale,
         overflow=notes.overflow,
         batch_shape=notes.shape,
@@ -186,11 +188,6 @@ def step_message(
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
     )
-
-
-def _norm(own: Update, updates: Iterable[Update]) -> float | None:
-    """Return the owner's gradient norm; where one clipping and one backward were for several, that of the first."""
-    return _first([own.grad_norm, *(each.grad_norm for each in updates)]) if own.loss is None else own.grad_norm
 
 
 def _first(figures: Iterable[float | None]) -> float | None:
@@ -262,11 +259,7 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
 
 def without_device(raw: StepRaw) -> StepRaw:
     """Return a step without the values that the device has not delivered: times, and numbers copied from it."""
-    notes = _notes_without_device(raw.notes)
-    return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks], notes=notes)
-
-
-def _notes_without_device(notes: Notes) -> Notes:
+    notes = raw.notes
     for name in ("losses", "reported", "trainer_losses"):
         setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
     notes.labels = []
@@ -278,7 +271,7 @@ def _notes_without_device(notes: Notes) -> Notes:
     for part in notes.parts.values():
         part.losses = [list(filter(_is_here, losses)) for losses in part.losses]
     notes.waits = []
-    return notes
+    return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks])
 
 
 def _moves(idle: PhaseRecord) -> bool:
@@ -366,18 +359,14 @@ def loader_info(iterator: Any) -> DataLoaderInfo | None:
     workers = getattr(iterator, "_num_workers", None)
     if workers is None:
         return None
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return DataLoaderInfo(
         int(workers),
         int(getattr(iterator, "_prefetch_factor", None) or 0) if workers else 0,
         bool(getattr(iterator, "_pin_memory", False)),
         bool(getattr(iterator, "_persistent_workers", False)),
-        _processors(),
+        max(1, len(os.sched_getaffinity(0)) // ranks),
     )
-
-
-def _processors() -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
 
 POLL_MS = 100

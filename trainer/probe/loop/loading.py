@@ -298,7 +298,10 @@ class Loading:
         was_eval_mode = self._eval_mode.going_backward()
         if self._forwards.going_backward() or was_eval_mode:
             self.note_evaluated(False)
-        return was_eval_mode or self._is_after_eval()
+        # The evaluation that began last may be over: its loader is exhausted.
+        marks, index = self._eval_end
+        is_over = marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
+        return was_eval_mode or is_over
 
     def note_evaluated(self, is_eval: bool = True) -> None:
         """Record whether the batches of the latest dataloader are evaluated."""
@@ -326,8 +329,3 @@ class Loading:
             tracker.notes.labels = []
         tracker.cost_ns += perf_counter_ns() - start
         self._phases.enter("forward")
-
-    def _is_after_eval(self) -> bool:
-        """Return whether the evaluation that began last may be over: its loader is exhausted."""
-        marks, index = self._eval_end
-        return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])

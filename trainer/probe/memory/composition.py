@@ -8,7 +8,6 @@ libraries, freed memory that glibc kept, memory allocated and freed in between) 
 """
 
 import ctypes
-import functools
 import os
 import sys
 import time
@@ -103,6 +102,7 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMALL = 16 * _PAGE
+_mincore: Any = getattr(ctypes.CDLL(None), "mincore", None)
 
 
 def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
@@ -113,18 +113,12 @@ def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
 
 
 def _resident(address: int, size: int) -> int:
-    mincore = _mincore()
     first = address - address % _PAGE
     pages = -(-(address + size - first) // _PAGE)
     found = (ctypes.c_ubyte * pages)()
-    if mincore is None or mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), found) != 0:
+    if _mincore is None or _mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), found) != 0:
         return size
     return max(0, size - bytes(found).count(0) * _PAGE)
-
-
-@functools.cache
-def _mincore() -> Any:
-    return getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
 
 
 # Attributes of DeepSpeed's optimizers, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,

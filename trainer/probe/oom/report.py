@@ -589,10 +589,12 @@ class AllocationFailures:
             self._report(failed)
 
     def _outside_cuda(self, error: BaseException) -> Failed | None:
-        driver = isinstance(error, RuntimeError) and bool(_DRIVER_MESSAGE.search(str(error)))
-        if not (driver or isinstance(error, MemoryError) or _is_cpu_oom(error)):
+        text = str(error)
+        driver = isinstance(error, RuntimeError) and bool(_DRIVER_MESSAGE.search(text))
+        on_cpu = isinstance(error, RuntimeError) and "CUDA" not in text and bool(_CPU_MESSAGE.search(text))
+        if not (driver or on_cpu or isinstance(error, MemoryError)):
             return None
-        size = _CPU_SIZE.search(str(error))
+        size = _CPU_SIZE.search(text)
         requested = int(size.group(1)) if size else 0
         available, total, _ = host_room()
         index = None
@@ -601,8 +603,7 @@ class AllocationFailures:
 
             index = self._rank.device.memory.device_index
             available, total = torch.cuda.mem_get_info(index)
-        words = str(error) or type(error).__name__
-        return Failed(requested, available, total, words, *frames_of(error.__traceback__), index)
+        return Failed(requested, available, total, text or type(error).__name__, *frames_of(error.__traceback__), index)
 
     def _report(self, failed: Failed) -> None:
         if self._reporter.send_report(failed):
@@ -645,7 +646,3 @@ def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
         lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return found, lines
-
-
-def _is_cpu_oom(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "CUDA" not in str(error) and bool(_CPU_MESSAGE.search(str(error)))

@@ -165,7 +165,8 @@ class Forwards:
             return "part"
         if phase in ("data", "forward"):
             self._note_undecided(phase)
-            self._relabel_open("eval")
+            for index, _ in self._open:
+                tracker.relabel(index, "eval")
         if grad or (self._open and self._marks is tracker.marks):
             self._enter_undecided("eval")
         else:
@@ -196,24 +197,16 @@ class Forwards:
         if not self._open or self._open[-1][0] != index:
             self._open.append((index, if_training))
 
-    def _relabel_open(self, phase: str) -> None:
-        for index, _ in self._open:
-            self._tracker.relabel(index, phase)
-
     def _see(self, module: Any) -> Seen:
         seen = self._seen.get(module)
         if seen is None or seen.version != self._version:
-            seen = self._examine(module)
-            self._seen[module] = seen
+            matched = self._is_updated(module)
+            if matched and not self._matched:
+                self._matched = True
+                self._version += 1  # modules judged by ``requires_grad`` are judged again
+            trained = matched or (not self._matched and any(each.requires_grad for each in module.parameters()))
+            seen = self._seen[module] = Seen(weakref.ref(own_model(module)), trained, self._version)
         return seen
-
-    def _examine(self, module: Any) -> Seen:
-        matched = self._is_updated(module)
-        if matched and not self._matched:
-            self._matched = True
-            self._version += 1  # modules judged by ``requires_grad`` are judged again
-        trained = matched or (not self._matched and any(each.requires_grad for each in module.parameters()))
-        return Seen(weakref.ref(own_model(module)), trained, self._version)
 
     def _is_updated(self, module: Any) -> bool:
         if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):

@@ -112,6 +112,8 @@ class Introduction:
     def hello(self, self_dump: SelfDump | None = None) -> Hello:
         """Return a ``Hello`` with everything known so far."""
         rank = self._rank
+        loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+        versions = {name: str(version) for name, version in loaded.items() if version is not None}
         return Hello(
             rank=rank.rank,
             local_rank=rank.local_rank,
@@ -122,7 +124,7 @@ class Introduction:
             device=rank.device.info,
             memory_measure=rank.device.memory.measure,
             time=time.time(),
-            versions=_versions(),
+            versions={"python": platform.python_version(), **versions},
             argv=list(sys.argv),
             backend=self.note_backend(),
             sends_logs=rank.sends_logs,
@@ -160,15 +162,6 @@ def _restart_count() -> int:
 def plain(value: Any) -> Any:
     """Convert a framework's configuration to msgpack types; other values become their ``str``."""
     return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
-    return found
 
 
 class BatchShare(NamedTuple):

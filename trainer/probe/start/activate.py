@@ -28,7 +28,9 @@ def begin() -> None:
         _settle()
         known = parse_rank(os.environ)
         output.redirect_output(known[0] if known else 0)
-    keep_peak_resident()
+    from ..device.memory import install
+
+    install()  # before a script can bind ``resource.getrusage``, which shows peaks that the probe resets
     await_frameworks()
 
 
@@ -40,13 +42,6 @@ def _settle() -> None:
         guard.log_error("this host cannot join the run", error)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"ftmon: the ranks of this host are not watched: {error}\n")
-
-
-def keep_peak_resident() -> None:
-    """Patch ``resource.getrusage``, before a script can bind the name, to correct for peaks that the probe resets."""
-    from ..device.memory import install
-
-    install()
 
 
 HOOKS = (

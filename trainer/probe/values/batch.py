@@ -127,7 +127,7 @@ def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Found:
         found = _find_in(argument, args, _DEEPEST)
     if found.mask is None and found.is_tokens:
         mask = kwargs.get("attention_mask")
-        return found._replace(mask=mask if _is_tensor(mask) else None)
+        return found._replace(mask=mask if isinstance(mask, torch.Tensor) else None)
     return found
 
 
@@ -144,12 +144,12 @@ def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
             value = getattr(value, "__dict__", {})
         for key in _IDS:
             ids: Any = value.get(key)
-            if _is_tensor(ids):
+            if isinstance(ids, torch.Tensor):
                 mask = value.get("attention_mask")
                 return _Found(ids, mask if _is_dense(mask) else None, key in _OF_TOKENS, rows)
         items = value.values()
     for item in items:
-        if _is_tensor(item):
+        if isinstance(item, torch.Tensor):
             return _Found(item, None, _are_ids(item), rows)
     if deepest and not (isinstance(value, _SEQUENCES) and _are_samples(value)):
         for item in items:
@@ -162,7 +162,7 @@ def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
 def _find_in(part: Any, parts: Iterable[Any], deepest: int) -> _Found:
     """Return what is read of one part of a batch: a list of pictures has one for each mapping in a list of targets."""
     found = _find(part, deepest)
-    if isinstance(part, _SEQUENCES) and len(part) > 0 and _is_tensor(part[0]):
+    if isinstance(part, _SEQUENCES) and len(part) > 0 and isinstance(part[0], torch.Tensor):
         for other in parts:
             if isinstance(other, _SEQUENCES) and len(other) == len(part) and all(map(_is_mapping, other)):
                 return found._replace(rows=len(part))
@@ -192,12 +192,8 @@ def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, dict) or (not isinstance(value, _NO_MAPPINGS) and isinstance(value, Mapping))
 
 
-def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
-
-
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    return _is_tensor(value) and not value.is_nested
+    return isinstance(value, torch.Tensor) and not value.is_nested
 
 
 def _are_ids(tensor: Any) -> bool:
