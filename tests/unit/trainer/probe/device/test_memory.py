@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ftmon.trainer.probe.device import memory as module
-from ftmon.trainer.probe.device.cuda import CudaMemory, ScriptPeaks
+from ftmon.trainer.probe.device.cuda import CudaMemory
 from ftmon.trainer.probe.device.memory import CpuMemory
 
 GROUPS = [
@@ -273,10 +273,3 @@ def test_a_dictionary_too_shows_the_script_its_own_peak_and_the_phase_what_was(m
     assert script_peak(core) == 2**41
     core.allocator.set(1, 7, *PEAK)
     assert script_peak(core, device=1) == 7, "other devices are left alone"
-
-
-def test_many_samples_keep_the_highest():
-    peaks = ScriptPeaks()
-    for value in [*range(300), 7]:
-        peaks.note({"allocated_bytes": {"all": {"peak": value}}})
-    assert peaks.raise_in({"allocated_bytes": {"all": {"peak": 1}}})["allocated_bytes"]["all"]["peak"] == 299

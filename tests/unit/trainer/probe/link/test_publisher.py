@@ -1,5 +1,6 @@
-"""What the publisher does with items that make no message."""
+"""What the publisher does with items that make no message, with a request to stop, and with a host's agent."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import zmq
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.telemetry import Checkpoint, Step
+from ftmon.protocol.run.environment import PLACE_ENV
 from ftmon.protocol.run.rundir import RunDir, RunOptions
-from ftmon.trainer.probe.link import publisher
+from ftmon.trainer.probe.link import output, publisher
+from ftmon.trainer.probe.link.commands import agree_on_step
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.snapshots import PhaseMarks
@@ -73,3 +76,24 @@ def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_threa
     sent.publisher._drain()
     sent.publisher._send_last_steps()
     assert [message.step for message in sent.messages() if isinstance(message, Step)] == [1]
+
+
+def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # a short path: sockets are in the folder itself
+        for name in ("logs", "agent.lock"):
+            (Path(place) / name).mkdir()
+        monkeypatch.setenv(PLACE_ENV, place)
+        monkeypatch.setattr(output, "_failed", False)
+        with pytest.raises(IsADirectoryError):
+            output.start_agent()
+        for _ in range(3):
+            output.tend()
+        (line,) = (Path(place) / "logs" / "probe.log").read_text().splitlines()
+    assert "agent cannot be started: IsADirectoryError" in line
+
+
+def test_ranks_agree_on_the_step_to_stop_after(tmp_path: Path) -> None:
+    first = agree_on_step(tmp_path / "stop-after", 40, 0.1)
+    second = agree_on_step(tmp_path / "stop-after", 42, 0.2)
+    assert first == second == 53
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stop-after"]

@@ -3,6 +3,7 @@
 import gc
 import gzip
 import pickle
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -128,77 +129,66 @@ def test_the_blocks_of_a_plain_step_go_to_the_parts_they_are_of(expandable):
     assert phases["forward"].at_us < phases["backward"].at_us < phases["optimizer"].at_us
 
 
-def test_what_comes_and_goes_within_a_phase_is_known_where_it_was_seen():
-    step = SimulatedStep()
-    step.mark("backward")
-    gathered = step.alloc(6 * MIB)
-    bucket = step.alloc(20 * MIB)
-    gradient = step.alloc(30 * MIB)
-    blocks = ((gathered, "parameters"), (gradient, "gradients"), (bucket, "gradients"), (bucket, "buckets"))
-    seen = [(step.now_us, *block) for block in blocks]
-    for block in (gradient, gathered, bucket):
-        step.free(block)
-    again = step.alloc(30 * MIB)
-    assert again == gradient, "the same address, and another block"
-    step.free(again)
-    step.mark("idle")
-    phases, _ = compose(step, sightings=seen)
-    assert phases["backward"].parts == parts(parameters=6, buckets=20, gradients=30)
+def play(script):
+    """Play a step's moves; return the step, and what a look at it would have seen.
+
+    A move is a phase; ``block+MIB`` (allocated); ``block-`` (freed); ``block~`` and ``block!`` (freed, and free once
+    its stream has passed); ``block?part`` (seen); ``[`` and ``]`` (layers go forward again).
+    """
+    step, blocks, seen, recomputed = SimulatedStep(), {}, [], []
+    for move in script.split():
+        name, sign, rest = re.fullmatch(r"([]\w[]+)([-+~!?]?)(\w*)", move).groups()
+        if sign == "+":
+            blocks[name] = step.alloc(int(rest) * MIB)
+        elif sign == "?":
+            seen.append((step.now_us, blocks[name], rest))
+        elif sign == "!":
+            step.complete(blocks[name])
+        elif sign:
+            step.free(blocks[name], wait=sign == "~")
+        elif name in "[]":
+            recomputed.append(step.now_us)
+        else:
+            step.mark(name)
+    return step, {"sightings": seen, "recomputed": list(zip(recomputed[::2], recomputed[1::2], strict=True))}
 
 
-def test_what_a_checkpointed_layer_keeps_of_its_second_forward_is_activations():
-    step = SimulatedStep()
-    step.mark("backward")
-    begin = step.now_us
-    kept, dropped = step.alloc(7 * MIB), step.alloc(2 * MIB)
-    step.free(dropped)
-    end = step.now_us
-    own = step.alloc(9 * MIB)
-    for block in (own, kept):
-        step.free(block)
-    step.mark("idle")
-    phases, _ = compose(step, recomputed=[(begin, end)])
-    assert phases["backward"].parts == parts(activations=7, temporaries=9)
+SEEN = "gathered?parameters gradient?gradients bucket?gradients bucket?buckets"
 
 
-def test_outputs_that_the_script_keeps_are_activations_until_a_backward_has_passed():
-    step = SimulatedStep()
-    step.mark("forward")
-    outputs = step.alloc(12 * MIB)
-    step.mark("backward")
-    step.free(step.alloc(4 * MIB))
-    step.mark("forward")
-    step.free(step.alloc(5 * MIB))
-    step.mark("optimizer")
-    step.free(step.alloc(6 * MIB))
-    step.free(outputs)
-    step.mark("idle")
-    phases, _ = compose(step)
-    assert phases["backward"].parts == parts(activations=12, temporaries=4)
-    assert phases["forward"].parts == {"other": 12 * MIB, "temporaries": 5 * MIB}
-    assert phases["optimizer"].parts == {"other": 12 * MIB, "temporaries": 6 * MIB}
-
-
-def test_a_block_that_waits_for_a_stream_is_allocated_no_more():
-    step = SimulatedStep()
-    step.mark("forward")
-    waiting = step.alloc(8 * MIB)
-    step.free(waiting, wait=True)
-    step.free(step.alloc(3 * MIB))
-    step.complete(waiting)
-    step.mark("idle")
-    phases, _ = compose(step)
-    assert phases["forward"].parts == {"temporaries": 8 * MIB}
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        (  # the last block has the gradient's address
+            f"backward gathered+6 bucket+20 gradient+30 {SEEN} gradient- gathered- bucket- again+30 again- idle",
+            {"backward": parts(parameters=6, buckets=20, gradients=30)},
+        ),
+        (
+            "backward [ kept+7 dropped+2 dropped- ] own+9 own- kept- idle",
+            {"backward": parts(activations=7, temporaries=9)},
+        ),
+        (
+            "forward outputs+12 backward a+4 a- forward b+5 b- optimizer c+6 c- outputs- idle",
+            {
+                "backward": parts(activations=12, temporaries=4),
+                "forward": parts(other=12 * MIB, temporaries=5),
+                "optimizer": parts(other=12 * MIB, temporaries=6),
+            },
+        ),
+        ("forward waiting+8 waiting~ a+3 a- waiting! idle", {"forward": parts(temporaries=8)}),
+    ],
+    ids=["seen in between", "of a second forward", "outputs kept until a backward has passed", "waits for a stream"],
+)
+def test_blocks_go_to_the_parts_they_are_of_though_they_come_and_go_within_a_phase(script, found):
+    step, look = play(script)
+    phases, _ = compose(step, **look)
+    assert {name: phase.parts for name, phase in phases.items()} == found
 
 
 @pytest.mark.parametrize("counted", [9, 10])
 def test_the_gap_between_trace_and_counters_is_unattributed_and_said(counted):
-    step = SimulatedStep()
-    step.mark("forward")
-    blocks = [step.alloc(8 * MIB) for _ in range(counted - 8)]  # of two, only one fits below the counters
-    for block in reversed(blocks):
-        step.free(block)
-    step.mark("idle")
+    # Of two blocks, only one fits below the counters.
+    step, _ = play("forward a+8 a- idle" if counted == 9 else "forward a+8 b+8 b- a- idle")
     step.marks[1] = step.marks[1]._replace(memory=step.marks[1].memory._replace(allocated_peak=counted * MIB))
     step.peaks["forward"] = counted * MIB
     phases, made = compose(step)
@@ -208,13 +198,7 @@ def test_the_gap_between_trace_and_counters_is_unattributed_and_said(counted):
 
 
 def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
-    step = SimulatedStep()
-    step.mark("forward")
-    for _ in range(10):
-        step.free(step.alloc(MIB))
-    step.mark("backward")
-    step.free(step.alloc(2 * MIB))
-    step.mark("idle")
+    step, _ = play(f"forward {'a+1 a- ' * 10} backward b+2 b- idle")
     phases, made = compose(step, room=6, last=6)
     assert list(phases) == ["backward"]
     assert made.composition.note == "forward: its allocations had left the recorder's ring"
@@ -223,12 +207,7 @@ def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
 
 
 def test_a_boundary_is_moved_to_where_the_counters_agree():
-    step = SimulatedStep()
-    step.mark("forward")
-    kept = step.alloc(4 * MIB)
-    step.mark("backward")
-    step.free(kept)
-    step.mark("idle")
+    step, _ = play("forward kept+4 backward kept- idle")
     step.marks[1] = step.marks[1]._replace(ns=step.marks[1].ns - 150_000)
     phases, made = compose(step)
     assert phases["forward"].parts == {"activations": 4 * MIB}

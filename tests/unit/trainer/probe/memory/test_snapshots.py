@@ -115,14 +115,6 @@ def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls, switche
     assert len(calls) == before
 
 
-def test_stacks_are_recorded_for_one_reader_at_a_time() -> None:
-    recording = Recording()
-    assert recording.claim("snapshot")
-    assert not recording.claim("arm")
-    recording.release()
-    assert recording.claim("arm")
-
-
 class Recorder:
     def claim(self, name: str) -> bool:
         return True

@@ -261,12 +261,6 @@ def test_collectives_are_counted_for_the_phase_they_were_entered_in(second):
     assert (step.phase("optimizer").collectives, second.tracker.step_collectives) == (1, 5)
 
 
-def test_a_framework_s_own_step_number_is_taken_over(rig):
-    rig.tracker.end_step(700)
-    rig.tracker.end_step()
-    assert [raw.number for raw in rig.steps] == [700, 701]
-
-
 @pytest.mark.parametrize(("rows", "samples"), [((1, 2), 3), ((0, 0), 0), ((None, None), 8), ((1, None), 8)])
 def test_rows_that_a_loop_counts_take_the_place_of_the_forwards(rig, rows, samples):
     rig.tracker.notes.samples = 8
