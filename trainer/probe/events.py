@@ -301,13 +301,17 @@ class TorchEvents(Events):
 
     @guarded
     def engine(
-        self, engine: Any, describe: Callable[[Any], dict[str, Any]], *, partitions: int, share: tuple[int, int]
+        self,
+        engine: Any,
+        describe: Callable[[Any], dict[str, Any]],
+        partitions: Callable[[Any], int],
+        share: Callable[[Any], tuple[int, int]],
     ) -> None:
         """An engine makes the updates from now on, unless it has no parameters to update.
 
-        ``describe`` returns the fields of ``Hello`` for an engine of DeepSpeed, or with its attributes; ``partitions``:
-        number of ranks over which its optimizer's state is partitioned (0: all); ``share``: the rank's place among the
-        tensor-parallel ranks, and their number.
+        The functions return of an engine (of DeepSpeed, or with its attributes) fields of ``Hello``, the number of
+        ranks over which its optimizer's state is partitioned (0: all), and the rank's place among the tensor-parallel
+        ranks and their number.
         """
         if not updates_parameters(engine):
             return
@@ -317,8 +321,8 @@ class TorchEvents(Events):
         training.updaters.made_engine()
         state.engine_steps, state.forward_by, training.tracker.light = True, "engine", DRIVEN
         trained.engine = weakref.ref(engine)
-        trained.partitions = partitions or training.rank.world_size
-        trained.tensor_parallel = BatchShare(*share)
+        trained.partitions = partitions(engine) or training.rank.world_size
+        trained.tensor_parallel = BatchShare(*share(engine))
         facts = describe(engine)
         config = facts.get("deepspeed_config")
         facts["deepspeed_config"] = plain(config) if isinstance(config, dict) else None

@@ -62,15 +62,8 @@ class Probe:
     ) -> None:
         """Report the planned number of optimizer updates, and the evaluations and checkpoints between them.
 
-        Args:
-            total_steps: optimizer updates, those before a resume included.
-            epochs: the number of epochs they are.
-            output_dir: folder of checkpoints and the model.
-            evaluate_every: steps between two evaluations; 0: none.
-            evaluate_at_end: there is one after the last step.
-            checkpoint_every: steps between two checkpoints; 0: none.
-            checkpoint_at_end: there is one after the last step.
-            first_step: steps done before a resume.
+        Steps before a resume (``first_step``) are included. ``evaluate_every`` and ``checkpoint_every`` are steps
+        between two of them (0: none), ``..._at_end``: there is one after the last step.
         """
         self._introduction.plan = Plan(
             self.rank,
@@ -91,14 +84,11 @@ class Probe:
     ) -> None:
         """Report the exact counts of one micro-batch; they replace the hooks' counts for this step.
 
-        Args:
-            tokens: tokens without padding.
-            label_tokens: labels that the loss is a mean over, by which the rank is weighted in the mean over ranks
-                unless losses are normalised over all ranks already.
-            pairs: pairs of query and key that attention computes (``protocol.messages.throughput.causal_pairs`` of the
-                documents' lengths); 0: not known.
-            longest: tokens of the longest document; 0: not known.
-            samples: rows, for ranks that share rows this one's part; None: as many as the forward's batch has.
+        ``tokens`` are without padding; ``label_tokens`` those that the loss is a mean over, by which the rank is
+        weighted in the mean over ranks unless losses are normalised over all ranks already; ``pairs`` those of query
+        and key that attention computes (``protocol.messages.throughput.causal_pairs``), ``longest`` the longest
+        document's tokens (0: not known); ``samples`` are rows, for ranks that share rows this one's part (None: those
+        of the forward's batch).
         """
         labels = 0 if self._state.normalised_over_ranks else int(label_tokens)
         self._tracker.notes.counts.append(BatchCounts(int(tokens), labels, int(pairs), int(longest), samples))
@@ -120,14 +110,9 @@ class Probe:
     ) -> None:
         """Report the result of an evaluation over all ranks; one rank does, once for each split.
 
-        Args:
-            loss: mean over the label tokens of all ranks.
-            name: the split or data set.
-            label_tokens: labels of all ranks, each counted once.
-            seconds: its duration.
-            best: no evaluation of this name had a lower loss before.
-            metrics: other results by name.
-            step: the last finished step; None: the one that the probe counts.
+        ``loss`` is a mean over the ``label_tokens`` of all ranks, each counted once; ``name`` the split or data set;
+        ``best``: no evaluation of this name had a lower loss before; ``metrics`` are other results. Without ``step`` it
+        is the last finished one.
         """
         loss = None if loss is None else float(loss)
         ppl = None if loss is None else perplexity(loss)
@@ -140,12 +125,8 @@ class Probe:
     ) -> None:
         """Report that a checkpoint is complete on disk; one rank does.
 
-        Args:
-            path: its directory or file.
-            size: bytes of all its files; 0: not known.
-            seconds: from its beginning until it was complete.
-            best: it has the lowest evaluation loss so far.
-            step: the last step in it; None: the last finished one.
+        ``size`` is the bytes of all its files (0: not known), ``seconds`` the time that it took; ``best``: it has the
+        lowest evaluation loss so far. Without ``step`` it has the last finished one.
         """
         self._outbox.hand_over(
             Checkpoint(self.rank, self._at(step), time(), str(path), int(size), float(seconds), best)
@@ -174,13 +155,9 @@ class Probe:
     ) -> None:
         """Report work of the run besides its steps: at its beginning, now and then meanwhile, at its end.
 
-        Args:
-            name: ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...
-            text: detail for a person.
-            done: parts of it that are done.
-            total: parts it has; 0: not known.
-            over: it has ended.
-            seconds: since its beginning.
+        ``name`` is ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...; ``text`` a detail for a
+        person; ``done`` of ``total`` parts are done (0: not known); ``over``: it has ended, ``seconds`` after its
+        start.
         """
         self._outbox.hand_over(
             Activity(self.rank, time(), name[:256], self._tracker.step, text[:500], done, total, over, seconds)

@@ -38,14 +38,8 @@ def install(_module: ModuleType) -> None:
 def attach(engine: Any) -> None:
     """Make an engine the one whose updates are this rank's steps, and report it."""
     events = switched_on()
-    if events is None:
-        return
-    try:
-        partitions, share = _partitions(engine), share_of_engine(engine)
-    except Exception as error:
-        events.guard.disable(error)
-        return
-    events.engine(engine, _describe, partitions=partitions, share=share)
+    if events is not None:
+        events.engine(engine, _describe, _partitions, share_of_engine)
 
 
 def share_of_engine(engine: Any) -> tuple[int, int]:

@@ -127,9 +127,7 @@ class Notes:
 
     def end_part(self, key: int, name: str) -> None:
         """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
-        part = self.parts.get(key)
-        if part is None:
-            part = self.parts[key] = Part(name)
+        part = self.parts.setdefault(key, Part(name))
         part.count += 1
         part.losses.append(self.losses)
         part.lr, part.accumulation = self.lr, self.accumulation

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from types import FrameType
@@ -44,10 +45,9 @@ def dtype_name(dtype: Any) -> str:
 
 def dtype_of(module: Any) -> str:
     """Return the dtype with the most parameter elements, as ``dtype_name`` returns it."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for parameter in module.parameters():
-        name = dtype_name(parameter.dtype)
-        sizes[name] = sizes.get(name, 0) + number_of_elements(parameter)
+        sizes[dtype_name(parameter.dtype)] += number_of_elements(parameter)
     return max(sizes, key=lambda name: sizes[name], default="")
 
 
