@@ -66,11 +66,24 @@ class Loop:
         self.training.updates.found_optimizer(self.optimizer)
         self.train, self.held_out = object(), object()
 
-    def fetch(self, batches, rows=4, count=1):
-        for _ in range(count):
-            self.loading.fetching(batches)
-            self.loading.fetched(torch.ones(rows, 2))
-        return batches
+    def fetch(self, batches, rows=4):
+        self.loading.fetching(batches)
+        self.loading.fetched(torch.ones(rows, 2))
+
+    def play(self, moves):
+        """Change the model's mode (``eval`` and ``train``), fetch a batch of some data, or exhaust the last ones."""
+        held_out, evaluated, self.batches = Batches(self.held_out), Batches(self.train), Batches(self.train)
+        do = {
+            "eval": lambda: self.loading.evaluating(self.model),
+            "train": lambda: self.loading.evaluated(trains=True),
+            "held": lambda: self.fetch(held_out, rows=9),
+            "same": lambda: self.fetch(evaluated, rows=9),
+            "one": lambda: self.fetch(Batches(self.train), rows=9),  # of an iterator that is gone
+            "end": lambda: self.loading.exhausted(self.loading.last_iterator()),
+            "batch": lambda: self.fetch(self.batches),
+        }
+        for move in moves.split():
+            do[move]()
 
     def update(self):
         """Train on the batch fetched last; return the step's samples and phases, those of the updating left out."""
@@ -89,12 +102,6 @@ class Loop:
             self.fetch(batches)
             assert self.update() == (4, ["data", "forward"])
 
-    def resume(self):
-        """Fetch the next epoch's first batch, and change the mode then."""
-        batches = self.fetch(Batches(self.train))
-        self.loading.evaluated(trains=True)
-        return batches and self.update()
-
 
 @pytest.fixture
 def loop(training):
@@ -103,42 +110,28 @@ def loop(training):
     return loop
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_first_batch_of_a_validation_is_no_step_s_where_the_mode_changes_after_the_fetch(loop, count):
-    batches = Batches(loop.held_out)
-    for _ in range(count):
-        loop.fetch(batches, rows=9)
-        loop.loading.evaluating(loop.model)
-    assert loop.resume() == (4, ["eval", "data", "forward"])
-
-
-@pytest.mark.parametrize("data", ["held_out", "train"])
-def test_a_batch_fetched_before_the_mode_changes_back_is_the_training_s_whatever_was_evaluated(loop, data):
-    loop.loading.evaluating(loop.model)
-    loop.loading.exhausted(loop.fetch(Batches(getattr(loop, data)), rows=9, count=3))
-    assert loop.resume() == (4, ["eval", "data", "forward"])
-
-
-def test_a_batch_of_the_training_data_that_is_only_evaluated_is_in_no_step(loop):
-    loop.loading.evaluating(loop.model)
-    loop.fetch(Batches(loop.train), rows=9)
-    loop.loading.evaluated(trains=True)
-    batches = loop.fetch(Batches(loop.train))
-    assert batches
-    assert loop.update() == (4, ["eval", "data", "forward"])
-
-
-def test_a_batch_fetched_before_an_evaluation_of_others_stays_the_step_s(loop):
-    loop.fetch(Batches(loop.train))
-    loop.loading.evaluating(loop.model)
-    loop.fetch(Batches(loop.held_out), rows=9, count=3)
-    loop.loading.evaluated(trains=True)
-    assert loop.update() == (4, ["data", "forward", "eval", "forward"])
+@pytest.mark.parametrize(
+    ("moves", "phases"),
+    [
+        ("held eval batch train", ["eval", "data", "forward"]),
+        ("held eval held eval held eval batch train", ["eval", "data", "forward"]),
+        ("eval held held held end batch train", ["eval", "data", "forward"]),
+        ("eval same same same end batch train", ["eval", "data", "forward"]),
+        ("eval one train batch", ["eval", "data", "forward"]),
+        ("batch eval held held held train", ["data", "forward", "eval", "forward"]),
+    ],
+    ids=[
+        *("fetched before the mode changes", "and before each batch", "fetched before it changes back"),
+        *("of the training data", "a batch that is only evaluated", "a batch before an evaluation of others"),
+    ],
+)
+def test_a_step_has_its_own_batch_alone_whatever_was_evaluated_around_its_fetch(loop, moves, phases):
+    loop.play(moves)
+    assert loop.update() == (4, phases)
 
 
 def test_a_single_batch_evaluated_last_is_no_forward(loop):
-    loop.fetch(Batches(loop.held_out), rows=9)
-    loop.loading.evaluating(loop.model)
+    loop.play("held eval")
     loop.training.hand_over_closing()
     marks = loop.training.outbox.items[-1].raw.marks
     assert {mark.phase for mark in marks} - {"", "idle"} == {"eval"}

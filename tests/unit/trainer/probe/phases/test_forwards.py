@@ -80,53 +80,41 @@ def test_an_update_right_after_its_backward_has_no_idle_before_it_unless_phases_
     assert not watched or ("idle", "optimizer") in seen
 
 
-def test_a_reference_before_or_after_the_policy_is_part_of_the_forward(loop):
-    train = Loader()
-    for order in ((loop.reference, loop.policy), (loop.policy, loop.reference)):
-        loop.fetch(train)
-        assert [loop.forward(module, grad=module is loop.policy) for module in order][-1] == "forward"
-        loop.backward()
-        assert loop.update() == STEP if order[0] is loop.reference else ["idle", *STEP]
-        loop.training.tracker.marks[0] = loop.training.tracker.marks[0]._replace(phase="init")
-
-
-def test_the_wrapped_module_s_flag_decides_not_the_wrapper_s(loop):
-    loop.policy.eval()
-    loop.policy.module.train()
-    loop.fetch()
-    assert loop.train() == STEP
-
-
-def test_an_evaluation_with_its_reference_is_an_evaluation(loop):
-    held_out = Loader()
-    loop.policy.eval()
-    for _ in range(3):
-        loop.fetch(held_out)
-        loop.forward(loop.reference, grad=False)
-        assert loop.forward(grad=False) == "eval"
-    loop.loading.fetching(held_out)
-    loop.policy.train()
-    loop.fetch()
-    assert loop.train() == ["eval", *STEP]
-
-
-def test_a_policy_that_is_its_own_reference_trains(loop):
-    loop.fetch()
-    assert loop.forward(grad=False) == "forward"  # in training mode: adapters off
-    loop.policy.eval()
-    loop.forward(grad=False)  # old log-probabilities without dropout
-    loop.policy.train()
-    assert loop.train() == STEP
-
-
-def test_an_evaluation_that_leaves_the_model_in_training_mode_is_found_out_with_its_second_batch(loop):
-    held_out = Loader()
-    for _ in range(3):
-        loop.fetch(held_out)
-        loop.forward(grad=False)
-    loop.loading.fetching(held_out)
-    loop.fetch()
-    assert loop.train() == ["eval", *STEP]
+@pytest.mark.parametrize(
+    ("moves", "phases"),
+    [
+        ("fetch reference policy :forward", STEP),
+        ("fetch policy reference :forward", STEP),
+        ("eval inner-train fetch policy", STEP),  # not the wrapper's own flag
+        ("fetch no-grad :forward eval no-grad train policy", STEP),  # adapters off, old log-probabilities
+        (f"eval {'held reference no-grad :eval ' * 3} asked train fetch policy", ["eval", *STEP]),
+        (f"{'held no-grad ' * 3} asked fetch policy", ["eval", *STEP]),
+    ],
+    ids=[
+        *("a reference before the policy", "or after it", "the wrapped module's flag decides"),
+        *("a policy that is its own reference", "an evaluation with its reference", "an evaluation in training mode"),
+    ],
+)
+def test_forwards_are_of_the_step_or_of_an_evaluation(loop, moves, phases):
+    held_out, reached = Loader(), ""
+    do = {
+        "fetch": loop.fetch,
+        "held": lambda: loop.fetch(held_out),
+        "asked": lambda: loop.loading.fetching(held_out),
+        "policy": loop.forward,
+        "no-grad": lambda: loop.forward(grad=False),
+        "reference": lambda: loop.forward(loop.reference, grad=False),
+        "eval": loop.policy.eval,
+        "train": loop.policy.train,
+        "inner-train": loop.policy.module.train,
+    }
+    for move in moves.split():
+        if move.startswith(":"):
+            assert reached == move[1:]
+        else:
+            reached = do[move]()
+    loop.backward()
+    assert loop.update() == phases
 
 
 def test_training_in_evaluation_mode_is_training_once_a_backward_came(loop):
