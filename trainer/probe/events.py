@@ -67,16 +67,14 @@ class Events:
     """The events of a training loop, for hooks into a framework that drives one; on the training thread."""
 
     def __init__(self, training: Training) -> None:
-        self.guard = training.guard
-        self._training = training
-        self._state = training.state
-        self._loading = training.loading
-        self._micro_steps = training.micro_steps
-        self._updates = training.updates
+        self.guard, self._training, self._state = training.guard, training, training.state
+        self._loading, self._micro_steps, self._updates = training.loading, training.micro_steps, training.updates
         self.fetching = training.loading.fetching
         """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
         self.fetched = training.loading.fetched
         self.exhausted = training.loading.exhausted
+        self.failed = training.saw_error
+        """An exception came through a hook; an allocation failure is reported with all that is known about it."""
 
     @property
     def in_backward(self) -> bool:
@@ -157,10 +155,6 @@ class Events:
             self._register(model)
         training.outbox.send_hello()
 
-    def failed(self, error: BaseException) -> None:
-        """An exception came through a hook; an allocation failure is reported with all that is known about it."""
-        self._training.saw_error(error)
-
     @guarded
     def _begin_forward(self, module: Any, args: Any, kwargs: Any, framework: str, always: bool) -> None:
         state = self._state
@@ -228,6 +222,8 @@ class TorchEvents(Events):
         self.prefetching, self.delivered = loading.prefetching, loading.delivered
         """A loader that fetches ahead is asked for a batch (its argument receives counts), and returns it."""
         self.prefetched_all = loading.prefetched_all
+        self.leaving_group = training.introduction.note_backend
+        """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
 
     @guarded
     def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
@@ -380,10 +376,6 @@ class TorchEvents(Events):
         facts = self._training.introduction.facts
         known = facts.get("pipeline_stage")  # None after an engine of DeepSpeed without a pipeline
         facts["pipeline_stage"] = index if known is None else min(index, known)
-
-    def leaving_group(self) -> None:
-        """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
-        self._training.introduction.note_backend()
 
     def wait_begins(self) -> Any:
         """A wait for other ranks begins; return the device event to give to ``waited``, or None."""

@@ -20,15 +20,10 @@ class Probe:
     """
 
     def __init__(self, training: Training, stop: StopRequest) -> None:
-        self.guard = training.guard
-        self.rank = training.rank.rank
-        self._introduction = training.introduction
-        self._outbox = training.outbox
-        self._phases = training.phases
-        self._state = training.state
-        self._stop = stop
-        self._tracker = training.tracker
-        self._updates = training.updates
+        self.guard, self.rank = training.guard, training.rank.rank
+        self._introduction, self._outbox, self._stop = training.introduction, training.outbox, stop
+        self._phases, self._state = training.phases, training.state
+        self._tracker, self._updates = training.tracker, training.updates
 
     @property
     def step(self) -> int:

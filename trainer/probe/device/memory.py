@@ -204,9 +204,7 @@ class StatsSource:
         """Returns a sample; for the training thread."""
         self.layout: Layout | None = None
         """Layout of the numbers once they are found, which is before samples are copies of them."""
-        self._official = official
-        self._device = device
-        self._devices = devices
+        self._official, self._device, self._devices = official, device, devices
         self._reads = self._proofs = 0
         self._copy: Callable[[], bytes] | None = None
         self._checked = monotonic()

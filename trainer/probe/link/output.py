@@ -190,10 +190,8 @@ class Tee:
     """
 
     def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: "Callable[[LogLine], None]") -> None:
-        self._stream = stream
+        self._stream, self._rank, self._send = stream, rank, send
         self._name: Literal["out", "err"] = name
-        self._rank = rank
-        self._send = send
         self._partial = ""
 
     def write(self, text: str) -> int:

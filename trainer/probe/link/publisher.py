@@ -403,8 +403,7 @@ class Publisher(threading.Thread):
         """Messages that found the queue full, or that could not be made or encoded."""
         self._logged = False
         self._rank = rank = training.rank
-        self._introduction = training.introduction
-        self._trained = trained = training.trained
+        self._introduction, self._trained = training.introduction, training.trained
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending
@@ -419,7 +418,7 @@ class Publisher(threading.Thread):
         """Whether the closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
-        captures = CaptureContext(rank, tracker, trained, pace, Recording(), self.send)
+        captures = CaptureContext(rank, tracker, training.trained, pace, Recording(), self.send)
         self._captures = Captures(CaptureScheduler(captures), Snapshots(captures, phase_marks), StackCapture(captures))
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
         self._commands = Commands(captures, self._captures, stop, hold, self._dumper, outbox.send_hello)

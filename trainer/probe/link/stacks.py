@@ -164,10 +164,8 @@ class Dumper:
     """
 
     def __init__(self, path: Path, training: int) -> None:
-        self._path = path
-        self._training = training
-        self._descriptor = -1
-        self._signal = 0
+        self._path, self._training = path, training
+        self._descriptor, self._signal = -1, 0
         self._given_up = False
         self.prepared: SelfDump | None = None
         """Signal and file for capturing the stacks from outside; None before registration, or if that failed."""

@@ -20,9 +20,7 @@ class Phases:
         self.enter: Callable[[str], None] = self._enter_unsettled
         """Moves to a phase; the tracker's own method once the device is settled."""
         self.met_cuda: Callable[[], None] = nothing
-        self._device = rank.device
-        self._tracker = tracker
-        self._outbox = outbox
+        self._device, self._tracker, self._outbox = rank.device, tracker, outbox
 
     def interrupt(self, phase: str) -> None:
         """Move to a phase from one that may have begun only just now."""

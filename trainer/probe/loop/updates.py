@@ -54,7 +54,7 @@ class Updates:
             self._trained.primary = weakref.ref(optimizer)  # a strong reference would keep its states alive
             self._trained.tensor_parallel = of_optimizer(optimizer)
         groups = optimizer.param_groups
-        self._begin(groups[0].get("lr") if groups else None, optimizer)
+        self.updating(groups[0].get("lr") if groups else None, optimizer)
         return True
 
     @guarded
@@ -94,11 +94,6 @@ class Updates:
     def note_grad_norm(self, norm: Any) -> None:
         """Record that the script has clipped its gradients, whose norm was ``norm``."""
         self._tracker.notes.grad_norm = cuda.fetch_values(norm)
-
-    @guarded
-    def updating(self, lr: Any, by: Any = None) -> None:
-        """Handle the start of an update; ``by`` is the optimizer or engine that makes it."""
-        self._begin(lr, by)
 
     @guarded
     def updated(
@@ -153,7 +148,9 @@ class Updates:
         self._forwards.end_step()
         self._phases.close(before)
 
-    def _begin(self, lr: Any, by: Any) -> None:
+    @guarded
+    def updating(self, lr: Any, by: Any = None) -> None:
+        """Handle the start of an update; ``by`` is the optimizer or engine that makes it."""
         tracker, state = self._tracker, self._state
         if tracker.phase == "forward" and tracker.notes.micro_steps and not state.forward_by and not tracker.depth:
             tracker.rename("idle")  # a batch fetched ahead, after the backward

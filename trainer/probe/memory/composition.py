@@ -303,9 +303,7 @@ class StepCapture:
         """Whether module hooks were installed; not with compiled code, which hooks would recompile."""
         self.offset_ns = 0
         self.walk_ns = 0
-        self._tracker = tracker
-        self._roots = roots
-        self._cuda_index = cuda_index
+        self._tracker, self._roots, self._cuda_index = tracker, roots, cuda_index
         self._begun = self._withdrawn = self._seen_buckets = False
         self._backwards = self._recompute_depth = self._recompute_ns = 0
         self._undo: list[Callable[[], object]] = []
@@ -597,9 +595,7 @@ NOTE = (
 
 class _Edge:
     def __init__(self, figure: Reading, walked: Walked) -> None:
-        self.in_use = figure.allocated
-        self.reserved = figure.reserved
-        self.resident = walked.resident
+        self.in_use, self.reserved, self.resident = figure.allocated, figure.reserved, walked.resident
         self.unknown = max(0, figure.allocated - sum(held.bytes for held in walked.held.values()))
         """Bytes allocated from glibc that belong to no known storage."""
 

@@ -28,8 +28,7 @@ class StackWindow:
     def __init__(
         self, recording: Recording, tracker: Tracker, phase: str, steps: int, from_step: int, *, long: bool
     ) -> None:
-        self.phase = phase
-        self.long = long
+        self.phase, self.long, self.from_step = phase, long, from_step
         self.spans: list[Span] = []
         self.borders: list[tuple[int, int]] = []
         """Ends of the steps in which the phase occurred: step number, and microseconds since the epoch."""
@@ -37,10 +36,7 @@ class StackWindow:
         self.failed = ""
         self.since = time.monotonic()
         self.cleared = -1
-        self._recording = recording
-        self._tracker = tracker
-        self._steps = steps
-        self.from_step = from_step
+        self._recording, self._tracker, self._steps = recording, tracker, steps
         self._began = False
         self._on_us = -1
         self._start_bytes = self._waited = self._switch_ns = 0

@@ -117,10 +117,8 @@ class Console:
     """Runs code in frames; for the frames' own thread, or a thread that works for it."""
 
     def __init__(self, frames: list[FrameType], requested: int, device: Any) -> None:
-        self._frames = frames
+        self._frames, self._requested, self._device = frames, requested, device
         self._at = len(frames) - 1
-        self._requested = requested
-        self._device = device
         self._running: list[dict[str, Any]] = []
         """Namespaces of running code, which keep their values alive."""
 
@@ -329,12 +327,11 @@ class Hold:
         self.since = 0.0
         """Time at which the hold began, seconds since the epoch; 0: the rank is not held."""
         self._thread = 0
-        self._busy = False
+        self._busy = self._leaving = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._answers: deque[tuple[Answer, bool, str, dict[str, Any]]] = deque()
         self._entering = threading.Lock()
         self._lock = threading.Lock()
-        self._leaving = False
 
     @property
     def here(self) -> bool:

@@ -161,13 +161,10 @@ class OomHistory:
     """The largest batch, the highest peak so far, and the allocated bytes at the beginning of steps."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes = self.largest_shape_step = self._largest = self._seen = 0
         self.largest_shape: list[int] = []
-        self.largest_shape_step = 0
-        self._largest = 0
         self._starts: list[int] = []
         self._stride = 1
-        self._seen = 0
 
     def note(self, step: Step) -> None:
         """Record a finished step."""
@@ -521,10 +518,8 @@ class AllocationFailures:
     def __init__(
         self, rank: RankContext, reporter: OomReporter, hold: Hold, check_device: Callable[[], object]
     ) -> None:
-        self._rank = rank
-        self._reporter = reporter
-        self._hold = hold
-        self._check_device = check_device
+        self._rank, self._reporter = rank, reporter
+        self._hold, self._check_device = hold, check_device
         self._watching = False
 
     def await_cuda(self) -> None:

@@ -197,17 +197,14 @@ class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
     def __init__(self) -> None:
-        self.entered = 0
-        self.host_ns = 0
-        self.in_flight = ""
-        self.last = ""
+        self.entered = self.host_ns = 0
+        self.in_flight = self.last = ""
         self.world = ""
         """The default process group's name; empty until it is needed."""
         self.group = ""
         """Process group of the latest collective, its number within the group, and the elements of its tensor
         argument."""
-        self.sequence = 0
-        self.size = 0
+        self.sequence = self.size = 0
         self.gathers = 0
         """Number of times that DeepSpeed's ``GatheredParameters`` was entered."""
         self.groups: dict[str, int] = {}
@@ -227,10 +224,8 @@ class Tracker:
     def __init__(
         self, memory: MemoryBackend, mark_event: Callable[[], Any], counts: Counts, finish: Callable[[StepRaw], None]
     ) -> None:
-        self.memory = memory
-        self.mark_event = mark_event
-        self.counts = counts
-        self._finish = finish
+        self.memory, self.mark_event = memory, mark_event
+        self.counts, self._finish = counts, finish
         self.step = 0
         self.phase = "init"
         self.phase_ns = perf_counter_ns()

@@ -120,10 +120,8 @@ def _watching_class() -> Any:
         """Reports a ``Trainer`` to ftmon, in a script that is started without ``ftmon run``."""
 
         def __init__(self, start: bool = True) -> None:
-            super().__init__(_watch if start else None)
+            # An empty name is that of the script.
+            begin = lambda args: watch(None, name=str(getattr(args, "run_name", None) or ""))  # noqa: E731
+            super().__init__(begin if start else None)
 
     return Callback
-
-
-def _watch(args: Any) -> None:
-    watch(None, name=str(getattr(args, "run_name", None) or ""))  # empty: after the script
