@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -90,6 +91,15 @@ def log_error(what: str, error: BaseException) -> None:
     """Append one line about an exception: the failed operation, the error, and its innermost frames."""
     places = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     log(f"{what}: {type(error).__name__}: {error} ({' < '.join(reversed(places))})".replace("\n", " "))
+
+
+@contextmanager
+def logged(what: str) -> Iterator[None]:
+    """Log an exception of a ``with`` block, or of a function that this decorates, instead of raising it."""
+    try:
+        yield
+    except Exception as error:
+        log_error(what, error)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *, below: bool = False) -> None:

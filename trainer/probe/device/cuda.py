@@ -177,11 +177,9 @@ through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the q
 def install() -> None:
     """Wrap ``torch.cuda.CUDAGraph``, once; CUDA is running."""
     graph: Any = torch.cuda.CUDAGraph
-    try:
+    with guard.logged("captures of CUDA graphs are not noticed"):
         replace(graph, "capture_begin", _beginning)
         replace(graph, "capture_end", _ending)
-    except (AttributeError, TypeError) as error:
-        guard.log_error("captures of CUDA graphs are not noticed", error)
 
 
 def allow_queries() -> None:
@@ -190,11 +188,9 @@ def allow_queries() -> None:
     The mode is the thread's own (``cuThreadExchangeStreamCaptureMode`` of the CUDA driver API); PyTorch's watchdog of
     NCCL does the same.
     """
-    try:
+    with guard.logged("events cannot be asked for during captures of CUDA graphs"):
         driver: Any = ctypes.CDLL("libcuda.so.1")
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-    except (OSError, AttributeError) as error:
-        guard.log_error("events cannot be asked for during captures of CUDA graphs", error)
 
 
 def _beginning(real: Callable[..., Any]) -> Callable[..., Any]:

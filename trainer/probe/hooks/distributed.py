@@ -21,7 +21,7 @@ import torch
 from .. import active
 from ..active import switched_on
 from ..events import TorchEvents
-from ..guard import is_replaced, log_error, replace, replace_in_package
+from ..guard import is_replaced, logged, replace, replace_in_package
 from .imports import after_import
 from .torch import Wrapper, after, around, before, clipping
 
@@ -63,17 +63,15 @@ def _on_fsdp2(module: ModuleType) -> None:
         replace(sharded, "set_gradient_divide_factor", after(_setting_divisor, switched_on))
 
 
+@logged("the divisor of FSDP's gradients is not known")
 def _setting_divisor(events: TorchEvents, _: None, module: Any, factor: float) -> None:
     """Note that the ranks' losses add up, if their gradients do: FSDP divides these by ``factor``, not its ranks."""
-    try:
-        state = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            mesh = getattr(group, "mesh_info", None)  # experts are sharded over fewer ranks than the rest
-            ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
-            if ranks > factor > 0:
-                events.adds_up(ranks / factor)
-    except Exception as error:
-        log_error("the divisor of FSDP's gradients is not known", error)
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        mesh = getattr(group, "mesh_info", None)  # experts are sharded over fewer ranks than the rest
+        ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+        if ranks > factor > 0:
+            events.adds_up(ranks / factor)
 
 
 def _on_process_groups(module: ModuleType) -> None:
@@ -149,11 +147,9 @@ def install_collectives(_module: ModuleType | None = None) -> None:
         replace(core, name, partial(_counted, name.lstrip("_")) if name in COLLECTIVES else partial(_named, name))
         if getattr(distributed, name, None) is real:
             setattr(distributed, name, getattr(core, name))
-    try:
+    with logged("collective waits are not named"):
         # On gloo the host waits for an asynchronous collective, on NCCL only the stream.
         replace(core.Work, "wait", partial(_outermost, enter=lambda *_: active.counts.last or "wait"))
-    except (AttributeError, TypeError) as error:
-        log_error("collective waits are not named", error)
 
 
 def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..active import current, mine, switched_on
 from ..events import OnHost
-from ..guard import log_error, replace
+from ..guard import logged, replace
 from .torch import evaluating, scoped
 
 
@@ -52,14 +52,12 @@ def _making(original: Any) -> Callable[..., Any]:
     return __init__
 
 
+@logged("cannot add the callback to a Trainer")
 def add_callback(trainer: Any) -> None:
     """Add the callback to a ``Trainer``, unless it has one."""
-    try:
-        kind = callback_class()
-        if not any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
-            trainer.add_callback(kind())
-    except Exception as error:
-        log_error("cannot add the callback to a Trainer", error)
+    kind = callback_class()
+    if not any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(kind())
 
 
 def _training_step(original: Any) -> Callable[..., Any]:
@@ -115,18 +113,8 @@ def _iterating(original: Any) -> Callable[..., Any]:
     return __iter__
 
 
-def _harmless(event: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an event of the callback log its errors: what it raises would end ``Trainer.train``."""
-
-    @functools.wraps(event)
-    def safe(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return event(*args, **kwargs)
-        except Exception as error:
-            log_error(f"{event.__name__} of the Trainer's callback", error)
-            return None
-
-    return safe
+_harmless = logged("an event of the Trainer's callback")
+"""Decorates an event: what it raises would end ``Trainer.train``."""
 
 
 @functools.cache

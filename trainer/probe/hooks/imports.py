@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ..guard import log_error
+from ..guard import logged
 
 _actions: dict[str, Callable[[ModuleType], None]] = {}
 
@@ -26,10 +26,8 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def _act(action: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
+    with logged(f"after import of {module.__name__}"):
         action(module)
-    except Exception as error:
-        log_error(f"after import of {module.__name__}", error)
 
 
 class _Finder:

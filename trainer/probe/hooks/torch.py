@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from .. import active
 from ..active import mine, switched_on
 from ..events import TorchEvents
-from ..guard import log_error, replace, replace_in_package
+from ..guard import logged, replace, replace_in_package
 from .imports import after_import
 
 Wrapper = Callable[[Any], Callable[..., Any]]
@@ -274,16 +274,14 @@ def install(_module: ModuleType) -> None:
     after_import("safetensors.torch", _on_checkpoints)
 
 
+@logged("TorchScript does not find replaced functions")
 def _keep_scriptable(function: Callable[..., Any]) -> None:
     """Let TorchScript, which finds functions by their ids, find the operator of a function that was replaced."""
-    try:
-        from torch.jit._builtins import _find_builtin, _register_builtin
+    from torch.jit._builtins import _find_builtin, _register_builtin
 
-        operator = _find_builtin(inspect.unwrap(function))
-        if operator is not None:
-            _register_builtin(function, operator)
-    except Exception as error:
-        log_error("TorchScript does not find replaced functions", error)
+    operator = _find_builtin(inspect.unwrap(function))
+    if operator is not None:
+        _register_builtin(function, operator)
 
 
 def _saving(original: Any) -> Callable[..., Any]:

@@ -281,10 +281,8 @@ class OomReporter:
         full = self.ooms <= FULL_REPORTS
         add_memory = self._add_memory if full else self._skip_memory
         for add in (self._add_history, self._add_model, add_memory, self._add_hold):
-            try:
+            with guard.logged(add.__name__.strip("_").replace("_", " ")):  # one part's error must not lose the rest
                 oom = add(failed, oom)
-            except Exception as error:  # an error in one part must not lose the rest
-                guard.log_error(add.__name__.strip("_").replace("_", " "), error)
         self._outbox.hand_over(oom)
         return oom.held
 
@@ -534,13 +532,8 @@ class AllocationFailures:
         if torch.version.cuda is None or lazy_call is None:
             return
 
-        def attach() -> None:
-            try:
-                self.watch_cuda()
-            except Exception as error:  # it would be raised from the script's own call
-                guard.log_error("watching CUDA's allocator", error)
-
-        lazy_call(attach)
+        # An error would be raised from the script's own call.
+        lazy_call(guard.logged("watching CUDA's allocator")(self.watch_cuda))
 
     def watch_cuda(self) -> None:
         """Make PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
@@ -555,15 +548,13 @@ class AllocationFailures:
             # The allocator's lock is not held here, and this is the thread whose allocation failed.
             if self._hold.here:
                 return  # tried by a console, which shows the failure
-            try:
+            with guard.logged("reporting an out-of-memory error"):
                 if not self._rank.device.settled and self._rank.guard.is_training_thread():
                     self._check_device()
                 frames = frames_to(sys._getframe(0).f_back)
                 lines = [frame.f_lineno for frame in frames]
                 failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
                 self._report(failed)
-            except Exception as error:
-                guard.log_error("reporting an out-of-memory error", error)
 
         core._cuda_attach_out_of_memory_observer(observe)
 

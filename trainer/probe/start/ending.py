@@ -80,23 +80,17 @@ class _Ending:
         error = sys.exc_info()[1]
         if status in (None, 0) or not isinstance(error, Exception) or self._failed:
             return
-        try:
+        with guard.logged("reporting a failure"):
             self._training.saw_error(error)
             self._exit_failure = self._describe(error)
-        except Exception as inner:
-            guard.log_error("reporting a failure", inner)
 
+    @guard.logged("reporting a failure")
     def _note(self, error: BaseException) -> None:
-        try:
-            if isinstance(error, KeyboardInterrupt):
-                self._interrupted = True
-                return
-            if self._failed:
-                return
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted = True
+        elif not self._failed:
             self._training.saw_error(error)
             self._report(self._describe(error))
-        except Exception as inner:
-            guard.log_error("reporting a failure", inner)
 
     def _describe(self, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
@@ -114,7 +108,7 @@ class _Ending:
         self._finished = True
         if self._training.outbox.steps_done > self._exit_steps:
             self._exit_code = self._exit_failure = None
-        try:
+        with guard.logged("ending"):
             # A script's own excepthook may not call ours, but the interpreter keeps the exception in sys.last_value.
             # In a process of multiprocessing no excepthook is called; the exception is still being handled.
             last, leaving = None if _is_interactive() else getattr(sys, "last_value", None), sys.exc_info()[1]
@@ -128,8 +122,6 @@ class _Ending:
             self._training.outbox.hand_over(self._goodbye())
             self._publisher.finish()
             self._rank.guard.enabled = False
-        except Exception as error:
-            guard.log_error("ending", error)
 
     def _goodbye(self) -> Goodbye:
         code = self._exit_code

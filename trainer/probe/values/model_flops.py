@@ -16,16 +16,9 @@ _FULL = "full_attention"
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
+@guard.logged("the FLOPs of the model are not known")  # a model's class and configuration may be anything
 def model_flops(module: Any, tensor_parallel: int = 1) -> ModelFlops | None:
     """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations."""
-    try:
-        return _model_flops(module, tensor_parallel)
-    except Exception as error:  # a model's class and configuration may be anything
-        guard.log_error("the FLOPs of the model are not known", error)
-        return None
-
-
-def _model_flops(module: Any, tensor_parallel: int) -> ModelFlops | None:
     model = own_model(module)
     config: Any = getattr(model, "config", None)
     if config is None or not own_class(model).__name__.endswith(_CAUSAL) or hasattr(config, "vision_config"):
