@@ -21,6 +21,8 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....protocol.analysis.allocator.composition import UNCOMPOSED, occurrences
 from ....protocol.messages.memory import PARTS, Composition, PhaseComposition, Reason, Sightings, StepMark, StepTrace
@@ -416,8 +418,6 @@ class StepCapture:
             self.withdraw()
 
     def _tap(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
         def updating(*_: Any) -> None:
             self._safely(lambda: self._record_sightings(_walk_updated))
 
@@ -466,7 +466,6 @@ class StepCapture:
 
     def _watch_modules(self) -> None:
         """Record forwards of modules inside the backward: recomputation, which allocates activations."""
-        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         def entering(*_: Any) -> None:
             if self._recompute_depth == 0:

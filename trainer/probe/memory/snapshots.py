@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ....protocol.messages import wire
 from ....protocol.messages.telemetry import SnapshotTaken
 from ....protocol.snapshot.columns import OWN_SPAN
@@ -126,8 +128,6 @@ class Recording:
 
     def snapshot(self) -> dict[str, Any]:
         """Return segments and entries of all devices, in PyTorch's form; holds the lock as ``read`` does."""
-        import torch
-
         core: Any = torch._C
         collects = gc.isenabled()
         gc.disable()  # it would traverse all objects of the script, repeatedly, without garbage to find
@@ -173,8 +173,6 @@ def watch_script() -> Callable[..., None]:
     global _real, _by_script
     if _real is not None:
         return _real
-    import torch
-
     memory: Any = torch.cuda.memory
     real = memory._record_memory_history
 
@@ -359,8 +357,6 @@ class Snapshots:
         return True
 
     def _capture(self, reason: str) -> tuple[SnapshotTaken | None, str]:
-        import torch
-
         found: Any = torch.cuda.memory._snapshot()
         step = self._tracker.step
         index = self._rank.device.memory.device_index

@@ -19,6 +19,8 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TextIO
 
+import torch
+
 from ....protocol.code_owner import library_of
 from ....protocol.run.rundir import RunOptions
 from ....protocol.text import duration, gib
@@ -57,8 +59,6 @@ class TensorTable(NamedTuple):
 
 def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated: int) -> TensorTable:
     """Find the largest tensors on a device; each storage counts once."""
-    import torch
-
     named, storages = _names(frames), Storages((device.index or 0) if device.type == "cuda" else None)
     found: dict[int, tuple[int, Any, list[str]]] = {}
     for value in gc.get_objects():
@@ -81,8 +81,6 @@ def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated:
 
 
 def _names(frames: Sequence[FrameType]) -> dict[int, list[str]]:
-    import torch
-
     found: dict[int, list[str]] = {}
     modules: list[tuple[str, Any]] = []
     for frame in reversed(frames):
@@ -200,13 +198,9 @@ class Console:
         return find_tensors(self._frames, self._device, most, self._allocated())
 
     def _allocated(self) -> int:
-        import torch
-
         return int(torch.cuda.memory_allocated(self._device)) if self._device.type == "cuda" else 0
 
     def _memory(self) -> None:
-        import torch
-
         if self._device.type != "cuda":
             from ....protocol.host.machine import available_memory, memory_limit
 
@@ -229,8 +223,6 @@ class Console:
         )
 
     def _retry(self) -> None:
-        import torch
-
         try:
             found = torch.empty(max(1, self._requested), dtype=torch.uint8, device=self._device)
         except (RuntimeError, MemoryError) as error:
@@ -240,8 +232,6 @@ class Console:
         print(f"{gib(self._requested)} fit now (and were given back)")
 
     def _free(self, name: str, storage: bool = False) -> None:
-        import torch
-
         frame = self._frames[self._at]
         place: Any = frame.f_locals if name in frame.f_locals else frame.f_globals
         if name not in place:

@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from ....protocol.host.machine import available_memory, memory_limit
 from ....protocol.messages.telemetry import Oom, OptimizerImplementation, SegmentUse, StackGroup, Step
@@ -215,8 +216,6 @@ def _timeout() -> tuple[float, str]:
     try:
         if dist is None or not dist.is_initialized():
             return 0.0, ""
-        import torch
-
         group = dist.distributed_c10d._get_default_group()
         backend = backend_of("cuda" if torch.cuda.is_initialized() else "cpu")
         device = torch.device("cuda" if "nccl" in backend else "cpu")
@@ -360,8 +359,6 @@ class OomReporter:
     def _add_memory(self, failed: Failed, oom: Oom) -> Oom:
         if failed.device is None:
             return self._add_host_memory(oom)
-        import torch
-
         capacity = self._capacity(failed)
         limited = failed.total < capacity - _LIMIT_SLACK
         room = min(failed.free, max(0, failed.total - oom.reserved_bytes)) if limited else failed.free
@@ -463,8 +460,6 @@ def host_room() -> tuple[int, int, str]:
 
 
 def _cuda_now(device: int | None) -> tuple[int, int]:
-    import torch
-
     try:
         return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     except Exception as error:
@@ -526,8 +521,6 @@ class AllocationFailures:
         A model that does not fit fails before any hook sees the device: in ``from_pretrained`` under ``zero.Init``, in
         ``deepspeed.initialize``. PyTorch calls functions queued here in the thread that initialises CUDA.
         """
-        import torch
-
         lazy_call: Any = getattr(torch.cuda, "_lazy_call", None)
         if torch.version.cuda is None or lazy_call is None:
             return
@@ -540,8 +533,6 @@ class AllocationFailures:
         if self._watching:
             return
         self._watching = True
-        import torch
-
         core: Any = torch._C
 
         def observe(device: int, requested: int, total: int, free: int) -> None:
@@ -585,16 +576,12 @@ class AllocationFailures:
         available, total, _ = host_room()
         index = None
         if driver and self._rank.device.memory.measure == "cuda":
-            import torch
-
             index = self._rank.device.memory.device_index
             available, total = torch.cuda.mem_get_info(index)
         return Failed(requested, available, total, text or type(error).__name__, *frames_of(error.__traceback__), index)
 
     def _report(self, failed: Failed) -> None:
         if self._reporter.send_report(failed):
-            import torch
-
             device = torch.device("cpu") if failed.device is None else torch.device("cuda", failed.device)
             self._hold.wait(failed.frames, failed.requested, device)
 
