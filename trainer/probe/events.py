@@ -84,14 +84,10 @@ class Events:
     def forward(
         self, module: Any, args: Any = (), kwargs: Any = None, framework: str = "", *, always: bool = False
     ) -> _Scope:
-        """A model's forward, for the length of a ``with`` block.
+        """A model's forward, for the length of a ``with`` block: a training, an evaluation or a part of another one's.
 
-        Args:
-            module: the model in its wrappers; it is a training, an evaluation or a part of another model's forward.
-            args: positional arguments, which have the batch.
-            kwargs: keyword arguments.
-            framework: reported in the rank's hello, unless a more specific one is known.
-            always: report it even if another framework reports its own forwards.
+        ``module`` is the model in its wrappers. The ``framework`` is reported in the rank's hello, unless a more
+        specific one is known; ``always``: report it even if another framework reports its own forwards.
         """
         if self._state.in_forward or self._state.in_backward:
             return _NOTHING

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType, ModuleType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,20 +49,14 @@ class Guard:
         log_error("the probe has switched itself off", error)
 
 
-class Guarded(Protocol):
-    """An object with methods that hooks call."""
+def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
+    """Wrap a method that hooks call: it does nothing while the probe is off, and an exception disables the probe.
 
-    guard: Guard
-
-
-G = TypeVar("G", bound=Guarded)
-
-
-def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R | None]:
-    """Wrap a method that hooks call: it does nothing while the probe is off, and an exception disables the probe."""
+    Its object has the switch as ``guard``.
+    """
 
     @functools.wraps(method)
-    def safe(self: G, *args: P.args, **kwargs: P.kwargs) -> R | None:
+    def safe(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if not self.guard.enabled:
             return None
         try:
@@ -141,12 +135,6 @@ _UNSHARED = 3
 
 _USERS = frozenset(("eval", "exec", "locals", "vars"))
 """Functions that give a script the dictionary of its variables, or keep variables of their own there."""
-
-
-def receiver_name(frame: FrameType) -> str:
-    """Return the name of the first parameter of the frame's function (``self``); empty without parameters."""
-    code = frame.f_code
-    return code.co_varnames[0] if code.co_argcount else ""
 
 
 def frame_locals(frame: FrameType) -> dict[str, Any]:

@@ -257,11 +257,7 @@ class CudaEvents:
 
 
 def has_passed(event: Any) -> bool:
-    """Return whether the device has passed an event, without waiting; None counts as passed.
-
-    Raises:
-        RuntimeError: the device is in an error state.
-    """
+    """Return whether the device has passed an event (None: yes); RuntimeError: it is in an error state."""
     return event is None or bool(event.query())
 
 

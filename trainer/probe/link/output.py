@@ -36,10 +36,8 @@ def folder() -> str:
 def settle() -> None:
     """Check whether the hub is on this host; if not, make a directory and start an agent for this host.
 
-    Raises:
-        OSError: the directory cannot be made, or the run's file cannot be read.
-        ValueError: that file is damaged.
-        FtmonError: the directory is open to others.
+    Raises OSError or ValueError (the run's file cannot be read, or is damaged), and FtmonError (the directory is open
+    to others).
     """
     path = os.environ.get(JOIN_ENV)
     if not path or PLACE_ENV in os.environ:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from ..guard import frame_locals, nothing, receiver_name
+from ..guard import frame_locals, nothing
 from .context import WHOLE
 
 _MOST_WRAPPERS = 8
@@ -208,7 +208,8 @@ def _parts(wanted: Set[int], models: Sequence[Any]) -> list[Any]:
 def _variables(frame: FrameType, module_class: Any) -> Iterator[Any]:
     """Yield the modules among a frame's variables and among the attributes of its ``self``."""
     variables = frame_locals(frame)
-    attributes = getattr(variables.get(receiver_name(frame)), "__dict__", None)
+    receiver = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+    attributes = getattr(variables.get(receiver), "__dict__", None)
     held = list(attributes.values())[:_MOST_ATTRIBUTES] if isinstance(attributes, dict) else []
     yield from (value for value in (*variables.values(), *held) if isinstance(value, module_class))
 

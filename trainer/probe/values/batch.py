@@ -63,15 +63,11 @@ def note(
 ) -> None:
     """Add one micro-batch to a step's notes: a dataloader's batch, or ``(args, kwargs)`` of a forward.
 
-    Args:
-        notes: notes of the step.
-        found: the batch.
-        is_forward: whether ``found`` is a forward's.
-        later: defer the counting of a mask to the publisher.
-        fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
-            is the forward's before it went to the device, and need not be fetched from there. A number of samples that
-            it states holds for the forward, whose rows may be others (nodes of graphs).
-        shifted: the model receives unshifted labels and ignores the first label of each sequence, as causal models do.
+    ``later``: defer the counting of a mask to the publisher. ``fetched`` is the batch that the dataloader returned for
+    this forward, if known: a mask of the same shape in it is the forward's before it went to the device, and need not
+    be fetched from there. A number of samples that it states holds for the forward, whose rows may be others (nodes of
+    graphs). ``shifted``: the model receives unshifted labels and ignores the first label of each sequence, as causal
+    models do.
     """
     ids, mask, is_tokens, rows = _find_in_call(*found) if is_forward else _find(found)
     if fetched is not None and fetched.rows is not None:
