@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType, ModuleType
@@ -88,7 +88,7 @@ def log_error(what: str, error: BaseException) -> None:
 
 
 @contextmanager
-def logged(what: str) -> Iterator[None]:
+def logged(what: str) -> Generator[None]:
     """Log an exception of a ``with`` block, or of a function that this decorates, instead of raising it."""
     try:
         yield

@@ -335,6 +335,7 @@ class MemoryBackend(Protocol):
 
     def read(self, sample: Any) -> Reading:
         """Convert a raw sample to a ``Reading``."""
+        ...
 
 
 real_getrusage: Any = resource.getrusage

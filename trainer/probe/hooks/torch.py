@@ -7,7 +7,7 @@ on another thread, it only calls the original.
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from types import ModuleType
@@ -220,7 +220,7 @@ def _timed_backward(original: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _synchronising(events: TorchEvents, *_: Any, **__: Any) -> Iterator[None]:
+def _synchronising(events: TorchEvents, *_: Any, **__: Any) -> Generator[None]:
     counts = active.counts
     event, counted, start = events.wait_begins(), counts.host_ns, perf_counter_ns()
     try:

@@ -42,7 +42,7 @@ class TensorTable(NamedTuple):
 
     rows: list[_Row]
     total: int
-    count: int
+    storages: int
     allocated: int
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class TensorTable(NamedTuple):
             f"{gib(row.bytes):>12}  {row.shape:<20} {row.dtype:<10} {row.device:<8} {', '.join(row.names)}".rstrip()
             for row in self.rows
         ]
-        lines.append(f"{gib(self.total):>12}  in {self.count:,} storages that Python knows")
+        lines.append(f"{gib(self.total):>12}  in {self.storages:,} storages that Python knows")
         rest = self.allocated - self.total
         if rest > 0:
             lines.append(f"{gib(rest):>12}  held by autograd's graph or native code, out of Python's sight")
