@@ -64,7 +64,7 @@ class _Update(_Scope):
 
 
 class Events:
-    """The events of a training loop, for hooks into a framework that drives one; on the training thread."""
+    """The events of a training loop, for hooks into a framework with a loop of its own; on the training thread."""
 
     def __init__(self, training: Training) -> None:
         self.guard, self._training, self._state = training.guard, training, training.state
