@@ -11,12 +11,14 @@ from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor as telemetry
 from .health.machine import Disks, Gpus
 from .health.monitor import HealthMonitor
+from .learning.inputs import Inputs
+from .learning.updates import Updates
 from .memory import words as memory
 from .oom import words as oom
 from .stalls import stragglers, words
 from .words import Added, Words
 
-DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks]
+DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks, Inputs, Updates]
 """Created once a run, in this order."""
 
 KINDS: dict[str, Kind] = {}

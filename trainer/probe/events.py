@@ -18,6 +18,7 @@ from .phases.tracker import DRIVEN
 from .rank.context import BatchShare, plain
 from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_model
 from .values.batch import OnHost
+from .values.edits import Edits
 from .values.model_flops import model_flops
 
 __all__ = ["Events", "OnHost", "TorchEvents", "dtype_name"]
@@ -247,6 +248,10 @@ class Events:
 class TorchEvents(Events):
     """Further events, of PyTorch itself and of the frameworks whose loops need more than the ten above."""
 
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._edits = Edits()
+
     # Optimizers --------------------------------------------------------------------------------------------------
 
     @guarded
@@ -262,6 +267,7 @@ class TorchEvents(Events):
         if training.tracker.step:
             training.optimized.forget()
         facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
+        training.trained.found = training.optimized.sole()
         if facts != facts | found:  # a script may make an optimizer for each of its tasks
             facts.update(found)
             training.outbox.send_hello()
@@ -401,6 +407,18 @@ class TorchEvents(Events):
         """The loss that it returned; an engine updates before that, so there the backpropagated losses count."""
         if not self._state.engine_steps:
             self._micro_steps.trained_micro_step(loss)
+
+    @guarded
+    def gathered(self, owner: Any, frame: FrameType) -> None:
+        """A frame of the script has gathered partitioned parameters (``GatheredParameters``)."""
+        self._edits.entered(owner, frame)
+
+    @guarded
+    def gathering_ends(self, owner: Any, *, kept: bool) -> None:
+        """They are about to be released; ``kept``: one rank's values are written back to all."""
+        edit = self._edits.leaving(owner, kept, self._training)
+        if edit is not None:
+            self._training.outbox.hand_over(edit)
 
     # Parallel training -------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ _DEEPEST = 2
 """Levels of lists, tuples and mappings inside a batch that are searched for a tensor."""
 
 
-_IGNORED = -100
+IGNORED = -100
 """The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
 
 
@@ -31,6 +31,21 @@ class OnHost(NamedTuple):
     labels: Any
     rows: int | None = None
     """Samples, if the batch states their number."""
+    ids: Any = None
+    positions: Any = None
+
+
+class Seen(NamedTuple):
+    """The tensors of one micro-batch by which silent faults are found; each may be None, or on the device."""
+
+    ids: Any
+    """Input ids, or the first tensor."""
+    mask: Any
+    labels: Any
+    positions: Any
+    """``position_ids``."""
+    cache: Any
+    """``use_cache`` as passed to the forward."""
 
 
 class _Found(NamedTuple):
@@ -50,12 +65,34 @@ class _Found(NamedTuple):
 
 def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
-    _, mask, _, rows = _find(found)
-    labels = _labels(found, False)
-    return OnHost(
-        mask if mask is not None and not mask.is_cuda else None,
-        labels if labels is not None and not labels.is_cuda else None,
-        rows,
+    ids, mask, _, rows = _find(found)
+    positions = found.get("position_ids") if _is_mapping(found) else None
+    mask, labels, ids, positions = (
+        tensor if _is_dense(tensor) and not tensor.is_cuda else None
+        for tensor in (mask, _labels(found, False), ids, positions)
+    )
+    return OnHost(mask, labels, rows, ids, positions)
+
+
+def _seen(found: Any, is_forward: bool, ids: Any, mask: Any, fetched: OnHost | None) -> Seen:
+    """Return what is examined of a micro-batch: of tensors on the device, the ones that the dataloader returned."""
+    holders = [each for each in ((found[1], *found[0]) if is_forward else (found,)) if _is_mapping(each)]
+
+    def named(name: str) -> Any:
+        return next((holder[name] for holder in holders if holder.get(name) is not None), None)
+
+    def on_host(own: Any, before: Any) -> Any:
+        if not _is_dense(own):
+            return None
+        return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
+
+    before = fetched or OnHost(None, None)
+    return Seen(
+        on_host(ids, before.ids),
+        on_host(mask, before.mask),
+        on_host(named("labels"), before.labels),
+        on_host(named("position_ids"), before.positions),
+        named("use_cache"),
     )
 
 
@@ -86,6 +123,7 @@ def note(
     notes.samples += rows if rows is not None else int(ids.size(0)) if ids is not None and ids.dim() else 0
     if not shape:
         return
+    notes.seen.append(_seen(found, is_forward, ids, mask, fetched))
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
         notes.shape = shape
     labels = _labels(found, is_forward)
@@ -113,7 +151,7 @@ def note(
 
 def count_labels(labels: Any) -> int:
     """Return the number of labels that a loss averages over; ``labels`` may already be that number."""
-    return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != _IGNORED))
+    return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != IGNORED))
 
 
 def _labels(found: Any, is_forward: bool) -> Any:
