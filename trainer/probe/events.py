@@ -20,6 +20,7 @@ from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_mod
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
+from .values.signs import EVERY, FIRST, attended
 
 __all__ = ["Events", "OnHost", "TorchEvents", "dtype_name"]
 
@@ -251,6 +252,7 @@ class TorchEvents(Events):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._edits = Edits()
+        self._attended = 0
 
     # Optimizers --------------------------------------------------------------------------------------------------
 
@@ -419,6 +421,16 @@ class TorchEvents(Events):
         edit = self._edits.leaving(owner, kept, self._training)
         if edit is not None:
             self._training.outbox.hand_over(edit)
+
+    @guarded
+    def attending(self, config: Any, mask: Any, positions: Any, *, cached: bool) -> None:
+        """A model of transformers makes its attention mask, of a mask and ``position_ids`` that may be None."""
+        tracker = self._training.tracker
+        if self._attended < FIRST or tracker.step % EVERY == 0:
+            self._attended += 1
+            found = attended(config, mask, positions, cached)
+            if found is not None and len(tracker.notes.attended) < FIRST:
+                tracker.notes.attended.append(found)
 
     # Parallel training -------------------------------------------------------------------------------------------
 

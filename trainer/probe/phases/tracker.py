@@ -137,6 +137,8 @@ class Notes:
     """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
     seen: list[Any] = field(default_factory=list)
     """The tensors of each micro-batch (``values.signs.Seen``), which the publisher examines."""
+    attended: list[Any] = field(default_factory=list)
+    """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
     evaluating: bool = False

@@ -32,7 +32,6 @@ class OnHost(NamedTuple):
     rows: int | None = None
     """Samples, if the batch states their number."""
     ids: Any = None
-    positions: Any = None
 
 
 class Seen(NamedTuple):
@@ -42,10 +41,6 @@ class Seen(NamedTuple):
     """Input ids, or the first tensor."""
     mask: Any
     labels: Any
-    positions: Any
-    """``position_ids``."""
-    cache: Any
-    """``use_cache`` as passed to the forward."""
 
 
 class _Found(NamedTuple):
@@ -66,20 +61,14 @@ class _Found(NamedTuple):
 def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
     ids, mask, _, rows = _find(found)
-    positions = found.get("position_ids") if _is_mapping(found) else None
-    mask, labels, ids, positions = (
-        tensor if _is_dense(tensor) and not tensor.is_cuda else None
-        for tensor in (mask, _labels(found, False), ids, positions)
+    mask, labels, ids = (
+        tensor if _is_dense(tensor) and not tensor.is_cuda else None for tensor in (mask, _labels(found, False), ids)
     )
-    return OnHost(mask, labels, rows, ids, positions)
+    return OnHost(mask, labels, rows, ids)
 
 
-def _seen(found: Any, is_forward: bool, ids: Any, mask: Any, fetched: OnHost | None) -> Seen:
+def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
     """Return what is examined of a micro-batch: of tensors on the device, the ones that the dataloader returned."""
-    holders = [each for each in ((found[1], *found[0]) if is_forward else (found,)) if _is_mapping(each)]
-
-    def named(name: str) -> Any:
-        return next((holder[name] for holder in holders if holder.get(name) is not None), None)
 
     def on_host(own: Any, before: Any) -> Any:
         if not _is_dense(own):
@@ -87,13 +76,7 @@ def _seen(found: Any, is_forward: bool, ids: Any, mask: Any, fetched: OnHost | N
         return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
 
     before = fetched or OnHost(None, None)
-    return Seen(
-        on_host(ids, before.ids),
-        on_host(mask, before.mask),
-        on_host(named("labels"), before.labels),
-        on_host(named("position_ids"), before.positions),
-        named("use_cache"),
-    )
+    return Seen(on_host(ids, before.ids), on_host(mask, before.mask), on_host(labels, before.labels))
 
 
 def note(
@@ -123,10 +106,10 @@ def note(
     notes.samples += rows if rows is not None else int(ids.size(0)) if ids is not None and ids.dim() else 0
     if not shape:
         return
-    notes.seen.append(_seen(found, is_forward, ids, mask, fetched))
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
         notes.shape = shape
     labels = _labels(found, is_forward)
+    notes.seen.append(_seen(ids, mask, labels, fetched))
     if labels is not None and labels.is_cuda:
         before = fetched.labels if fetched is not None else None
         labels = before if before is not None and before.shape == labels.shape else None

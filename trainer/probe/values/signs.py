@@ -33,6 +33,29 @@ _MOST_BYTES = 1 << 18
 """Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
 
 
+class Attended(NamedTuple):
+    """What a transformers model makes its attention mask from."""
+
+    implementation: str
+    """Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    mask: Any
+    """The 2-D mask; None: none was passed. A count, and copies on their way from the device."""
+    positions: Any
+    cached: bool
+
+
+def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended | None:
+    """Return what a mask is made from, without waiting for a device; None: the model is told nothing of documents."""
+    implementation = getattr(config, "_attn_implementation", None)
+    wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
+    if not wanted or (mask is not None and mask.dim() != 2):
+        return None
+    mask, positions = (
+        None if each is None else cuda.fetch(each) if each.is_cuda else each for each in (mask, positions)
+    )
+    return Attended(str(implementation), mask, positions, cached)
+
+
 class WeightSample(NamedTuple):
     """A few weights after an update."""
 
@@ -114,6 +137,8 @@ class SignReader:
         if self._examined < FIRST or number % EVERY == 0:
             self._examined += len(notes.seen)
             figures |= self._tokens(notes.seen)
+        if reasons := list(filter(None, map(_mixed, notes.attended))):
+            figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
         figures["weights"] = self._of_weights(notes.weights)
         figures["evaluating"] = notes.evaluating and self._has_modes()
         found = Signs(**figures)
@@ -149,8 +174,7 @@ class SignReader:
                 inputs += int(numpy.count_nonzero((numpy.isin(ids, ends) & real)[:, 1:]))
                 learned += int(numpy.count_nonzero(numpy.isin(labels, ends)[:, 1:]))
             figures |= {"ends": inputs, "learned_ends": learned}
-        reasons = [reason for each in seen if (reason := _mixed(each, config, model))]
-        return figures | ({"mixed": len(reasons), "mixed_by": reasons[0]} if reasons else {})
+        return figures
 
     def _has_modes(self) -> bool:
         """Return whether the model has layers that behave differently in evaluation mode."""
@@ -190,35 +214,28 @@ def _ends_of(config: Any, model: Any) -> list[int]:
     return []
 
 
-def _mixed(seen: Seen, config: Any, model: Any) -> str:
-    """Return why the documents of a row attend to each other; empty: they do not, or it is not known.
+def _mixed(attended: Attended) -> str:
+    """Return why the documents of a row attend to each other; empty: they do not.
 
     transformers reads documents from ``position_ids`` only where it makes the mask itself: without a mask and a cache
     (``masking_utils._preprocess_mask_arguments``); Flash Attention's variants only for a batch of one row
     (``modeling_flash_attention_utils._is_packed_sequence``).
     """
-    implementation = getattr(config, "_attn_implementation", None)
-    if not isinstance(implementation, str) or not _here(seen.positions):
-        return ""
-    positions = seen.positions.numpy()
+    mask, positions = (
+        (each.tensor() if isinstance(each, cuda.Fetched) else each) for each in (attended.mask, attended.positions)
+    )
+    positions = positions.numpy()
     restarts = positions[:, 1:] != positions[:, :-1] + 1
-    mask = seen.mask
     if mask is not None:
-        if not _here(mask):
-            return ""
         real = mask.numpy() != 0
         if real.shape != positions.shape:
             return ""
         restarts = restarts & real[:, 1:] & real[:, :-1]  # positions of padding count anew, too
     if not restarts.any():
         return ""
-    if "flash" in implementation:
+    if "flash" in attended.implementation:
         return "batch" if len(positions) > 1 else ""
-    if mask is not None:
-        return "mask"
-    uses = seen.cache if seen.cache is not None else getattr(config, "use_cache", False)
-    checkpointed = getattr(model, "is_gradient_checkpointing", False)
-    return "cache" if uses and not checkpointed else ""
+    return "mask" if mask is not None else "cache" if attended.cached else ""
 
 
 def _differs_in_evaluation(module: Any) -> bool:
