@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import msgspec
 
-from ...messages.telemetry import Hello, Signs, Step
+from ...messages.telemetry import Goodbye, Hello, Signs, Step
 from ...text import all_ranks
-from ..findings.finding import Detector, Finding, Handler, Kind, Shown
+from ..findings.finding import Detector, Finding, Handler, Kind, Shown, State
 from ..words import Words
 
 IN_A_ROW = 8
@@ -168,7 +168,13 @@ class Inputs(Detector):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
-        return {Step: self.step}
+        return {Step: self.step, Goodbye: self.goodbye}
+
+    def goodbye(self, goodbye: Goodbye) -> list[Finding]:
+        """Update the figures of a raised finding as a rank ends."""
+        if goodbye.rank not in self._unlabelled:
+            return []
+        return [self._no_labels(self._ranks[goodbye.rank], "updated")]
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
@@ -183,9 +189,11 @@ class Inputs(Detector):
         if bad == (step.rank in self._unlabelled):
             return []
         self._unlabelled ^= {step.rank}
+        return [self._no_labels(rank, "raised" if self._unlabelled else "resolved")]
+
+    def _no_labels(self, rank: _Rank, state: State) -> Finding:
         facts = LabelFacts(rank.unlabelled, rank.micro_batches, rank.since)
-        state = "raised" if self._unlabelled else "resolved"
-        return [Finding("no_labels", facts, state, "error", tuple(sorted(self._unlabelled)), step=rank.since)]
+        return Finding("no_labels", facts, state, "error", tuple(sorted(self._unlabelled)), step=rank.since)
 
     def _of_ends(self, step: Step, signs: Signs) -> list[Finding]:
         if not signs.ends and not signs.learned_ends:

@@ -95,6 +95,7 @@ class _Row:
 class _Rank:
     def __init__(self) -> None:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
+        self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
 
 
 def _skipped(finding: Finding) -> Words:
@@ -244,7 +245,7 @@ class Updates(Detector):
         scaled = self._precision == "fp16" or step.loss_scale is not None
         skipped = step.overflow and not scaled
         if rank.skipped.add(skipped, step.step) >= SKIPPED or not skipped:
-            facts = SkippedFacts(
+            facts = rank.last_skipped = SkippedFacts(
                 rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision
             )
             found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
@@ -274,10 +275,18 @@ class Updates(Detector):
 
     def goodbye(self, goodbye: Goodbye) -> list[Finding]:
         """Process the end of a rank."""
+        found: list[Finding] = []
+        if goodbye.rank in self._standing.get("updates_skipped", ()):
+            facts = self._ranks[goodbye.rank].last_skipped
+            ranks = tuple(sorted(self._standing["updates_skipped"]))
+            found.append(Finding("updates_skipped", facts, "updated", "error", ranks, step=facts.since_step))
         if not goodbye.pending or goodbye.reason != "finished":
-            return []
+            return found
         facts = PendingFacts(goodbye.pending, applied=False)
-        return [Finding("pending_micro_batches", facts, "raised", "warning", (goodbye.rank,), step=goodbye.step)]
+        return [
+            *found,
+            Finding("pending_micro_batches", facts, "raised", "warning", (goodbye.rank,), step=goodbye.step),
+        ]
 
     def _judge(
         self,
