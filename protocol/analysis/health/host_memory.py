@@ -1,8 +1,8 @@
 """Host memory on its way out: projected to the time when none is left, before the kernel ends a process.
 
 The growth of a host's memory in use is measured within one phase of its ranks: an evaluation that keeps all logits
-fills it in seconds, a data set or a list that grows in minutes. Loading, start-up and checkpoints also take much at once, and
-stop by themselves: they are not judged.
+fills it in seconds, a data set or a list that grows in minutes. Loading, start-up and checkpoints also take much at
+once, and stop by themselves: they are not judged.
 """
 
 from collections import deque
