@@ -93,7 +93,7 @@ class HostMemory(Detector):
             "host_memory_filling",
             HostMemoryFacts,
             _words,
-            shown={"growing_rank": Shown("grows most in", "rank")},
+            shown={"growing_rank": Shown("grows most in", "rank"), "phase": Shown("in phase")},
             limits={
                 "full at the present rate": f"within {SOON_S / 60:g} min",
                 "steady growth": f"{WINDOWS['eval']:g} s in an evaluation, {WINDOW:g} s in other phases",

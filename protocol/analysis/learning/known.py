@@ -40,6 +40,7 @@ class KnownFaults(Detector):
             KnownFacts,
             _words,
             shown={
+                "advice": Shown("remedy"),
                 "library": Shown("library"),
                 "version": Shown("version"),
                 "thread": Shown("see"),

@@ -41,7 +41,7 @@ def _words(finding: Finding) -> Words:
         f"{ranks_in_words(facts.waited_for)}: {facts.place}",
         f"{ranks_in_words(facts.waited_for).capitalize()} {does} at that line for {duration(facts.seconds)}, and the "
         "others cannot go on. Nothing is ended for it.",
-        "If it waits for a lock file, see whether the process that made it still lives; ftmon stacks shows the threads.",
+        "If it waits for a lock file, see whether the process that made it still lives (ftmon stacks).",
         "It has gone on.",
     )
 
@@ -52,7 +52,7 @@ KINDS = (
         WaitedFor,
         _words,
         resolved={"resumed": "It has gone on.", "superseded": "It is a hang."},
-        shown={"polls": Shown("keeps waking up"), "place": Shown("at")},
+        shown={"polls": Shown("keeps waking up"), "place": Shown("at"), "waited_for": Shown("waited for")},
         limits={"at one line, others waiting": f"{EARLY_S:g} s; a warning after {LONG_S:g} s"},
     ),
 )
