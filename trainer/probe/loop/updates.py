@@ -195,9 +195,9 @@ class Updates:
 
     def _note_weights(self, updater: Any) -> None:
         start = perf_counter_ns()
-        notes, model = self._tracker.notes, self._trained.any_model()
+        notes = self._tracker.notes
         notes.weights = self._weights.take(updater)
-        notes.evaluating = model is not None and not model.training
+        notes.evaluating = self._weights.in_evaluation()
         self._tracker.cost_ns += perf_counter_ns() - start
 
     def _end(self) -> None:

@@ -142,7 +142,7 @@ class Notes:
     weights: Any = None
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
     evaluating: bool = False
-    """The trained model was in evaluation mode at the update."""
+    """The trained model was in evaluation mode at the update, which changes its layers."""
     pending: int = 0
     """Micro-batches of this update that are of an earlier pass over the data."""
 

@@ -71,6 +71,18 @@ class WeightSampler:
         self._of: Callable[[], Any] = nothing
         self._parameters: list[Any] = []
         self._taken = 0
+        self._looked_at: Callable[[], Any] = nothing
+        self._has_modes = False
+
+    def in_evaluation(self) -> bool:
+        """Return whether the model is in evaluation mode, and has layers that behave differently there."""
+        model = self._trained.any_model()
+        if model is None or model.training:
+            return False
+        if model is not self._looked_at():
+            self._looked_at = weakref.ref(model)
+            self._has_modes = any(map(_differs_in_evaluation, model.modules()))
+        return self._has_modes
 
     def take(self, updater: Any) -> WeightSample | None:
         """Return the weights after an update by ``updater``; None if there is nothing to sample."""
@@ -117,7 +129,6 @@ class SignReader:
         self._trained = trained
         self._examined = 0
         self._weights: dict[int, bytes] = {}
-        self._differs: tuple[Any, bool] = None, False
 
     def batch_id(self, seen: Sequence[Seen]) -> int:
         """Return the fingerprint of a step's micro-batches; 0: one of them is not on the host."""
@@ -140,7 +151,7 @@ class SignReader:
         if reasons := list(filter(None, map(_mixed, notes.attended))):
             figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
         figures["weights"] = self._of_weights(notes.weights)
-        figures["evaluating"] = notes.evaluating and self._has_modes()
+        figures["evaluating"] = notes.evaluating
         found = Signs(**figures)
         return found if found != _NONE else None
 
@@ -175,17 +186,6 @@ class SignReader:
                 learned += int(numpy.count_nonzero(numpy.isin(labels, ends)[:, 1:]))
             figures |= {"ends": inputs, "learned_ends": learned}
         return figures
-
-    def _has_modes(self) -> bool:
-        """Return whether the model has layers that behave differently in evaluation mode."""
-        model = self._trained.any_model()
-        if model is None:
-            return False
-        known, differs = self._differs
-        if known != id(model):
-            differs = any(map(_differs_in_evaluation, model.modules()))
-            self._differs = id(model), differs
-        return differs
 
 
 _NONE = Signs()
