@@ -418,9 +418,10 @@ class TorchEvents(Events):
     @guarded
     def gathering_ends(self, owner: Any, *, kept: bool) -> None:
         """They are about to be released; ``kept``: one rank's values are written back to all."""
-        edit = self._edits.leaving(owner, kept, self._training)
+        training = self._training
+        edit = self._edits.leaving(owner, kept, training.trained, training.rank.rank, training.tracker.step)
         if edit is not None:
-            self._training.outbox.hand_over(edit)
+            training.outbox.hand_over(edit)
 
     @guarded
     def attending(self, config: Any, mask: Any, positions: Any, *, cached: bool) -> None:

@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 END, STEPS = 3, 12
 begun: dict[str, int] = {}
 done = 0
+models: list[LlamaForCausalLM] = []
+"""All of them: the probe looks at the model of a step a little later."""
 
 
 def batch(kind: str) -> dict[str, torch.Tensor]:
@@ -45,6 +47,7 @@ def train(kind: str) -> None:
         use_cache=kind == "packed, cache",
     )
     model = LlamaForCausalLM(config).train(kind != "evaluation")
+    models.append(model)
     if kind == "frozen":
         model.requires_grad_(False)
         model.scale = torch.nn.Parameter(torch.zeros(1))

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ....protocol.messages.telemetry import LostEdit
-from ..loop.training import Training
+from ..rank.model import Trained
 
 _MOST = 64
 """Parameters of one context that are compared."""
@@ -32,25 +32,27 @@ class Edits:
         where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         self._frames[id(owner)] = where, [(each, _sum(each)) for each in parameters[:_MOST]]
 
-    def leaving(self, owner: Any, kept: bool, training: Training) -> LostEdit | None:
+    def leaving(self, owner: Any, kept: bool, trained: Trained, rank: int, step: int) -> LostEdit | None:
         """Return the change that is lost as the context ends, or None.
 
         Args:
             owner: the context.
             kept: whether one rank's values are written back.
-            training: the rank's training.
+            trained: what the rank trains.
+            rank: the rank.
+            step: its last finished step.
         """
         where, before = self._frames.pop(id(owner), ("", []))
-        engine = training.trained.engine()
+        engine = trained.engine()
         if not before or (kept and engine is None):
             return None
         changed = [parameter for parameter, was in before if _differs(was, _sum(parameter))]
         if not changed:
             return None
-        model = training.trained.any_model()
+        model = trained.any_model()
         names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         told = [names.get(id(each), str(tuple(each.shape))) for each in changed[:_NAMED]]
-        return LostEdit(training.rank.rank, training.tracker.step, time.time(), told, len(changed), where, kept)
+        return LostEdit(rank, step, time.time(), told, len(changed), where, kept)
 
 
 def _sum(parameter: Any) -> Any:

@@ -27,8 +27,6 @@ SAMPLED = 256
 """Elements of one sampled parameter."""
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
-SPREAD_EVERY = 8
-"""Steps between two samples of all of them; the first of them is sampled in each step."""
 _MOST_BYTES = 1 << 18
 """Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
 
@@ -70,7 +68,6 @@ class WeightSampler:
         self._trained = trained
         self._of: Callable[[], Any] = nothing
         self._parameters: list[Any] = []
-        self._taken = 0
         self._looked_at: Callable[[], Any] = nothing
         self._has_modes = False
 
@@ -91,10 +88,7 @@ class WeightSampler:
         if owner is not self._of():
             self._of = weakref.ref(owner) if owner is not None else nothing
             self._parameters = [weakref.ref(each) for each in _spread(owner)]
-        all_of_them = self._taken % SPREAD_EVERY == 0
-        self._taken += 1
-        chosen = self._parameters if all_of_them else self._parameters[:1]
-        values = tuple(_copy(parameter) for reference in chosen if (parameter := reference()) is not None)
+        values = tuple(_copy(parameter) for reference in self._parameters if (parameter := reference()) is not None)
         return WeightSample(values) if values and all(value is not None for value in values) else None
 
 
