@@ -16,7 +16,7 @@ PUSH_LAST = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export import export
 world = World()
 assert dist.is_initialized()

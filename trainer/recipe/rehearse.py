@@ -20,13 +20,13 @@ import torch.distributed as dist
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.text import duration
 from .checkpoint.save import Checkpoints, rehearse_checkpoint
-from .data.batches import Batch, Collate, WithCounts
+from .data.batches import Collate, WithCounts
 from .data.pipeline import Examples
-from .engine.distributed import World
-from .engine.engine import forget_module_order
+from .distributed import World
+from .engine import forget_module_order
 from .evaluation.evaluate import Evaluator
 from .model.activations import compile_ahead, decoder_layers
-from .model.loss import IGNORED
+from .model.loss import IGNORED, Batch
 from .monitor import activity, probe
 from .state import TrainState
 from .step import ProgressLines, Stepper

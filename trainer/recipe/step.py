@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from ...protocol.text import duration
 from .config.schema import Config
-from .data.batches import Batch, Collate, Then, cut, with_positions
-from .engine.distributed import World
+from .data.batches import Collate, Then, with_positions
+from .distributed import World
 from .model import attention
 from .model.activations import mark_varying
-from .model.attention import on_device
+from .model.attention import cut, on_device
+from .model.loss import Batch
 from .monitor import probe
 from .state import StepResult
 

@@ -18,8 +18,8 @@ from .config.schema import Config
 from .data import pipeline
 from .data.batches import Collate, Order
 from .data.pipeline import Examples
-from .engine.distributed import World
-from .engine.engine import make_engine
+from .distributed import World
+from .engine import make_engine
 from .evaluation import evaluate as evaluation_examples
 from .evaluation.evaluate import Evaluator
 from .model import loss, shape

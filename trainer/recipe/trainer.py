@@ -9,13 +9,14 @@ from .checkpoint.manifest import Base
 from .checkpoint.restore import restore
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
-from .data.batches import Ahead, Batch, Order, WithCounts, loader
-from .engine.distributed import StopFlag, World
+from .data.batches import Ahead, Order, WithCounts, loader
+from .distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
 from .export.export import Results, push_last, save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
+from .model.loss import Batch
 from .monitor import activity, probe
 from .optim import optimizer
 from .rehearse import Sampled, compile_first, rehearse

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from .manifest import Base
 
 _PIECE = 1 << 24

@@ -16,7 +16,7 @@ import torch
 from ....protocol.errors import ConfigError
 from ....protocol.run.environment import RUN_ENV
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..optim import support
 from ..state import TrainState
 from . import identity, manifest

@@ -23,7 +23,7 @@ from ....protocol.errors import FtmonError
 from ....protocol.host.machine import available_memory
 from ....protocol.text import duration
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity, probe
 from ..optim import support
 from ..state import TrainState

@@ -1,6 +1,5 @@
 """Loads the next micro-batch while the device computes."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from threading import Thread
@@ -9,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from ....protocol.errors import ConfigError
 from ....protocol.messages.throughput import causal_pairs
 from ..config.schema import Config
-from ..engine.distributed import SequenceGroup
-from ..model.loss import IGNORED, label_positions, next_labels
+from ..distributed import SequenceGroup
+from ..model.loss import IGNORED, Batch, label_positions, next_labels
 from .pipeline import Examples
 
 # The order in which ranks visit the examples; a resume continues it at any step.
@@ -116,8 +114,6 @@ class Order:
 
 _PAD_TO = 8
 """Sequences are padded to a multiple of this: tensor cores are faster, and the allocator gets fewer sizes."""
-
-Batch = dict[str, torch.Tensor]
 
 
 def padded_length(longest: int, limit: int) -> int:
@@ -230,43 +226,6 @@ class WithCounts(Collate):
 
         pairs, rows = share(causal_pairs(lengths)), share(len(examples))
         return {**batch, "counts": torch.tensor([tokens, labels, pairs, max(lengths), rows])}
-
-
-# Batches of ranks that share sequences: each rank's slice of every row.
-
-
-ROWS_KEY = "rows_key"
-"""Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
-
-
-def cut(batch: Batch, size: int, rank: int) -> Batch:
-    """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
-
-    Returns:
-        ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
-        label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
-        ``attention_mask``: padding is on the right, where causal attention does not reach.
-    """
-    ids, labels = batch["input_ids"], batch["labels"]
-    length = ids.shape[1]
-    missing = -length % size
-    width = (length + missing) // size
-    positions = batch["position_ids"] if "position_ids" in batch else torch.arange(length).expand_as(ids)
-
-    def part(tensor: torch.Tensor, filler: int) -> torch.Tensor:
-        return pad(tensor, (0, missing), value=filler)[:, rank * width : (rank + 1) * width].contiguous()
-
-    result = {
-        "input_ids": part(ids, 0),
-        "labels": part(labels, IGNORED),
-        "shift_labels": part(next_labels(labels), IGNORED),
-        # The model may have no positions beyond the longest row.
-        "position_ids": part(positions, 0),
-        ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
-    }
-    if "sequence_ids" in batch:
-        result["sequence_ids"] = pad(batch["sequence_ids"], (0, missing), value=0)
-    return result
 
 
 class Ahead:

@@ -27,7 +27,7 @@ from ....protocol.host.process import start_ticks
 from .. import hardware
 from ..config import write as configuration
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..model import tokenizer
 from ..model import tokenizer as tokenizers
 from ..model.loss import IGNORED

@@ -16,12 +16,12 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..data import pipeline
 from ..data import records as sources
-from ..data.batches import Batch, shift_labels
+from ..data.batches import shift_labels
 from ..data.encode import Encoder
 from ..data.pipeline import Examples
-from ..engine.distributed import World
+from ..distributed import World
 from ..model.attention import on_device
-from ..model.loss import IGNORED
+from ..model.loss import IGNORED, Batch
 from ..model.shape import room
 from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe

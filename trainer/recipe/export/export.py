@@ -18,7 +18,7 @@ from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration
 from ..config import write
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..model.load import add_lora
 from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe

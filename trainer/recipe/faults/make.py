@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..engine.distributed import World
+from ..distributed import World
 from .spec import Fault
 
 _GIB = 1 << 30

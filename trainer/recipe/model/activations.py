@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....protocol.errors import ConfigError
 from ....protocol.text import duration
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity
 
 # Keeps saved activations in host memory between forward and backward.

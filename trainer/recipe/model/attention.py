@@ -6,6 +6,7 @@ position ids.
 """
 
 import inspect
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..data.batches import ROWS_KEY, Batch, cut
-from ..engine.distributed import SequenceGroup, World
-from ..engine.division import SEQUENCES, heads_refusal
-from .loss import IGNORED, causal_model
+from ..distributed import SequenceGroup, World
+from ..division import SEQUENCES, heads_refusal
+from .loss import IGNORED, Batch, causal_model, next_labels
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -231,11 +232,43 @@ def _packed(documents: list[torch.Tensor]) -> Batch:
 
 
 NAME = "ftmon_sequence_parallel"
+ROWS_KEY = "rows_key"
+"""Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
 _TOKENS = 12
 """Tokens of each rank's slice of the check's row."""
 _SEQUENCE_PARALLEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Relative difference of logits, of slices and of the whole row, that the rounding of other kernels explains."""
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def cut(batch: Batch, size: int, rank: int) -> Batch:
+    """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
+        label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
+        ``attention_mask``: padding is on the right, where causal attention does not reach.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    length = ids.shape[1]
+    missing = -length % size
+    width = (length + missing) // size
+    positions = batch["position_ids"] if "position_ids" in batch else torch.arange(length).expand_as(ids)
+
+    def part(tensor: torch.Tensor, filler: int) -> torch.Tensor:
+        return pad(tensor, (0, missing), value=filler)[:, rank * width : (rank + 1) * width].contiguous()
+
+    result = {
+        "input_ids": part(ids, 0),
+        "labels": part(labels, IGNORED),
+        "shift_labels": part(next_labels(labels), IGNORED),
+        # The model may have no positions beyond the longest row.
+        "position_ids": part(positions, 0),
+        ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
+    }
+    if "sequence_ids" in batch:
+        result["sequence_ids"] = pad(batch["sequence_ids"], (0, missing), value=0)
+    return result
 
 
 def attend(

@@ -10,7 +10,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from . import activations
 from .bare import bare_config, first_line
 from .loss import use_summed_loss

@@ -15,10 +15,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 
 IGNORED = -100
 """Label of a token without loss (``ignore_index`` of PyTorch's cross entropy)."""
+Batch = dict[str, torch.Tensor]
+"""A collated micro-batch, its tensors by name."""
 
 
 def summed_loss(

@@ -9,7 +9,7 @@ import torch
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config, Optimizer, Schedule
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity
 from .adamw import SmallStateAdamW, compiles, salt
 from .support import SMALL_STATES

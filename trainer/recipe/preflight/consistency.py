@@ -14,7 +14,7 @@ from ....protocol.errors import UsageError
 from ..config.load import Loaded
 from ..config.schema import Config, Lora
 from ..data.messages import parse
-from ..engine.division import SEQUENCES, heads_refusal, ranks_refusal
+from ..division import SEQUENCES, heads_refusal, ranks_refusal
 from ..faults import spec
 from ..optim.support import SMALL_STATES
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
-from ftmon.trainer.recipe.data.batches import Ahead, Batch, Collate, Order, Then, WithCounts, cut
+from ftmon.trainer.recipe.data.batches import Ahead, Collate, Order, Then, WithCounts
 from ftmon.trainer.recipe.data.pipeline import Examples, best_fit
-from ftmon.trainer.recipe.engine.distributed import SequenceGroup
-from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.distributed import SequenceGroup
+from ftmon.trainer.recipe.model.attention import cut
+from ftmon.trainer.recipe.model.loss import IGNORED, Batch
 from hypothesis import given
 from hypothesis import strategies as st
 

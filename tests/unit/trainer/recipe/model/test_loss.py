@@ -7,7 +7,7 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Model, Training
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.model import loss as fused
 from ftmon.trainer.recipe.model.loss import LogitTransform, chunk_tokens, linear_cross_entropy, use_summed_loss
 from small_shape import SMALL_SHAPE

@@ -17,7 +17,7 @@ def settings(tmp_path: Path) -> list[str]:
 
 def test_keys_are_laid_over_what_the_sections_make(settings: list[str]) -> None:
     pytest.importorskip("torch")
-    from ftmon.trainer.recipe.engine.engine import deepspeed_config
+    from ftmon.trainer.recipe.engine import deepspeed_config
 
     given = "deepspeed={zero_optimization: {sub_group_size: 1000, overlap_comm: true}, wall_clock_breakdown: true}"
     config = resolve(load(None, [*settings, given])).config

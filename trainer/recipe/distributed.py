@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....protocol.errors import ConfigError
-from ..hardware import free_port
+from ...protocol.errors import ConfigError
 from .division import SEQUENCES, ranks_refusal
+from .hardware import free_port
 
 # The ranks that share each sequence, and their exchange.
 #

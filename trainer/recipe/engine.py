@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ..config.schema import Config
-from ..model import load
-from ..optim import optimizer
+from .config.schema import Config
 from .distributed import World
+from .model import load
+from .optim import optimizer
 
 # DeepSpeed's configuration, made from ours.
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.engine import compute_together, deepspeed_config
+from ftmon.trainer.recipe.engine import compute_together, deepspeed_config
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA
 
