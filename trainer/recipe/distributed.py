@@ -12,14 +12,13 @@ from ...protocol.errors import ConfigError
 from .division import SEQUENCES, ranks_refusal
 from .hardware import free_port
 
-# The ranks that share each sequence, and their exchange.
-#
-# To DeepSpeed's engine and ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own slice, so the
-# gradients of all ranks add up to those of the whole batch, as they do without slices.
-
 
 class SequenceGroup:
-    """Consecutive ranks that hold slices of the same rows."""
+    """Consecutive ranks that hold slices of the same rows.
+
+    To DeepSpeed's engine and ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own slice, so
+    the gradients of all ranks add up to those of the whole batch, as they do without slices.
+    """
 
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
         """Wrap a process group.
@@ -66,7 +65,6 @@ class World:
     has_values = True
     """Whether tensors have values; not in a dry run, where no check may depend on them."""
     sequence = SequenceGroup()
-    """The ranks that share this rank's rows."""
 
     def __init__(self) -> None:
         for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

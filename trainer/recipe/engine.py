@@ -10,8 +10,6 @@ from .distributed import World
 from .model import load
 from .optim import optimizer
 
-# DeepSpeed's configuration, made from ours.
-
 
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a resolved one (its precision is not ``auto``).
@@ -83,15 +81,11 @@ def grad_accum_dtype(config: Config) -> str:
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with the keys of ``over``, section by section."""
     result = dict(base)
     for key, value in over.items():
         inner = result.get(key)
         result[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
     return result
-
-
-# Computes the norm of all gradients with few kernels; DeepSpeed does it tensor by tensor.
 
 
 _aten: Any = torch.ops.aten

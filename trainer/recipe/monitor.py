@@ -17,13 +17,11 @@ class Unwatched:
 
     rank = -1
 
-    def phase(self, _name: str) -> AbstractContextManager[None]:
+    def phase(self, _name: str = "") -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
+    rehearsal = phase
 
     def stop_requested(self) -> bool:
         """Return False."""

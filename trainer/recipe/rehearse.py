@@ -178,7 +178,6 @@ def _restored(stepper: Stepper) -> Generator[None]:
 
 @contextmanager
 def _same_random_numbers(world: World) -> Generator[None]:
-    """Restore the state of all random generators at the end."""
     generators = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     on_device = torch.cuda.get_rng_state(world.device) if world.on_gpu else None
     try:
@@ -213,7 +212,6 @@ def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
 
 @contextmanager
 def _named(what: str, setting: str) -> Generator[None]:
-    """Name ``what`` did not fit in a note of an out-of-memory error."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -229,13 +227,6 @@ def _named(what: str, setting: str) -> Generator[None]:
 
 def _listed(rows: list[int], most: int = 8) -> str:
     return ", ".join(map(str, rows[:most])) + (", ..." if len(rows) > most else "")
-
-
-# Measures several sequence lengths in one process, one after the other, for a sweep with ``one_process``.
-#
-# Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
-# each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
-# the figures that are not.
 
 
 Row = dict[str, Any]
@@ -287,7 +278,11 @@ def label_tokens(row: Row) -> int:
 
 
 def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
-    """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
+    """Run ``training.max_steps`` steps at each of ``debug.lengths``, for a sweep. All ranks call this.
+
+    Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
+    each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
+    the figures that are not.
 
     Raises:
         ConfigError: the data have no rows of the longest length.

@@ -28,8 +28,6 @@ from .faults import spec
 from .hardware import free_port, usable_gpus
 from .preflight.resolve import Resolved, check_hub, resolve
 
-# The command that starts the ranks: DeepSpeed's launcher of one host, and the environment it needs.
-
 
 def launch_command(resolved: Resolved) -> list[str]:
     """Return the command for all ranks of this host.
@@ -71,9 +69,6 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
     else:
         result["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", threads)
     return result
-
-
-# The demo: trains a small model with random weights on a small instruction data set of the package.
 
 
 DATA = Path(__file__).parent / "data" / "instructions.jsonl"
@@ -157,7 +152,6 @@ def _file(request: StartRequest) -> str:
 
 
 def _overrides(request: StartRequest) -> list[str]:
-    """Return the request's assignments; without a file the first one is in its place."""
     return request.overrides if _file(request) == request.config else [request.config, *request.overrides]
 
 

@@ -76,9 +76,6 @@ class Stepper:
         return moved
 
 
-# Prints progress lines on rank 0's standard output without making the training thread wait for the GPU.
-
-
 _Pending = tuple[int, torch.Tensor, Any, float, float, int]
 
 
@@ -94,7 +91,6 @@ class ProgressLines:
         self._since_step = -1
         self._tokens = 0
         self.last_loss: float | None = None
-        """The last loss printed, over all ranks."""
         self.not_a_number = 0
         """Number of latest printed losses in a row that are not finite."""
 

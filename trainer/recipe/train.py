@@ -20,7 +20,7 @@ from .data.batches import Collate, Order
 from .data.pipeline import Examples
 from .distributed import World
 from .engine import make_engine
-from .evaluation import evaluate as evaluation_examples
+from .evaluation import evaluate
 from .evaluation.evaluate import Evaluator
 from .model import loss, shape
 from .model.load import quiet_bitsandbytes
@@ -60,7 +60,7 @@ def setup(config: Config, world: World) -> Trainer:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):
         tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
-        held_out = evaluation_examples.held_out(config, world, tokens, documents)
+        held_out = evaluate.held_out(config, world, tokens, documents)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1
@@ -82,7 +82,6 @@ def setup(config: Config, world: World) -> Trainer:
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
-    """Return the state of a new run."""
     training = config.training
     return TrainState(
         seed=training.seed,

@@ -24,8 +24,6 @@ from .state import TrainState
 from .step import ProgressLines, Stepper
 from .termination import Termination
 
-# Ends a broken run before it replaces good checkpoints.
-
 
 def check_skipped(skipped: int, config: Config, step: int) -> None:
     """Raise if too many updates in a row were skipped.
@@ -58,22 +56,17 @@ class Resuming(NamedTuple):
     """Position from which a run resumes."""
 
     paths: list[Path]
-    """Checkpoints in the order to be tried; empty: the run starts anew."""
     skipped: list[str]
-    """Reasons why the others cannot be resumed from."""
     base: Base | None
     """The frozen weights under adapters."""
     step: int
-    """Number of steps before."""
 
 
 class Trained(NamedTuple):
     """What is trained."""
 
     engine: Any
-    """DeepSpeed's engine."""
     model: Any
-    """The model inside it."""
     tokenizer: Any
 
 
@@ -106,7 +99,6 @@ class Trainer(Stepper):
         self.state, self.order, self.total_steps, self._resuming = course
         self.evaluator = evaluator
         self.evaluated: Evaluated | None = None
-        """The latest evaluation's result."""
         self.stopped_early = False
         self.checkpoints = checkpoints
         self.output = checkpoints.folder.parent
@@ -223,7 +215,6 @@ class Trainer(Stepper):
         return lines.not_a_number > 0
 
     def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
-        """Evaluate if that is due after the latest step; return the result, or None."""
         evaluator, state = self.evaluator, self.state
         if evaluator is None or not evaluator.due(state.step, last=state.step == self.total_steps):
             return None
@@ -275,7 +266,6 @@ class Trainer(Stepper):
         return words + (f": {kept}" if kept is not None else ", and no checkpoint")
 
     def _results(self) -> Results:
-        """Return the run's results for the model card."""
         parameters = [
             (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
             for parameter in self.model.parameters()
@@ -291,7 +281,6 @@ class Trainer(Stepper):
         )
 
     def _resume(self) -> None:
-        """Load the checkpoint that the run resumes from."""
         state, world = self.state, self.world
         with probe().phase("init"):
             path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)

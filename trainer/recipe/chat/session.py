@@ -29,8 +29,6 @@ from ..model.load import DTYPES
 from ..model.tokenizer import end_tokens
 from ..preflight.resolve import hub_refusal
 
-# Generates an answer token by token.
-
 
 class Sampling(NamedTuple):
     """How the next token is chosen."""
@@ -109,9 +107,6 @@ class Words:
         return text[self._shown :]
 
 
-# Finds the model of a chat: a model's folder, an output folder, a checkpoint, a run, or a name on the hub.
-
-
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -123,7 +118,6 @@ class Source(NamedTuple):
     is_checkpoint: bool
     """Whether it is a checkpoint of ftmon's trainer, not a model in Hugging Face's format."""
     text: str
-    """Description for display."""
 
 
 def find(target: str) -> Source:
@@ -178,7 +172,6 @@ def _in_folder(path: Path) -> Source | None:
 
 
 def _of_run(run: RunDir) -> Source | None:
-    """Return the model or newest checkpoint of a run of ftmon's trainer."""
     if not run.config.is_file():
         return None
     from ..config.load import load
@@ -194,9 +187,6 @@ def _of_run(run: RunDir) -> Source | None:
 def _checkpoint(found: manifest.Found) -> Source:
     state = found.manifest.state
     return Source(str(found.path), True, f"{found.path}, after step {state.step:,}")
-
-
-# Renders messages to a model's input tokens by its own template; finds the tokens that end its answers.
 
 
 Message = dict[str, str]
@@ -222,16 +212,12 @@ class Prompts:
         return list(found["input_ids"] if hasattr(found, "keys") else found)
 
 
-# Loads a model for a chat, from Hugging Face's format or from the shards of a checkpoint.
-
-
 class Loaded(NamedTuple):
     """A loaded model and its tokenizer."""
 
     model: Any
     tokenizer: Any
     text: str
-    """Description of the model and its device, for display."""
 
 
 def load(source: Source, device: str) -> Loaded:
@@ -301,7 +287,6 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
 
 
 def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
-    """Return the base model with a checkpoint's adapters."""
     from peft import LoraConfig, get_peft_model
 
     if not base.name:
@@ -319,7 +304,6 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
 
 
 def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a checkpoint by name, on the CPU."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if content.zero_stage == 0:
@@ -442,7 +426,6 @@ class Session:
             self._note(f"{answer.tokens} tokens, {answer.tokens / max(answer.seconds, 1e-9):.1f} tokens/s{ended}")
 
     def _ask(self, text: str, show: bool) -> Answer:
-        """Generate the answer to a message, and add both to the conversation."""
         self._history.append({"role": "user", "content": text})
         words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
         began = time.perf_counter()
@@ -496,7 +479,6 @@ class Session:
         self._note(f"{what} {len(ids)} tokens: {each}")
 
     def _note(self, text: str) -> None:
-        """Write a text that is not part of the conversation to standard error."""
         dim = sys.stderr.isatty()
         print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 

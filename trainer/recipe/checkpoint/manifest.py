@@ -53,12 +53,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     trained: list[str]
     """Names of the trained parameters. With a ``base`` no others are saved."""
     files: Mapping[str, File]
-    """Files by path within the folder."""
     base: Base | None = None
     optimizer: str = "adamw"
     """Kind of the optimizer's states (``optim.support.states``)."""
     evaluation_loss: float | None = None
-    """Loss of the evaluation at this step, if there was one."""
 
 
 def read(folder: Path) -> Manifest | None:
@@ -133,9 +131,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-# The folder ``checkpoints/`` of an output folder: finds the newest and the best one, removes old ones.
 
 
 _TAG = re.compile(r"step-(\d+)")

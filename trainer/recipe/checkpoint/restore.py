@@ -23,11 +23,6 @@ from . import identity, manifest
 from .manifest import Base, Found, Manifest
 from .save import RANDOM
 
-# Checks whether a run may resume from a checkpoint: the changes in between, and their consequences.
-#
-# A change that is not accepted raises ``ConfigError``.
-
-
 _IDENTITY = (
     *("seed", "data_key", "examples", "order", "sequence_length", "micro_batch", "grad_accumulation", "ranks"),
     "sequence_parallel_size",
@@ -62,9 +57,8 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
     return msgspec.structs.replace(saved, **identity, batches=_batches(saved, now)), notes
 
 
-def model(manifest: Manifest, parameters: dict[str, list[int]], path: Path) -> None:
-    """Refuse a checkpoint of another model."""
-    here, there = parameters, manifest.parameters
+def check_parameters(there: dict[str, list[int]], here: dict[str, list[int]], path: Path) -> None:
+    """Refuse a checkpoint of another model, by the shapes of its parameters and of this run's."""
     for name in [*there, *here]:
         if here.get(name) != there.get(name):
             what = (
@@ -134,17 +128,14 @@ def _shape(shape: list[int] | None) -> str:
     return "x".join(map(str, shape or [])) or "a scalar"
 
 
-# Converts checkpoints of another number of ranks through DeepSpeed's universal format.
-#
-# https://www.deepspeed.ai/tutorials/universal-checkpointing/
-
-
 _MODULE = "deepspeed.checkpoint.ds_to_universal"
 
 
 @contextlib.contextmanager
 def converted(path: Path, world: World) -> Generator[Path]:
     """Yield a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
+
+    https://www.deepspeed.ai/tutorials/universal-checkpointing/
 
     Raises:
         ConfigError: DeepSpeed cannot convert it.
@@ -216,10 +207,7 @@ def _convert(path: Path, copy: Path) -> str:
 def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
     """Return the intact checkpoints to resume from, in the order to be tried; none: start anew. All ranks call this.
 
-    Incomplete and damaged ones are left out with a printed note.
-
-    Returns:
-        The checkpoints, and a note on each that was left out.
+    Incomplete and damaged ones are left out, with a note on each that is printed and returned.
 
     Raises:
         ConfigError: a path was given, and no complete checkpoint is there.
@@ -269,10 +257,7 @@ def planned(
 
 
 def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World) -> Path:
-    """Load weights, optimizer, schedule and random state; ``now`` becomes the position of the checkpoint.
-
-    Returns:
-        The checkpoint that was loaded.
+    """Load weights, optimizer, schedule and random state; return the checkpoint, whose position ``now`` becomes.
 
     Raises:
         ConfigError: it is of another model, or of a run that differs in what ``checkpoint.allow`` does not name.
@@ -297,7 +282,6 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
 
 
 def _is_intact(path: Path, world: World) -> bool:
-    """Compare every file's checksum, each rank a share of them."""
     found: Found | None = manifest.examine(path)[0]
     problem = "it is gone" if found is None else manifest.damaged(path, found.manifest, world.rank, world.size)
     if world.all_agree(not problem):
@@ -308,33 +292,34 @@ def _is_intact(path: Path, world: World) -> bool:
 
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
-    model(content, identity.shapes(engine.module), path)
-    if set(content.trained) != set(identity.trained(engine.module)):
-        raise ConfigError(f"checkpoint.resume: {path} was trained with other parameters frozen; see lora.targets")
-    if content.zero_stage != config.zero.stage:
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written with ZeRO-{content.zero_stage}; set zero.stage={content.zero_stage}"
-        )
-    if content.precision != config.training.precision:
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written in {content.precision}; set training.precision={content.precision}"
-        )
-    if content.optimizer != (mine := support.states(config)):
-        raise ConfigError(
-            f"checkpoint.resume: {path} holds the optimizer states of {content.optimizer}, and this run has {mine}; "
-            "set optimizer.kind and optimizer.master_weights back"
-        )
-    if content.state.ranks != world.size and config.zero.stage and not support.converts(content.optimizer):
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written by {content.state.ranks} ranks, and the states of "
-            f"{content.optimizer} cannot be divided anew; set run.ranks={content.state.ranks}"
-        )
-    if content.base is not None and base is not None and content.base.fingerprint != base.fingerprint:
-        was = f"model.name={content.base.name}" if content.base.name else "random weights"
-        raise ConfigError(
-            f"checkpoint.resume: {path} holds adapters of a base model with other weights ({was} then); give the same "
-            "model, and for random weights the same training.seed and kind of device"
-        )
+    check_parameters(content.parameters, identity.shapes(engine.module), path)
+    stage, precision, ranks, held = content.zero_stage, content.precision, content.state.ranks, content.optimizer
+    was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
+    own = support.states(config)
+    for differs, text in (
+        (
+            set(content.trained) != set(identity.trained(engine.module)),
+            "was trained with other parameters frozen; see lora.targets",
+        ),
+        (stage != config.zero.stage, f"was written with ZeRO-{stage}; set zero.stage={stage}"),
+        (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
+        (
+            held != own,
+            f"holds the optimizer states of {held}, and this run has {own}; set optimizer.kind and "
+            "optimizer.master_weights back",
+        ),
+        (
+            ranks != world.size and config.zero.stage and not support.converts(held),
+            f"was written by {ranks} ranks, and the states of {held} cannot be divided anew; set run.ranks={ranks}",
+        ),
+        (
+            content.base is not None and base is not None and content.base.fingerprint != base.fingerprint,
+            f"holds adapters of a base model with other weights ({was} then); give the same model, and for random "
+            "weights the same training.seed and kind of device",
+        ),
+    ):
+        if differs:
+            raise ConfigError(f"checkpoint.resume: {path} {text}")
 
 
 def _load(engine: Any, path: Path, content: Manifest, config: Config, world: World) -> str:

@@ -30,21 +30,15 @@ from ..state import TrainState
 from . import identity, manifest
 from .manifest import Base, File, Manifest
 
-# Writes a checkpoint's files, at once or later from a copy in host memory; errors are recorded, not raised.
-#
-# It replaces DeepSpeed's checkpoint engine, through which DeepSpeed writes its files. An exception there would leave
-# the other ranks in a collective.
-
-
 _MARGIN = 1.25
 """Free host memory that a copy needs, as a multiple of its size."""
 
 
 class Writer(TorchCheckpointEngine):
-    """Collects or writes the files that DeepSpeed saves.
+    """Collects or writes the files that DeepSpeed saves, in place of its checkpoint engine; errors are recorded.
 
-    Args:
-        local_ranks: ranks on this host, which copy at the same time.
+    An exception in DeepSpeed's engine would leave the other ranks in a collective. ``local_ranks`` are those on this
+    host, which copy at the same time.
     """
 
     def __init__(self, local_ranks: int) -> None:
@@ -171,10 +165,9 @@ def tensor_bytes(value: Any) -> int:
 
 
 def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
-    """Compare nested containers, tensors bit by bit.
+    """Return the place of the first difference of nested containers, tensors bit by bit, and the equal tensors' number.
 
-    Returns:
-        The place of the first difference, or an empty text; and the number of equal tensors.
+    The place is empty without a difference.
     """
     leaves, shape = tree_flatten_with_path(wanted)
     others, other_shape = tree_flatten(found)
@@ -235,18 +228,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        config: Config,
-        world: World,
-        folder: Path,
-        base: Base | None,
+        self, engine: Any, tokenizer: Any, config: Config, world: World, folder: Path, base: Base | None
     ) -> None:
         self._engine = engine
         self._config = config
         self._world = world
-        self._folder = folder
+        self.folder = folder
         self._base = base
         self._writer = Writer(world.local_size)
         engine.checkpoint_engine = self._writer
@@ -269,7 +256,7 @@ class Checkpoints:
         self.wait()
         began = time.time()
         self._serial += 1
-        part = self._folder / (manifest.tag(state.step) + ".part")
+        part = self.folder / (manifest.tag(state.step) + ".part")
         writer = self._writer
         with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
             writer.begin(part, self._config.checkpoint.background)
@@ -300,7 +287,7 @@ class Checkpoints:
     def measure(self, state: TrainState) -> int:
         """Return the size of a checkpoint on disk in bytes, over all ranks; nothing is written."""
         self._writer.measure()
-        self._save(self._folder / manifest.TRIAL, state)
+        self._save(self.folder / manifest.TRIAL, state)
         total = torch.tensor([self._writer.bytes + sum(map(len, self._description.values()))])
         dist.all_reduce(total, group=self._world.host_group)
         return int(total)
@@ -308,12 +295,11 @@ class Checkpoints:
     def try_out(self, state: TrainState) -> tuple[str, int]:
         """Write a checkpoint as ``save`` does, read it back, compare it and delete it.
 
-        Returns:
-            The error of some rank, or an empty text; and the number of compared tensors of all ranks.
+        Return the error of some rank, or an empty text, and the number of compared tensors of all ranks.
         """
         self.wait()
-        part, writer = self._folder / manifest.TRIAL, self._writer
-        existed = self._folder.exists()
+        part, writer = self.folder / manifest.TRIAL, self._writer
+        existed = self.folder.exists()
         try:
             with probe().phase("checkpoint"):
                 writer.begin(part, self._config.checkpoint.background, read_back=True)
@@ -325,10 +311,9 @@ class Checkpoints:
         finally:
             if self._world.is_first:
                 # DeepSpeed leaves a script beside it.
-                shutil.rmtree(part if existed else self._folder, ignore_errors=True)
+                shutil.rmtree(part if existed else self.folder, ignore_errors=True)
 
     def _save(self, part: Path, state: TrainState) -> None:
-        """Pass the contents of a checkpoint to the writer."""
         writer = self._writer
         if self._world.is_first:
             writer.attempt(lambda: shutil.rmtree(part, ignore_errors=True))
@@ -338,21 +323,16 @@ class Checkpoints:
         for name, data in self._description.items():
             writer.write_bytes(data, part / DESCRIPTION / name)
         self._engine.save_checkpoint(
-            str(self._folder),
+            str(self.folder),
             tag=part.name,
             client_state={"ftmon": msgspec.to_builtins(state)},
             save_latest=False,
             exclude_frozen_parameters=self._base is not None,
         )
 
-    @property
-    def folder(self) -> Path:
-        """The folder that checkpoints are written to."""
-        return self._folder
-
     def of(self, step: int) -> Path | None:
         """Return the complete checkpoint of a step, or None."""
-        path = self._folder / manifest.tag(step)
+        path = self.folder / manifest.tag(step)
         return path if manifest.examine(path)[0] is not None else None
 
     def wait(self) -> None:
@@ -406,15 +386,15 @@ class Checkpoints:
         if path.exists():  # a run that resumed from an earlier step passes this one again
             path.rename(old)
         part.rename(path)
-        manifest.sync_folder(self._folder)
-        manifest.write_durably(self._folder / manifest.LATEST, path.name.encode())
+        manifest.sync_folder(self.folder)
+        manifest.write_durably(self.folder / manifest.LATEST, path.name.encode())
         shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(OSError):
-            manifest.prune(self._folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
+            manifest.prune(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
         return path
 
     def _report(self, path: Path, content: Manifest, began: float) -> None:
-        best = manifest.lowest(manifest.complete(self._folder)[0])
+        best = manifest.lowest(manifest.complete(self.folder)[0])
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         is_best = content.evaluation_loss is not None and best is not None and best.path == path
         self._world.log(f"checkpoint: {path}")
@@ -423,7 +403,7 @@ class Checkpoints:
 
     def report_failure(self, path: Path, why: str, step: int) -> manifest.Found | None:
         """Report a checkpoint that could not be written (rank 0); return the newest complete one."""
-        kept = next(iter(manifest.complete(self._folder)[0]), None)
+        kept = next(iter(manifest.complete(self.folder)[0]), None)
         probe().checkpoint_failed(str(path), why, kept=str(kept.path) if kept is not None else "", step=step)
         return kept
 
@@ -452,9 +432,6 @@ def random_state(world: World) -> dict[str, torch.Tensor]:
     if world.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state(world.device)
     return state
-
-
-# The rehearsal's checkpoint: checks the disk space, and that it is read back as it was written.
 
 
 _GIB = 2**30
@@ -494,7 +471,6 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
 
 
 def _lacking(folder: Path, needed: int) -> str:
-    """Return the lack of space for ``needed`` bytes, or an empty text."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free >= needed * _TRIAL_MARGIN:

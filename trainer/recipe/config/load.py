@@ -19,13 +19,8 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ....protocol.errors import ConfigError, UsageError
 from .schema import MOST_WHOLE, Config
 
-# YAML as nodes with their lines, and overrides of the command line applied to them.
-#
-# PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
-# field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
-#
-# What is not YAML, or not of the expected form, raises ``ConfigError``.
-
+# YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
+# interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
 
 _SHOWN = 80
 """Characters of a wrong value or key in an error."""
@@ -180,7 +175,6 @@ class Loaded:
 
     config: Config
     source: str
-    """The file's name as given, or ``command line``."""
     places: dict[str, str] = field(default_factory=dict[str, str])
     """Place of each given dotted path: ``train.yaml:12`` or ``command line``."""
 

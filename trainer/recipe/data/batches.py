@@ -17,9 +17,6 @@ from ..distributed import SequenceGroup
 from ..model.loss import IGNORED, Batch, label_positions, next_labels
 from .pipeline import Examples
 
-# The order in which ranks visit the examples; a resume continues it at any step.
-
-
 _WINDOW = 64
 """Number of global batches sorted by length together; beyond that, order and content stay random."""
 
@@ -109,9 +106,6 @@ class Order:
         return numpy.concatenate([shuffled.reshape(-1), rows[len(used) :]])
 
 
-# Collates examples into tensors, and makes the loader of a rank's micro-batches.
-
-
 _PAD_TO = 8
 """Sequences are padded to a multiple of this: tensor cores are faster, and the allocator gets fewer sizes."""
 
@@ -188,7 +182,7 @@ def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: b
     )
 
 
-# Adds label positions and counts to batches on the host; on a GPU they would need a synchronization.
+# Positions and counts are added on the host; on a GPU they would need a synchronization.
 
 
 def with_positions(batch: Batch) -> Batch:

@@ -32,15 +32,12 @@ class Encoded(msgspec.Struct):
 
     ids: list[int]
     learned: list[bool]
-    """Whether each token carries loss."""
     cut: int = 0
-    """Number of tokens cut away."""
     turns: int = 0
     """Number of turns to learn (1 for a text)."""
     ends: list[int] = msgspec.field(default_factory=list[int])
     """Indices of the tokens that end those turns, as far as they were not cut away."""
     reasoning_lost: int = 0
-    """Number of turns whose reasoning the template omits."""
     merged: int = 0
     """Number of turns whose first token includes the end of their header, so that it carries no loss."""
     split: int = 1
@@ -58,13 +55,10 @@ class Encoded(msgspec.Struct):
 
 
 class _Piece(NamedTuple):
-    """A text before tokenization, and the characters to learn."""
-
     text: str
     spans: list[Span]
     turns: int
     add_end: bool
-    """Whether to add the end-of-sequence token."""
     is_text: bool = False
     reasoning_lost: int = 0
 
@@ -106,13 +100,9 @@ class Encoder:
         return repr((chosen, columns, template))
 
     def encode(self, records: Sequence[tuple[Any, int]]) -> list["list[Encoded] | RefusedError"]:
-        """Encode records.
+        """Return each record's documents (one, several of a split text, none if it is dropped), or its refusal.
 
-        Args:
-            records: each with the number of its source; a ``RefusedError`` may stand for one.
-
-        Returns:
-            For each record its documents (one, several of a split text, none if it is dropped), or its refusal.
+        ``records``: each with the number of its source; a ``RefusedError`` may stand for one.
         """
         pieces: list[_Piece | RefusedError] = []
         for record, source in records:
@@ -125,18 +115,11 @@ class Encoder:
             except RecursionError:
                 pieces.append(RefusedError("is nested too deeply"))
         texts = [piece.text for piece in pieces if not isinstance(piece, RefusedError)]
-        encoding = (
-            self._tokenizer(
-                texts,
-                add_special_tokens=False,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            if texts
-            else {"input_ids": [], "offset_mapping": []}
-        )
-        tokens = iter(zip(encoding["input_ids"], encoding["offset_mapping"], strict=True))
+        tokens: Iterator[Any] = iter(())
+        if texts:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+            encoding = self._tokenizer(texts, **options, verbose=False)
+            tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         return [piece if isinstance(piece, RefusedError) else self._documents(piece, *next(tokens)) for piece in pieces]
 
     def _piece(self, content: Conversation | Text) -> _Piece:
@@ -166,7 +149,6 @@ class Encoder:
         return self._train_on != "completion" or index >= chat.prompt
 
     def _joined(self, chat: Conversation) -> _Piece:
-        """Join the prompt and the response of a base model's record, as they stand."""
         prompt = "".join(message.content or "" for message in chat.messages[:-1])
         text = prompt + (chat.messages[-1].content or "")
         start = 0 if self._train_on == "all" else len(prompt)
@@ -246,11 +228,7 @@ def texts(record: Any, form: str, config: Config) -> list[str]:
     return [text for message in content.messages for text in (message.content, message.reasoning) if text]
 
 
-# Counts of encoded records: refused, dropped, cut, without labels.
-
-
 SHOWN = 20
-"""Records listed of each kind; all are counted."""
 
 
 class Listed(msgspec.Struct):
@@ -258,7 +236,6 @@ class Listed(msgspec.Struct):
 
     count: int = 0
     first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
-    """Place and reason of the first records."""
 
     def add(self, place: str, reason: str) -> None:
         """Count a record."""
@@ -286,7 +263,6 @@ class Report(msgspec.Struct):
     unlabelled: Listed = msgspec.field(default_factory=Listed)
     """Records without a token that carries loss: it was cut away, or there is none."""
     unended: Listed = msgspec.field(default_factory=Listed)
-    """Records with a turn that is learned without its end."""
     reasoning_lost: Listed = msgspec.field(default_factory=Listed)
     merged: Listed = msgspec.field(default_factory=Listed)
     """Records with a turn whose first token includes the end of its header."""
@@ -338,9 +314,6 @@ class Report(msgspec.Struct):
         return found
 
 
-# Stores documents on disk: token ids and labels in flat files, which every rank maps into memory.
-
-
 BATCH = 256
 """Records encoded in one call of the tokenizer."""
 
@@ -355,7 +328,6 @@ class Documents:
         """Hash of the documents' token ids and labels, in order."""
         self.lengths: NDArray[numpy.int64] = numpy.load(folder / "lengths.npy")
         self.records: NDArray[numpy.int64] = numpy.load(folder / "records.npy")
-        """Record of each document."""
         self._starts = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(self.lengths)])
         total = int(self._starts[-1])
         self.ids: Any = _mapped(folder / "ids.bin", numpy.int32, total)
@@ -391,7 +363,7 @@ def _mapped(path: Path, dtype: Any, count: int) -> Any:
     return numpy.memmap(path, dtype, "r", shape=(count,)) if count else numpy.empty(0, dtype)
 
 
-def write(
+def write_part(
     encoder: Encoder,
     records: Records,
     start: int,
@@ -467,7 +439,7 @@ def note(report: Report, records: Records, number: int, made: "list[Encoded] | R
     return kept
 
 
-def join(parts: list[Path], folder: Path) -> None:
+def join_parts(parts: list[Path], folder: Path) -> None:
     """Join the folders of consecutive parts of the records into one, and remove them."""
     report = Report()
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,12 +18,15 @@ import msgspec
 from ....protocol.errors import UsageError
 from ..config.schema import Data
 
-# Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages.
-#
-# Functions raise ``ValueError``, whose text has the reason.
-
-
 BOM = b"\xef\xbb\xbf"
+TEMPLATES = Path(__file__).parent / "templates"
+NONE = "none"
+"""Value of ``data.chat_template`` that joins prompt and response without a template."""
+
+
+def shipped() -> list[str]:
+    """Return the names of the chat templates that ship with ftmon."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def utf8(content: bytes) -> str:
@@ -80,7 +83,6 @@ class Conversation(msgspec.Struct, frozen=True):
     prompt: int
     """Messages before the completion."""
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
-    """JSON schemas of the tools that may be called."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -246,11 +248,6 @@ def _schemas(tools: Any) -> list[dict[str, Any]]:
     return tools
 
 
-# Chats written as one text with markers: ``### Human:``, ``Human:``, Llama 2's ``[INST]``, ``<|im_start|>``.
-#
-# ``parse`` raises ``RefusedError`` for a text without markers.
-
-
 _HASHES = re.compile(r"### ?(Human|User|Instruction|System|Assistant|Response|Bot) ?: ?", re.IGNORECASE)
 _TURNS = re.compile(r"(?:\A|\n\n)(Human|User|Assistant): ?")
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL)
@@ -321,11 +318,6 @@ def _llama2(text: str) -> list[Message]:
     return messages
 
 
-# Converters of the record formats, and the detection of a record's format. Imports no training packages.
-#
-# Converters raise ``RefusedError`` for a record that does not match.
-
-
 Record = dict[str, Any]
 Converted = Conversation | Text
 
@@ -364,13 +356,13 @@ def detect(record: Record, data: Data) -> str:
         "alpaca": {"": "instruction", " ": "output"},
         "text": {"text_column": data.text_column},
     }
-    form = data.format
+    form, listed = data.format, ", ".join(map(str, columns))
     if form != "auto":
         for key, column in needed.get({"sharegpt": "chat", "markers": "text"}.get(form, form), {}).items():
             if column not in columns:
                 if not key.strip():
-                    raise UsageError(f"data.format is {form}, but the data's columns are {_listed(columns)}")
-                raise UsageError(f"data.{key} is {column}, but the data's columns are {_listed(columns)}")
+                    raise UsageError(f"data.format is {form}, but the data's columns are {listed}")
+                raise UsageError(f"data.{key} is {column}, but the data's columns are {listed}")
         return form
     for name, keys in needed.items():
         if all(column in columns for column in keys.values()):
@@ -381,7 +373,7 @@ def detect(record: Record, data: Data) -> str:
                 return "markers" if isinstance(text, str) and recognise(text) else "text"
             return name
     raise UsageError(
-        f"data.format cannot be determined from the columns ({_listed(columns)}): name them in data.text_column, or "
+        f"data.format cannot be determined from the columns ({listed}): name them in data.text_column, or "
         "data.prompt_column and data.response_column, or data.messages_column"
     )
 
@@ -453,7 +445,6 @@ def _instruction(record: Record, data: Data) -> Conversation:
 
 
 def _message_lists(record: Record, data: Data) -> Conversation:
-    """Convert a prompt and a completion that are lists of messages."""
     before = _entries(record, data.prompt_column)
     after = _entries(record, response_column(record, data))
     messages = [message_of(entry, number) for number, entry in enumerate([*before, *after], 1)]
@@ -476,14 +467,6 @@ def _alpaca(record: Record, data: Data) -> Conversation:
     return conversation(_with_system(record, messages))
 
 
-def _text(record: Record, data: Data) -> Text:
-    return Text(text_of(record, data.text_column))
-
-
-def _markers(record: Record, data: Data) -> Conversation:
-    return conversation(parse_markers(text_of(record, data.text_column)))
-
-
 def _entries(record: Record, column: str) -> list[Any]:
     entries = record.get(column)
     if isinstance(entries, str) and entries.lstrip().startswith("["):  # a CSV's cell
@@ -500,23 +483,14 @@ def _entries(record: Record, column: str) -> list[Any]:
     return entries
 
 
-def _listed(columns: list[str]) -> str:
-    return ", ".join(map(str, columns))
-
-
 _CONVERTERS: dict[str, Callable[[Record, Data], Converted]] = {
     "chat": _chat,
     "sharegpt": partial(_chat, read=_shared),
     "instruction": _instruction,
     "alpaca": _alpaca,
-    "text": _text,
-    "markers": _markers,
+    "text": lambda record, data: Text(text_of(record, data.text_column)),
+    "markers": lambda record, data: conversation(parse_markers(text_of(record, data.text_column))),
 }
-
-
-# Reads whole files: comma- or tab-separated values, and JSON lists. Imports nothing of the training packages.
-#
-# A file that cannot be read so raises ``ValueError``.
 
 
 class Source:
@@ -525,14 +499,12 @@ class Source:
     weight = 1.0
     """Number of uses of each record in an epoch."""
     blank: Sequence[str] = ()
-    """Places of blank lines."""
 
     def __init__(self, rows: Any, name: str, digest: str, places: Sequence[object] = ()) -> None:
         self._rows = rows
         """Sequence of records; a ``RefusedError`` in it stands for one."""
         self._name = name
         self.digest = digest
-        """Hash of the content."""
         self._places = places
 
     def __len__(self) -> int:
@@ -607,9 +579,6 @@ def json_list(path: Path) -> Source:
         raise ValueError("holds no records")
     numbers = [f"record {number}" for number in range(1, len(records) + 1)]
     return Source(records, path.name, hashlib.blake2b(content).hexdigest(), numbers)
-
-
-# Reads the first record of a file before anything starts, without the training packages.
 
 
 def first_record(path: Path, text_column: str) -> dict[str, Any]:

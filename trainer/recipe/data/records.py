@@ -15,9 +15,6 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config, File
 from .messages import BOM, RefusedError, Source, delimited, is_json_list, json_list, parse, utf8
 
-# Files with one record per line, read by position: only the positions are held in memory.
-
-
 _CHUNK = 16 << 20
 
 
@@ -106,10 +103,6 @@ class Records:
         number, inside = self.source_of(index)
         return self.sources[number].place(inside)
 
-    def weight(self, index: int) -> float:
-        """Return the number of uses of a record in an epoch."""
-        return self.sources[self.source_of(index)[0]].weight
-
     def first(self, source: int) -> dict[str, Any] | None:
         """Return the first JSON object among the first hundred records of a source, or None."""
         start = self._ends[source - 1] if source else 0
@@ -131,7 +124,7 @@ class Records:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def read(config: Config) -> Records:
+def read_records(config: Config) -> Records:
     """Open the records.
 
     Raises:

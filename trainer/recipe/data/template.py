@@ -20,19 +20,11 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from ....protocol.errors import ConfigError
 from ..config.schema import Data
 from ..model.tokenizer import special_tokens, start_token
-from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
-from .shipped import NONE, TEMPLATES, shipped
+from .messages import ASSISTANT, NONE, TEMPLATES, USER, Conversation, Message, RefusedError, shipped
 
-# Instruments chat templates to report the message that each part of their text comes from.
-#
-# Whether a token carries loss depends on its turn. Comparing texts does not show the turn if a template renders a
-# message differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So marks are inserted
-# into the template's own syntax tree: at the beginning and end of every loop's body, if the loop variable is a
-# message, and around ``{% generation %}`` blocks. Without its marks the text must equal that of the unchanged
-# template.
-#
-# Methods raise ``RenderError`` if the template refuses the messages, or is not valid Jinja.
-
+# Marks in a template's syntax tree report the message that each part of the text comes from: at the beginning and end
+# of every loop's body, if the loop variable is a message, and around ``{% generation %}`` blocks. Comparing texts would
+# not show the turn where a message renders differently when more follow (Qwen3 drops the reasoning of earlier turns).
 
 # Unicode noncharacters: no text contains them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -236,7 +228,6 @@ class Chat(NamedTuple):
 
     text: str
     turns: list[Span]
-    """Span of every assistant's message."""
     reasoning_lost: int
     """Number of assistant's messages whose reasoning the template omits."""
 

@@ -24,9 +24,6 @@ from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
 
-# Gathers the weights of a training from every ZeRO stage, merges adapters, and compares them with files.
-
-
 _PREFIX = "base_model.model."
 _LAYER = ".base_layer"
 """Parts that peft adds to the names of a model and of its adapted layers."""
@@ -92,11 +89,6 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
-def base_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights under the adapters, by their names in the model without adapters."""
-    return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
-
-
 def empty_model(model: Any) -> Any:
     """Return a model like this one without adapters and without allocated weights."""
     from transformers import AutoModelForCausalLM
@@ -125,10 +117,7 @@ def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
 
 
 def compare(model: Any, folder: Path, config: Config, world: World, progress: Progress | None = None) -> int:
-    """Compare a written model with the training's weights, tensor by tensor. All ranks call this.
-
-    Returns:
-        The number of equal tensors.
+    """Compare a written model with the training's weights; return the number of equal tensors. All ranks call this.
 
     Raises:
         ExportError: one differs; in every rank.
@@ -164,8 +153,6 @@ def compare(model: Any, folder: Path, config: Config, world: World, progress: Pr
 
 
 class _Written:
-    """The tensors of a written model."""
-
     def __init__(self, folder: Path, adapters: bool) -> None:
         from safetensors.torch import load_file
 
@@ -247,9 +234,6 @@ def _scalings(model: Any) -> dict[str, float]:
     return found
 
 
-# The model card: the trained model, its data and its results.
-
-
 _GIB = 1 << 30
 
 
@@ -260,15 +244,11 @@ class Results:
     state: TrainState
     model_type: str
     parameters: int
-    """Parameters of the whole model."""
     trained: int
-    """Parameters that were trained."""
     loss: float | None = None
     """Loss of the last printed step, over all ranks."""
     evaluation_loss: float | None = None
-    """Loss of the latest evaluation."""
     best_evaluation_loss: float | None = None
-    """Loss of the best evaluation."""
 
 
 def text(config: Config, results: Results) -> str:
@@ -355,9 +335,6 @@ def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     return found
 
 
-# Uploads the final model to the Hugging Face hub.
-
-
 def push(folder: Path, repository: str) -> str:
     """Upload a folder to a model repository, created (private) if it does not exist; return a line on the result.
 
@@ -390,10 +367,7 @@ def save_model(
 ) -> int:
     """Write the final model, its tokenizer and its card, for ``AutoModelForCausalLM.from_pretrained``.
 
-    All ranks call this.
-
-    Returns:
-        The number of tensors that were compared with the training's and are equal.
+    All ranks call this. It returns the number of tensors that were compared with the training's and are equal.
 
     Raises:
         ExportError: the files cannot be written, or contain other weights; in every rank.
@@ -446,7 +420,8 @@ def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config,
     else:
         if not config.model.name:
             # Random weights have no name to load them by, and adapters are useless without them.
-            plain.save_pretrained(str(part / "base"), state_dict=base_weights(gathered))
+            base = {plain_name(name): tensor for name, tensor in gathered.items() if not is_adapter(name)}
+            plain.save_pretrained(str(part / "base"), state_dict=base)
             model.peft_config["default"].base_model_name_or_path = str(final.absolute() / "base")
         adapters = {name: tensor for name, tensor in gathered.items() if is_adapter(name)}
         model.save_pretrained(str(part), state_dict=adapters)
@@ -470,7 +445,6 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
 
 
 def _replace(folder: Path, part: Path) -> None:
-    """Replace ``folder`` by ``part``."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

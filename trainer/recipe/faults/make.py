@@ -39,7 +39,7 @@ class FaultMaker:
             return
         if self._fault.kind == "spike":
             basic: torch.optim.Optimizer = engine.basic_optimizer
-            basic.register_step_pre_hook(lambda *_: self._in_optimizer())
+            basic.register_step_pre_hook(lambda *_: _spike(self._world) if self._now("spike") else None)
         elif self._fault.kind in ("oom", "crash"):
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
@@ -66,10 +66,6 @@ class FaultMaker:
         elif fault.kind == "hang" and self._now("hang"):
             _announce("goes no further: it will enter no more collectives")
             select.select([], [], [])  # blocks forever
-
-    def _in_optimizer(self) -> None:
-        if self._now("spike"):
-            _spike(self._world)
 
     def _in_forward(self) -> None:
         if self._now("oom"):
@@ -111,7 +107,6 @@ def _spike(world: World) -> None:
 
 
 def _out_of_memory(world: World) -> None:
-    """Request more memory than there is."""
     if world.on_gpu:
         _, total = torch.cuda.mem_get_info(world.device)
         _announce(f"asks for {2 * total / _GIB:.0f} GiB of the GPU's {total / _GIB:.0f} GiB")

@@ -26,12 +26,8 @@ from ..config.schema import Config
 from ..distributed import World
 from ..monitor import activity
 
-# Keeps saved activations in host memory between forward and backward.
-#
-# On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer computes, back
-# before the backward pass needs them. The training thread never waits for the device. On the CPU the same code copies
-# from host memory to host memory.
-
+# Activation offload. On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer
+# computes, back before the backward pass needs them. On the CPU the same code copies from host memory to host memory.
 
 _AHEAD = 2
 """Number of tensors copied back ahead of their use, and of copies out that may be under way."""
@@ -52,7 +48,6 @@ class Saved:
         self.out: Any = None
         """CUDA event after the copy to the host."""
         self.back: torch.Tensor | None = None
-        """The copy on the device."""
         self.returned: Any = None
         """CUDA event after the copy to the device."""
 
@@ -60,9 +55,7 @@ class Saved:
 class HostOffload:
     """Moves tensors that autograd saves to host memory, within the contexts that ``hooks`` returns.
 
-    Args:
-        model: its parameters are never moved, as they stay on the device in any case.
-        least_bytes: smaller tensors stay on the device.
+    The ``model``'s parameters, which stay on the device in any case, and tensors below ``least_bytes`` are not moved.
     """
 
     def __init__(self, model: torch.nn.Module, least_bytes: int) -> None:
@@ -76,7 +69,6 @@ class HostOffload:
         self._known: WeakValueDictionary[Any, Saved] = WeakValueDictionary()
         self._last: ref[Saved] | None = None
         self.moved_bytes = 0
-        """Bytes copied to the host so far."""
 
     def hooks(self, *, all_sizes: bool) -> saved_tensors_hooks:
         """Return a context in which saved tensors are moved; with ``all_sizes``, small ones too."""
@@ -86,18 +78,14 @@ class HostOffload:
     def _pack(self, tensor: torch.Tensor, least_bytes: int) -> Any:
         if tensor.nbytes < least_bytes or not _movable(tensor) or self._is_parameter(tensor):
             return tensor
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         known = self._known.get(key)
         if known is not None and not known.storage.expired():
             known.uses += 1
             return known
-        saved = Saved(tensor, self._host_tensor(tensor), self._last() if self._last is not None else None)
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": tensor.is_cuda}
+        host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, **place)
+        saved = Saved(tensor, host, self._last() if self._last is not None else None)
         self._copy_out(tensor, saved)
         self._known[key] = saved
         self._last = ref(saved)
@@ -132,11 +120,6 @@ class HostOffload:
         # the address is that of the gathered weight, which changes.
         place = tensor.data_ptr()
         return any(parameter.data_ptr() == place for parameter in self._parameters.get(tensor.numel(), ()))
-
-    def _host_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-        )
 
     def _side_stream(self, device: torch.device) -> Any:
         if self._stream is None:
@@ -191,28 +174,17 @@ def _movable(tensor: torch.Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
-# Gradient checkpointing: the parts of a decoder layer that the backward pass recomputes, and those kept.
-#
-# ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and attention, which take
-# most of the time to compute, and recomputes the rest: norms, activations, rotations, residuals.
+# Gradient checkpointing: ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and
+# attention, which take most of the time to compute, and recomputes norms, activations, rotations and residuals.
 
-
+_SDPA = (
+    *("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"),
+    "fused_attention_overrideable",
+)
 _KEPT = frozenset(
-    (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_scaled_mm",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "torch_attn::_varlen_attn",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-    )
+    [f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")]
+    + [f"aten::_scaled_dot_product_{name}" for name in _SDPA]
+    + ["torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"]
 )
 """Operators whose outputs the selective mode keeps."""
 
@@ -305,11 +277,9 @@ MODES: dict[str, Recompute] = {
 """Values of ``model.gradient_checkpointing``, besides ``none``: both keep a function's tensor inputs."""
 
 
-# torch.compile of the decoder layers, before the first step.
-#
-# Each kind of layer is compiled once and used for all layers of the model: the layer is an argument of the compiled
-# function. Nothing is wrapped, so names in checkpoints and exports do not change. Only training with gradients runs
-# compiled code: its batches have one shape.
+# torch.compile: each kind of layer is compiled once, with the layer as an argument of the compiled function. Nothing is
+# wrapped, so names in checkpoints and exports do not change. Only training with gradients runs compiled code: its
+# batches have one shape.
 
 
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:

@@ -7,8 +7,6 @@ position ids.
 
 import inspect
 import zlib
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +20,7 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import SequenceGroup, World
 from ..division import SEQUENCES, heads_refusal
-from .loss import IGNORED, Batch, causal_model, next_labels
+from .loss import IGNORED, Batch, causal_model, evaluating, next_labels
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -67,16 +65,11 @@ def attention_arguments(batch: dict[str, Any]) -> dict[str, Any]:
 
 def with_borders(batch: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return a batch with ``cu_seq_lens`` under transformers' names; ``longest`` bounds the tokens of a document."""
-    result = {name: value for name, value in batch.items() if name != "cu_seq_lens"}
+    result = dict(batch)
     # The row's length bounds that of a document; the exact one would have to be read from the device.
-    cumulated = batch["cu_seq_lens"]
-    return {
-        **result,
-        "cu_seq_lens_q": cumulated,
-        "cu_seq_lens_k": cumulated,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    result["cu_seq_lens_q"] = result["cu_seq_lens_k"] = result.pop("cu_seq_lens")
+    result["max_length_q"] = result["max_length_k"] = longest
+    return result
 
 
 def set_up(model: Any, config: Config, world: World) -> bool:
@@ -86,19 +79,15 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         ConfigError: documents of one row see each other in this model.
     """
     inner = causal_model(model)
-    if config.model.attention == "flash_attention_2":
-        problem = crossing(inner, world, varlen=True)
-    elif config.model.attention == "auto" and world.on_gpu and can_varlen(inner):
+    is_flash = config.model.attention == "flash_attention_2"
+    if config.model.attention == "auto" and world.on_gpu and can_varlen(inner):
         problem = _try_varlen(inner, world)
         if not problem:
             return True
         world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
-        problem = crossing(inner, world, varlen=False)
-    else:
-        problem = crossing(inner, world, varlen=False)
-    if problem:
+    if problem := crossing(inner, world, varlen=is_flash):
         raise ConfigError(f"data.packing: {problem}; use data.packing=false")
-    return config.model.attention == "flash_attention_2"
+    return is_flash
 
 
 def can_varlen(inner: Any) -> bool:
@@ -183,9 +172,8 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
     if not world.has_values:
         return ""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = inner.config.get_text_config().vocab_size
-    first, second = (torch.randint(0, vocabulary, (1, length), generator=generator) for length in _LENGTHS)
-    other = (first + 1) % vocabulary
+    first, second = (torch.randint(0, _vocabulary(inner), (1, length), generator=generator) for length in _LENGTHS)
+    other = (first + 1) % _vocabulary(inner)
 
     def logits(documents: list[torch.Tensor]) -> torch.Tensor:
         batch = attention_arguments(isolate(_packed(documents), varlen))
@@ -194,13 +182,8 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
         }
         return inner(**moved, use_cache=False).logits[0, -second.shape[1] :]
 
-    training = inner.training
-    inner.eval()
-    try:
-        with torch.no_grad():
-            one, changed, alone = logits([first, second]), logits([other, second]), logits([second])
-    finally:
-        inner.train(training)
+    with evaluating(inner):
+        one, changed, alone = logits([first, second]), logits([other, second]), logits([second])
     kind = inner.config.model_type
     if not world.all_agree(torch.equal(one, changed)):
         return f"documents of one row see each other in {kind}"
@@ -221,15 +204,13 @@ def _packed(documents: list[torch.Tensor]) -> Batch:
     }
 
 
-# Attention of ranks that share sequences (Ulysses): each rank computes some heads over the whole sequence.
+# Ranks that share sequences (Ulysses): between layers a rank holds a slice of every row. In an attention layer the
+# ranks exchange their slices of all heads for all slices of some heads, compute attention as without slices, and
+# exchange back.
 #
-# Between layers a rank holds a slice of every row. In an attention layer the ranks of a group exchange their slices of
-# all heads for all slices of some heads, compute attention as without slices, and exchange back.
-#
-# DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used for
-# three reasons. It discards masks, so that the documents of a packed row see each other under SDPA. It replaces
-# ``sdpa`` for the whole process, where evaluation generates with whole sequences. It supports one batch size only.
-
+# DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used, as it
+# discards masks, so that the documents of a packed row see each other under SDPA; replaces ``sdpa`` for the whole
+# process, where evaluation generates with whole sequences; and supports one batch size only.
 
 NAME = "ftmon_sequence_parallel"
 ROWS_KEY = "rows_key"
@@ -430,7 +411,7 @@ class _Reference:
         row = torch.randint(0, _vocabulary(inner), (1, length), generator=generator)
         # The border is within a slice, and a document spans slices.
         self._documents = list(row.split([_TOKENS + 5, length - _TOKENS - 5], 1)) if packed else [row]
-        with torch.no_grad(), _evaluating(inner):
+        with evaluating(inner):
             moved = [one.to(world.device) for one in self._documents]
             self._logits = torch.cat([inner(input_ids=one, use_cache=False).logits for one in moved], 1)
             losses = [inner(input_ids=one, labels=one, use_cache=False).loss for one in moved]
@@ -442,7 +423,7 @@ class _Reference:
         problem = ""
         logits = other = loss = torch.zeros(())
         try:
-            with torch.no_grad(), _evaluating(self._inner):
+            with evaluating(self._inner):
                 logits = self._forward(self._documents, varlen).logits
                 loss = self._forward(self._documents, varlen, labels=True).loss.double()
                 if len(self._documents) > 1:
@@ -471,12 +452,12 @@ class _Reference:
         return ""
 
     def _forward(self, documents: list[torch.Tensor], varlen: bool, labels: bool = False) -> Any:
-        ids = torch.cat(documents, 1)
-        batch: Batch = {"input_ids": ids, "labels": ids.clone()}
+        batch = _packed(documents)
+        batch["labels"] = batch["input_ids"].clone()
         if len(documents) > 1:
             batch["labels"][:, documents[0].shape[1]] = IGNORED
-            batch["position_ids"] = torch.cat([torch.arange(one.shape[1])[None] for one in documents], 1)
-            batch["sequence_ids"] = torch.cat([torch.full_like(one, number) for number, one in enumerate(documents)], 1)
+        else:
+            del batch["position_ids"], batch["sequence_ids"]
         group = self._world.sequence
         batch = cut(batch, group.size, group.rank)
         left_out = {ROWS_KEY} if labels else {ROWS_KEY, "labels", "shift_labels"}
@@ -487,19 +468,6 @@ class _Reference:
 
 def _vocabulary(inner: Any) -> int:
     return int(inner.config.get_text_config().vocab_size)
-
-
-@contextmanager
-def _evaluating(inner: Any) -> Generator[None]:
-    training = inner.training
-    inner.eval()
-    try:
-        yield
-    finally:
-        inner.train(training)
-
-
-# Converts collated batches to the model's arguments.
 
 
 def on_device(batch: Batch, world: World) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from .bare import bare_config, first_line
 from .loss import use_summed_loss
 from .shape import named_config
 
-# Low-rank adapters on a frozen model (peft).
-
 
 def quiet_bitsandbytes() -> None:
     """Suppress bitsandbytes' log line that it has no kernel from the hub for 4-bit weights on the CPU.
@@ -51,7 +49,6 @@ def add_lora(model: Any, config: Config) -> Any:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Data types by the names of ``training.precision``."""
 
 
 Quantize = Callable[[Any, Any], None]

@@ -92,8 +92,7 @@ def named_config(name: str) -> Any:
 def check(config: Config) -> tuple[Any, str]:
     """Refuse a model that cannot be made, or that has too few positions for the training's sequences.
 
-    Returns:
-        The model's configuration, and a note if sequences exceed its positions (else empty).
+    Return the model's configuration, and a note if sequences exceed its positions (else empty).
 
     Raises:
         ConfigError: it is refused.

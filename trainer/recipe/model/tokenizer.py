@@ -29,10 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def load(config: Config, trained: Path | None) -> Any | None:
-    """Load the configured tokenizer, or the one that was trained into the folder ``trained``.
+    """Load the configured tokenizer, with a pad token, or the one that was trained into the folder ``trained``.
 
-    Returns:
-        A transformers tokenizer with a pad token, or None if one has to be trained.
+    Return None if one has to be trained.
 
     Raises:
         ConfigError: the configured tokenizer cannot be loaded.

@@ -14,8 +14,6 @@ from ..monitor import activity
 from .adamw import SmallStateAdamW, compiles, salt
 from .support import SMALL_STATES
 
-# The learning rate over time, as a share of its peak.
-
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     """Return the learning rate of a step as a share of the peak rate.
@@ -32,17 +30,11 @@ def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * falling
 
 
-# Muon for the hidden matrices of a model, AdamW for the rest.
-#
-# DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
-# orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` does not: it would receive flat
-# partitions.
-
-
 def make_muon(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's trainable parameters.
+    """Return Muon for the hidden matrices of a model and AdamW for the rest, compiled if ``on_gpu``.
 
-    ``on_gpu``: compile; on CPU ranks that would take minutes.
+    DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
+    orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` would receive flat partitions.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -175,7 +167,6 @@ def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _deepspeed_adam(groups: list[dict[str, Any]], common: dict[str, Any], offload: bool) -> torch.optim.Optimizer:
-    """Make DeepSpeed's own Adam, which compiles its kernel at first use."""
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

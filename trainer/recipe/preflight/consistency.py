@@ -207,11 +207,6 @@ def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
     return None
 
 
-# Settings that are compatible with ``training.sequence_parallel_size``. Nothing here imports torch.
-#
-# docs/training.md, Sequence parallelism, has the same as a table.
-
-
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 """Names of the number of query heads in transformers' configurations."""
 

@@ -169,10 +169,10 @@ def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(ba
 
 def test_another_model_is_named_by_its_first_difference() -> None:
     content = Manifest(0.0, STATE, 2, "fp32", {"a": [2], "b": [3, 4]}, ["a"], {})
-    restore.model(content, {"a": [2], "b": [3, 4]}, Path("c"))
+    restore.check_parameters(content.parameters, {"a": [2], "b": [3, 4]}, Path("c"))
     with pytest.raises(ConfigError, match="b is 3x4 there and 3x5 here"):
-        restore.model(content, {"a": [2], "b": [3, 5]}, Path("c"))
+        restore.check_parameters(content.parameters, {"a": [2], "b": [3, 5]}, Path("c"))
     with pytest.raises(ConfigError, match="b is not here"):
-        restore.model(content, {"a": [2]}, Path("c"))
+        restore.check_parameters(content.parameters, {"a": [2]}, Path("c"))
     with pytest.raises(ConfigError, match="z is not there"):
-        restore.model(content, {"a": [2], "b": [3, 4], "z": [1]}, Path("c"))
+        restore.check_parameters(content.parameters, {"a": [2], "b": [3, 4], "z": [1]}, Path("c"))

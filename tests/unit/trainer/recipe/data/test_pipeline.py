@@ -11,10 +11,10 @@ import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
 from ftmon.trainer.recipe.data import encode, pipeline
-from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
-from ftmon.trainer.recipe.evaluation import evaluate as evaluation_examples
+from ftmon.trainer.recipe.data.records import read_records
+from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
 
@@ -48,7 +48,7 @@ def texts(path: Path, count: int, longest: int = 40, seed: int = 0) -> list[str]
 
 
 def build(config: Config, tokenizer: Any) -> Examples:
-    records = sources.read(config)
+    records = read_records(config)
     encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
     return pipeline.examples(pipeline.encode(records, encoder, tokenizer, config), records, config)
 
@@ -181,7 +181,7 @@ def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
 
 def test_a_tokenization_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
     config = of(chats(tmp_path / "a.jsonl", "red", "blue"))
-    records = sources.read(config)
+    records = read_records(config)
 
     def interrupt(done: int) -> None:
         assert list(cache.iterdir())
@@ -220,7 +220,7 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
         training=Training(sequence_length=32),
         evaluation=Evaluation(share=0.25),
     )
-    records = sources.read(config)
+    records = read_records(config)
     encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
     folder = pipeline.encode(records, encoder, tokenizer, config)
     trained, aside = pipeline.examples(folder, records, config), pipeline.held_out(folder, config)
@@ -242,7 +242,7 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     assert pipeline.held_out(folder, config).key == aside.key
     limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
     unused: Any = None
-    first = evaluation_examples.held_out(limited, unused, tokenizer, folder)
+    first = evaluate.held_out(limited, unused, tokenizer, folder)
     assert first is not None
     assert [row["input_ids"].tolist() for row in first.rows] == [
         aside.rows[row]["input_ids"].tolist() for row in range(3)

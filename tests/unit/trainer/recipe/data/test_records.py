@@ -9,9 +9,8 @@ import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, File
 from ftmon.trainer.recipe.data import records
-from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.messages import RefusedError
-from ftmon.trainer.recipe.data.records import Records
+from ftmon.trainer.recipe.data.records import Records, read_records
 
 # Files of every kind, their places, and what cannot be read.
 
@@ -23,7 +22,7 @@ ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c, with comma", "response"
 
 
 def read(path: Path, **data: Any) -> Records:
-    return sources.read(Config(data=Data(path=str(path), **data)))
+    return read_records(Config(data=Data(path=str(path), **data)))
 
 
 def write(path: Path) -> None:
@@ -141,7 +140,7 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "b.txt").write_text("c\n")
     files = [File(str(tmp_path / "a.jsonl")), File(str(tmp_path / "b.txt"), 0.5)]
-    records = sources.read(Config(data=Data(files=files)))
+    records = read_records(Config(data=Data(files=files)))
     assert [record["text"] for _, record in records] == ["a", "b", "c"]
     assert [records.place(index) for index in range(3)] == ["a.jsonl:1", "a.jsonl:2", "b.txt:1"]
 
@@ -188,7 +187,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hub_read(name: Path, **data: Any) -> Records:
-    return records.read(Config(data=Data(name=str(name), **data)))
+    return read_records(Config(data=Data(name=str(name), **data)))
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

@@ -10,8 +10,7 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.chat.session import Prompts
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
 from ftmon.trainer.recipe.data.encode import Encoded, Encoder
-from ftmon.trainer.recipe.data.messages import RefusedError
-from ftmon.trainer.recipe.data.shipped import shipped
+from ftmon.trainer.recipe.data.messages import RefusedError, shipped
 from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.export import export
 from ftmon.trainer.recipe.model.loss import IGNORED
