@@ -11,9 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
 from ...protocol.run.environment import RUN_ENV
-from .checkpoint import identity
 from .checkpoint.restore import find, planned
-from .checkpoint.save import Checkpoints
+from .checkpoint.save import Checkpoints, base_of
 from .config.schema import Config
 from .data import pipeline
 from .data.batches import Collate, Order
@@ -67,7 +66,7 @@ def setup(config: Config, world: World) -> Trainer:
         engine, model = make_engine(config, world, tokens, total)
         fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
-        base = identity.base_of(engine.module, config, world)
+        base = base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
     # Rows cut to one of several lengths are not padded to the longest.

@@ -183,10 +183,8 @@ def examine(path: Path) -> tuple[Found | None, str]:
 def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
     """Return the checkpoints that a run may resume from, in the order to be tried, and notes on incomplete ones.
 
-    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder.
-
-    Raises:
-        ConfigError: a path was given and no complete checkpoint is there.
+    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder; a path
+    without a complete checkpoint is a ``ConfigError``.
     """
     if resume == "never":
         return [], []

@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..distributed import World
 from ..optim import support
 from ..state import TrainState
-from . import identity, manifest
+from . import manifest, save
 from .manifest import Base, Found, Manifest
 from .save import RANDOM
 
@@ -31,8 +31,10 @@ _CONSEQUENCES = {
     "seed": "the rest of this epoch is drawn in another order, so some examples repeat and some are left out",
     "data": "the position in the epoch is kept, so some examples repeat and some are left out",
     "sequence_length": "examples are cut and packed differently, so some repeat and some are left out",
-    "micro_batch": "losses differ from the uninterrupted run's in their last digits, and in dropout",
-    "grad_accumulation": "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    **dict.fromkeys(
+        ("micro_batch", "grad_accumulation"),
+        "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    ),
     "ranks": "global batches have another size, so steps and the learning rate's schedule mean something else",
 }
 
@@ -61,12 +63,10 @@ def check_parameters(there: dict[str, list[int]], here: dict[str, list[int]], pa
     """Refuse a checkpoint of another model, by the shapes of its parameters and of this run's."""
     for name in [*there, *here]:
         if here.get(name) != there.get(name):
-            what = (
-                f"{name} is {_shape(there.get(name))} there and {_shape(here.get(name))} here"
-                if name in here and name in there
-                else f"{name} is {'not here' if name in there else 'not there'}"
-            )
-            raise ConfigError(f"checkpoint.resume: {path} is of another model: {what}")
+            what = "is not there" if name not in there else "is not here"
+            if name in here and name in there:
+                what = f"is {_shape(there[name])} there and {_shape(here[name])} here"
+            raise ConfigError(f"checkpoint.resume: {path} is of another model: {name} {what}")
 
 
 def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
@@ -124,25 +124,18 @@ def _batches(saved: TrainState, now: TrainState) -> int:
     return epoch * per_epoch_now + min(taken, per_epoch_now - 1)
 
 
-def _shape(shape: list[int] | None) -> str:
-    return "x".join(map(str, shape or [])) or "a scalar"
-
-
-_MODULE = "deepspeed.checkpoint.ds_to_universal"
+def _shape(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
 
 
 @contextlib.contextmanager
 def converted(path: Path, world: World) -> Generator[Path]:
     """Yield a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
 
-    https://www.deepspeed.ai/tutorials/universal-checkpointing/
-
-    Raises:
-        ConfigError: DeepSpeed cannot convert it.
+    A failed conversion (https://www.deepspeed.ai/tutorials/universal-checkpointing/) is a ``ConfigError``.
     """
     copy = path.with_name(path.name + "-universal.part")
-    problem = _convert(path, copy) if world.is_first else ""
-    problem = world.share_text(problem)
+    problem = world.share_text(_convert(path, copy) if world.is_first else "")
     try:
         if problem:
             raise ConfigError(
@@ -190,8 +183,9 @@ def _convert(path: Path, copy: Path) -> str:
         environment.pop(name, None)
     environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     words = [f"--input_folder={path}", f"--output_folder={copy}", "--inject_missing_state"]
+    words += ["--num_extract_workers=2", "--num_merge_workers=2"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", _MODULE, *words, "--num_extract_workers=2", "--num_merge_workers=2"],
+        [sys.executable, "-P", "-m", "deepspeed.checkpoint.ds_to_universal", *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -207,10 +201,8 @@ def _convert(path: Path, copy: Path) -> str:
 def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
     """Return the intact checkpoints to resume from, in the order to be tried; none: start anew. All ranks call this.
 
-    Incomplete and damaged ones are left out, with a note on each that is printed and returned.
-
-    Raises:
-        ConfigError: a path was given, and no complete checkpoint is there.
+    Incomplete and damaged ones are left out, with a note on each that is printed and returned. A path without a
+    complete checkpoint is a ``ConfigError``.
     """
     resume = config.checkpoint.resume
     # Rank 0 searches for all: another rank might see the folder before or after a change.
@@ -243,11 +235,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
 def planned(
     engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World
 ) -> TrainState:
-    """Return the position that ``restore`` will resume from; nothing is loaded.
-
-    Raises:
-        ConfigError: as ``restore``.
-    """
+    """Return the position that ``restore`` will resume from, with its errors; nothing is loaded."""
     for path in paths:
         content = manifest.read(path)
         if content is not None:
@@ -259,8 +247,7 @@ def planned(
 def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World) -> Path:
     """Load weights, optimizer, schedule and random state; return the checkpoint, whose position ``now`` becomes.
 
-    Raises:
-        ConfigError: it is of another model, or of a run that differs in what ``checkpoint.allow`` does not name.
+    Another model, or a difference that ``checkpoint.allow`` does not name, is a ``ConfigError``.
     """
     problem = ""
     for path in paths:
@@ -292,13 +279,13 @@ def _is_intact(path: Path, world: World) -> bool:
 
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
-    check_parameters(content.parameters, identity.shapes(engine.module), path)
+    check_parameters(content.parameters, save.shapes(engine.module), path)
     stage, precision, ranks, held = content.zero_stage, content.precision, content.state.ranks, content.optimizer
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
     for differs, text in (
         (
-            set(content.trained) != set(identity.trained(engine.module)),
+            set(content.trained) != set(save.trained(engine.module)),
             "was trained with other parameters frozen; see lora.targets",
         ),
         (stage != config.zero.stage, f"was written with ZeRO-{stage}; set zero.stage={stage}"),

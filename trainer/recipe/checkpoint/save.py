@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from ..distributed import World
 from ..monitor import activity, probe
 from ..optim import support
 from ..state import TrainState
-from . import identity, manifest
+from . import manifest
 from .manifest import Base, File, Manifest
 
 _MARGIN = 1.25
@@ -269,8 +270,8 @@ class Checkpoints:
             state=msgspec.structs.replace(state),
             zero_stage=self._config.zero.stage,
             precision=self._config.training.precision,
-            parameters=identity.shapes(self._engine.module),
-            trained=identity.trained(self._engine.module),
+            parameters=shapes(self._engine.module),
+            trained=trained(self._engine.module),
             files={},
             base=self._base,
             optimizer=support.states(self._config),
@@ -346,10 +347,7 @@ class Checkpoints:
         """Write this rank's files; rank 0 completes the checkpoint once all ranks have written theirs."""
         writer = self._writer
         writer.write_waiting()
-        report = {
-            "error": writer.error,
-            "files": {name: msgspec.to_builtins(one) for name, one in writer.files.items()},
-        }
+        report = {"error": writer.error, "files": msgspec.to_builtins(writer.files)}
         self._store.set(f"{serial}/{self._world.rank}", json.dumps(report))
         if not self._world.is_first:
             return
@@ -426,6 +424,54 @@ def describe(model: Any, tokenizer: Any, config: Config) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
+def shapes(model: Any) -> dict[str, list[int]]:
+    """Return the full shape of every parameter by name, partitioned or not."""
+    return {name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
+
+
+def trained(model: Any) -> list[str]:
+    """List the names of the parameters that are trained."""
+    return [name for name, one in model.named_parameters() if one.requires_grad]
+
+
+_PIECE = 1 << 24
+"""Elements summed at once: 128 MiB as 64-bit integers."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def base_of(model: Any, config: Config, world: World) -> Base | None:
+    """Return the identity of the frozen weights under adapters; None if all weights are trained. All ranks call this.
+
+    Contents are summed as integers, whose sum does not depend on the order: partitions of ZeRO-3 add up to the sum of
+    an unpartitioned parameter.
+    """
+    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    if not config.lora.rank or not frozen:
+        return None
+    sums = torch.stack([_sum(one, world.rank).cpu() for _, one in frozen])
+    if hasattr(frozen[0][1], "ds_tensor"):
+        dist.all_reduce(sums, group=world.host_group)
+    digest = hashlib.sha256()
+    for (name, one), total in zip(frozen, sums.tolist(), strict=True):
+        shape = list(getattr(one, "ds_shape", one.shape))
+        digest.update(f"{name} {shape} {one.dtype} {total}\n".encode())
+    return Base(config.model.name, digest.hexdigest()[:32])
+
+
+def _sum(parameter: Any, rank: int) -> torch.Tensor:
+    """Return the sum of a parameter's (or of this rank's part of it) elements, read as integers."""
+    tensor: torch.Tensor = parameter.detach()
+    if hasattr(parameter, "ds_tensor"):
+        part: torch.Tensor = parameter.ds_tensor.detach().flatten()
+        # The padding of the last partition is uninitialized.
+        tensor = part[: max(0, min(part.numel(), int(parameter.ds_numel) - rank * part.numel()))]
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    whole = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    # Summing integers first converts all of them to 8 bytes.
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in whole.split(_PIECE)]).sum()
+
+
 def random_state(world: World) -> dict[str, torch.Tensor]:
     """Return the state of this rank's generators, on the CPU and on its GPU."""
     state = {"cpu": torch.get_rng_state()}
@@ -442,10 +488,8 @@ _TRIAL_MARGIN = 1.02
 def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Config, world: World) -> str:
     """Write a checkpoint, read it back, compare and delete it; return a note for the log. All ranks call this.
 
-    If no checkpoint is planned (a stop or a best evaluation still writes one), a failure is a printed note.
-
-    Raises:
-        FtmonError: the disk lacks the space, or what is read back is not what was written; in all ranks.
+    If the disk lacks the space, or other bytes are read back, all ranks raise ``FtmonError``; if no checkpoint is
+    planned (a stop or a best evaluation still writes one), it is a printed note.
     """
     began = time.perf_counter()
     folder = checkpoints.folder
@@ -453,15 +497,14 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
     problem, compared = world.share_text(_lacking(folder, needed) if world.is_first else ""), 0
     if not problem:
         problem, compared = checkpoints.try_out(state)
-        problem = f"a checkpoint could not be written to {folder}: {problem}" if problem else ""
+        problem = problem and f"a checkpoint could not be written to {folder}: {problem}"
     if not problem:
         seconds = duration(time.perf_counter() - began)
         return (
             f"; a checkpoint of {_size(needed)} was written, read back and compared ({compared} tensors) in {seconds}"
         )
-    planned = config.checkpoint.every > 0 or config.checkpoint.at_end
     fix = "free space, set output.dir to another disk, or leave this check out with checkpoint.rehearse=false"
-    if planned:
+    if config.checkpoint.every > 0 or config.checkpoint.at_end:
         raise FtmonError(f"rehearsal: {problem}; {fix}")
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
