@@ -1,4 +1,4 @@
-"""Loads the next micro-batch while the device computes."""
+"""One rank's micro-batches: their order, their tensors, and loading the next one while the device computes."""
 
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -116,12 +116,11 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 class Collate:
-    """Pads examples to one length."""
+    """Pads examples to one length; packed ones up to ``limit`` (``training.sequence_length``)."""
 
     def __init__(self, pad_id: int, limit: int) -> None:
         self._pad_id = pad_id
         self.limit = limit
-        """``training.sequence_length``: packed examples are padded up to it."""
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Make tensors of shape [examples, length].
@@ -182,11 +181,8 @@ def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: b
     )
 
 
-# Positions and counts are added on the host; on a GPU they would need a synchronization.
-
-
 def with_positions(batch: Batch) -> Batch:
-    """Return a collated batch and its ``label_positions`` (see ``model.loss``)."""
+    """Return a batch and its ``label_positions`` (``model.loss``), which on a GPU would need a synchronization."""
     return {**batch, "label_positions": label_positions(shift_labels(batch))}
 
 
@@ -226,10 +222,7 @@ class Ahead:
     """Loads one batch ahead, in a thread: a forked process would copy the rank's offloaded memory."""
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
-        """Begin to load the first batch.
-
-        ``batches`` are endless; from now on only the thread may use them.
-        """
+        """Begin to load the first batch; from now on only the thread may use the endless ``batches``."""
         self._batches = batches
         self._device = device
         self._asked: SimpleQueue[bool] = SimpleQueue()
@@ -239,11 +232,7 @@ class Ahead:
         self._asked.put(True)
 
     def next_batch(self) -> Batch:
-        """Return the next batch, and begin to load the one after it.
-
-        Raises:
-            BaseException: whatever the loader raised.
-        """
+        """Return the next batch, or raise what the loader raised, and begin to load the one after it."""
         found = self._loaded.get()
         if isinstance(found, BaseException):
             raise found

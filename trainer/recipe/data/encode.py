@@ -64,25 +64,21 @@ class _Piece(NamedTuple):
 
 
 class Encoder:
-    """Turns records into documents.
-
-    Raises:
-        ConfigError: the tokenizer or its chat template cannot be used for these formats.
-    """
+    """Turns records into documents; a tokenizer or chat template that does not fit them is a ``ConfigError``."""
 
     def __init__(self, tokenizer: Any, config: Config, forms: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._data = data = config.data
         self._forms = forms
         self._limit = config.training.sequence_length
+        self._train_on = data.train_on
         if not tokenizer.is_fast:
             raise ConfigError("tokenizer: has no fast (Rust) form, which tells where in a text each token stands")
         if tokenizer.eos_token_id is None:
             raise ConfigError("tokenizer: has no end-of-sequence token")
-        chats = [form for form in forms if form != "text"]
-        self._train_on = data.train_on
+        chats = {form for form in forms if form != "text"}
         self.template: ChatTemplate | None = choose(tokenizer, data) if chats else None
-        if chats and self.template is None and set(chats) - {"instruction", "alpaca"}:
+        if self.template is None and chats - {"instruction", "alpaca"}:
             raise ConfigError(
                 "data.chat_template: none joins a prompt and a response; the data's chats need a template"
             )
@@ -136,9 +132,7 @@ class Encoder:
         turns = [turn for turn in chat.turns if self._learns(content, turn.message)]
         if not turns:
             raise RefusedError("has no assistant message to learn")
-        spans = turns
-        if self._train_on == "all":
-            spans = [Span(0, len(chat.text), 0, False), *turns]
+        spans = [Span(0, len(chat.text), 0, False), *turns] if self._train_on == "all" else turns
         return _Piece(chat.text, spans, len(turns), False, False, chat.reasoning_lost)
 
     def _learns(self, chat: Conversation, index: int) -> bool:
@@ -191,13 +185,12 @@ class Encoder:
         if policy == "split":
             return _split(whole, limit)
         if policy == "keep_start":
-            kept = slice(0, limit)
             whole.ends = [end for end in whole.ends if end < limit]
-            whole.ids, whole.learned = whole.ids[kept], whole.learned[kept]
+            whole.ids, whole.learned = whole.ids[:limit], whole.learned[:limit]
         else:
             start = int(self._start is not None)
-            whole.ids = whole.ids[:start] + whole.ids[excess + start :]
-            whole.learned = whole.learned[:start] + whole.learned[excess + start :]
+            whole.ids[start : excess + start] = []
+            whole.learned[start : excess + start] = []
             whole.ends = [end - excess for end in whole.ends if end - excess >= start]
         whole.cut = excess
         return [whole]
@@ -286,11 +279,7 @@ class Report(msgspec.Struct):
         return self.refused.count > most_refused * self.read
 
     def check(self, most_refused: float) -> None:
-        """Refuse a data set with too many refused records.
-
-        Raises:
-            ConfigError: a larger share than ``most_refused`` of the records was refused.
-        """
+        """Refuse a data set of which a larger share than ``most_refused`` was refused, by a ``ConfigError``."""
         if self.exceeds(most_refused):
             shown = "; ".join(f"{place}: {reason}" for place, reason in self.refused.first[:3])
             raise ConfigError(
@@ -364,17 +353,9 @@ def _mapped(path: Path, dtype: Any, count: int) -> Any:
 
 
 def write_part(
-    encoder: Encoder,
-    records: Records,
-    start: int,
-    stop: int,
-    folder: Path,
-    progress: Callable[[int], object] | None = None,
+    encoder: Encoder, records: Records, start: int, stop: int, folder: Path, progress: Callable[[int], object] | None
 ) -> None:
-    """Encode the records from ``start`` to ``stop`` into a new folder.
-
-    ``progress`` is called with the number of finished records.
-    """
+    """Encode the records from ``start`` to ``stop`` into a new folder; ``progress`` gets the number of finished."""
     folder.mkdir(parents=True, exist_ok=True)
     report = Report()
     lengths: list[int] = []

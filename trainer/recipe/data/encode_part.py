@@ -41,14 +41,9 @@ def main(job: dict[str, Any]) -> int:
         return 1
     follow_parent(int(job["parent"]))
     part = Path(job["part"])
-    write_part(
-        encoder,
-        records,
-        int(job["start"]),
-        int(job["stop"]),
-        part,
-        lambda done: part.with_suffix(".done").write_text(str(done)),
-    )
+    done = part.with_suffix(".done")
+    start, stop = int(job["start"]), int(job["stop"])
+    write_part(encoder, records, start, stop, part, lambda count: done.write_text(str(count)))
     return 0
 
 

@@ -92,10 +92,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def conversation(messages: list[Message], prompt: int | None = None, tools: Any = None) -> Conversation:
-    """Return a conversation of checked messages.
-
-    Without ``prompt`` all messages up to the last user message are the prompt.
-    """
+    """Return a conversation of checked messages; without ``prompt``, all up to the last user message are the prompt."""
     if not messages:
         raise RefusedError("has no messages")
     for number, message in enumerate(messages, 1):
@@ -113,10 +110,7 @@ def conversation(messages: list[Message], prompt: int | None = None, tools: Any 
 
 
 def message_of(entry: Any, number: int, role: str | None = None) -> Message:
-    """Convert one message in OpenAI's form.
-
-    ``number`` is its place in the record, from 1; without a ``role`` it has its own.
-    """
+    """Convert message ``number`` (from 1) in OpenAI's form; without ``role`` it has its own."""
     if not isinstance(entry, dict):
         raise RefusedError(f"message {number} is {kind(entry)}, not an object with role and content")
     found = role if role is not None else entry.get("role")
@@ -167,14 +161,8 @@ def text_of(record: dict[str, Any], column: str) -> str:
 
 def kind(value: Any) -> str:
     """Return the name of a JSON value's kind."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    names = {dict: "an object", list: "a list", str: "text"}
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def refuse_surrogates(content: Conversation | Text) -> None:
@@ -202,9 +190,9 @@ def _json(value: Any) -> str:
 def _is_learned(entry: dict[str, Any], number: int) -> bool:
     """Return whether a message is trained on, by its ``weight`` (OpenAI's) and ``train``."""
     weight, train = entry.get("weight"), entry.get("train")
-    if weight is not None and weight not in (0, 1):
+    if weight not in (None, 0, 1):
         raise RefusedError(f"message {number}: weight is {_json(weight)[:40]}, not 0 or 1")
-    if train is not None and not isinstance(train, bool):
+    if not isinstance(train, bool | None):
         raise RefusedError(f"message {number}: train is {_json(train)[:40]}, not true or false")
     return weight != 0 and train is not False
 
@@ -343,8 +331,7 @@ def convert(record: Any, form: str, data: Data) -> Converted:
 def detect(record: Record, data: Data) -> str:
     """Return the format of a data set whose first record is this one.
 
-    Raises:
-        UsageError: a column is missing; the text starts with the dotted path of the key that names it.
+    A missing column is a ``UsageError``, whose text starts with the dotted path of the key that names it.
     """
     columns = list(record)
     needed = {
@@ -445,8 +432,7 @@ def _instruction(record: Record, data: Data) -> Conversation:
 
 
 def _message_lists(record: Record, data: Data) -> Conversation:
-    before = _entries(record, data.prompt_column)
-    after = _entries(record, response_column(record, data))
+    before, after = (_entries(record, one) for one in (data.prompt_column, response_column(record, data)))
     messages = [message_of(entry, number) for number, entry in enumerate([*before, *after], 1)]
     messages = _with_system(record, messages)
     return conversation(messages, len(messages) - len(after), record.get(data.tools_column))
@@ -582,12 +568,7 @@ def json_list(path: Path) -> Source:
 
 
 def first_record(path: Path, text_column: str) -> dict[str, Any]:
-    """Return the first record of a file that is not Parquet.
-
-    Raises:
-        ValueError: it is not a record; the text has the reason.
-        OSError: the file cannot be read.
-    """
+    """Return the first record of a file that is not Parquet; ``ValueError`` and ``OSError`` have the reason if not."""
     if path.suffix in (".csv", ".tsv"):
         rows = delimited(path, most=1)
         if not len(rows):

@@ -345,9 +345,6 @@ def _done(part: Path) -> int:
         return 0
 
 
-_HANDOVER_POLL_SECONDS = 0.1
-
-
 class Status(msgspec.Struct):
     """Result of rank 0: the documents' folder, or the error."""
 
@@ -371,7 +368,7 @@ def wait(path: Path, first: int) -> Status:
         except FileNotFoundError:
             if not alive:
                 return Status(error="rank 0 ended while it prepared the data")
-        time.sleep(_HANDOVER_POLL_SECONDS)
+        time.sleep(2 * _POLL_SECONDS)
 
 
 def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:

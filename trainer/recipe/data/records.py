@@ -125,11 +125,7 @@ class Records:
 
 
 def read_records(config: Config) -> Records:
-    """Open the records.
-
-    Raises:
-        ConfigError: a file or data set cannot be read, or has no record.
-    """
+    """Open the records; a file or data set that cannot be read, or has no record, is a ``ConfigError``."""
     data = config.data
     if data.name:
         records = Records([_from_hub(config)], data.limit)

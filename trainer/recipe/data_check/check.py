@@ -160,13 +160,11 @@ def judge(facts: Facts) -> list[Finding]:
             found.append(Finding(kind, listed.count, text, fix, listed.first))
     if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
         text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"
-        found.append(
-            Finding("vocabulary", facts.vocabulary - facts.model_vocabulary, text, "use the model's tokenizer")
-        )
+        beyond = facts.vocabulary - facts.model_vocabulary
+        found.append(Finding("vocabulary", beyond, text, "use the model's tokenizer"))
     if not facts.problem and facts.rows < facts.rows_a_step:
         text = f"sequences are fewer than one step takes ({facts.rows_a_step:,})"
-        fix = "lower training.micro_batch or grad_accumulation"
-        found.append(Finding("too_few", facts.rows, text, fix))
+        found.append(Finding("too_few", facts.rows, text, "lower training.micro_batch or grad_accumulation"))
     return found
 
 
@@ -200,12 +198,9 @@ class Collected(msgspec.Struct):
 
 
 def collect(config: Config, shown: int) -> Collected:
-    """Encode all records of a configuration.
+    """Encode all records of a configuration, and keep the first ``shown`` documents for display.
 
-    The first ``shown`` documents are kept for display.
-
-    Raises:
-        ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.
+    Records, a tokenizer or a model that cannot be used are a ``ConfigError``.
     """
     shape, _ = check(config)
     records = read_records(config)
@@ -359,11 +354,7 @@ def _records_alone(records: Records, config: Config, facts: Facts) -> None:
 
 
 def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
-    """Count the results of encoding the evaluation's own records.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Count the results of encoding the evaluation's own records."""
     wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
     try:
         records = read_records(wanted)

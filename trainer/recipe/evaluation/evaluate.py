@@ -229,16 +229,8 @@ class Evaluator:
             yield on_device(batch, self._world), int((shift_labels(batch) != IGNORED).sum())
 
     def _samples(self) -> list[tuple[str, str]]:
-        wanted = min(self._settings.samples, len(self.examples.rows))
-        rows = [self.examples.rows[row] for row in range(wanted)]
+        rows = [self.examples.rows[row] for row in range(min(self._settings.samples, len(self.examples.rows)))]
         if not rows:
             return []
-        return generate(
-            self._engine,
-            self._tokens,
-            rows,
-            self._settings.sample_tokens,
-            self._sequence_length,
-            self._world,
-            together=self._stage == 3,
-        )
+        longest, trained = self._settings.sample_tokens, self._sequence_length
+        return generate(self._engine, self._tokens, rows, longest, trained, self._world, together=self._stage == 3)
