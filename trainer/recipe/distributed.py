@@ -21,11 +21,7 @@ class SequenceGroup:
     """
 
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
-        """Wrap a process group.
-
-        With a ``size`` of 1 rows are whole, and nothing is exchanged. ``rank`` is this rank's number in the group, and
-        of its slice.
-        """
+        """Wrap a process group, of which this rank has number ``rank`` and that slice; size 1 has whole rows."""
         self.size = size
         self.rank = rank
         self._group = group
@@ -33,10 +29,8 @@ class SequenceGroup:
     def exchange(self, tensor: torch.Tensor, divide: int, join: int) -> torch.Tensor:
         """Send each rank its part of a tensor, and return the parts received (Ulysses, arXiv 2309.14509).
 
-        The gradient is exchanged in the other direction.
-
         ``tensor`` has the same shape in all ranks. Dimension ``divide`` is divided among them; along ``join`` the
-        received parts are concatenated in the order of the ranks.
+        received parts are concatenated in the order of the ranks. The gradient is exchanged in the other direction.
         """
         result: torch.Tensor = _Exchange.apply(self, tensor, divide, join)
         return result
@@ -111,11 +105,7 @@ class World:
         return self.size // self.sequence.size
 
     def share_sequences(self, size: int) -> None:
-        """Make groups of ``size`` consecutive ranks that share their rows. All ranks call this.
-
-        Raises:
-            ConfigError: the number of ranks is no multiple of it.
-        """
+        """Let each ``size`` consecutive ranks share their rows, or raise ``ConfigError``. All ranks call this."""
         if size == self.sequence.size:
             return
         if text := ranks_refusal(self.size, size):
@@ -179,10 +169,9 @@ class StopFlag:
     def exchange(self, asked: bool, broken: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
-        ``broken``: this rank has found that training is broken and must end without a checkpoint.
-
-        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when all ranks
-        have entered it, so the training thread does not wait here.
+        ``broken``: this rank has found that training is broken and must end without a checkpoint. Every rank calls this
+        once a step. The all_reduce begun in one step is collected in the next, when all ranks have entered it, so the
+        training thread does not wait here.
         """
         stop = False
         if self._work is not None:

@@ -27,15 +27,13 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "overlap_comm": zero.overlap and on_gpu and ranks > 1,
         "contiguous_gradients": True,
     }
-    if zero.offload_optimizer:
-        partition["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.offload_parameters:
-        partition["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.stage == 3 and config.optimizer.kind == "muon":
-        partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
+    for name, asked in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
+        if asked:
+            partition[name] = {"device": "cpu", "pin_memory": on_gpu}
     if zero.stage == 3:
-        partition["stage3_prefetch_bucket_size"] = bucket
-        partition["stage3_gather_16bit_weights_on_model_save"] = True
+        partition |= {"stage3_prefetch_bucket_size": bucket, "stage3_gather_16bit_weights_on_model_save": True}
+        if config.optimizer.kind == "muon":
+            partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch,
         "gradient_accumulation_steps": training.grad_accumulation,
@@ -166,11 +164,10 @@ def forget_module_order(engine: Any) -> None:
 def _learn_order_with_backward(engine: Any) -> None:
     """Keep ZeRO-3 from recording the order of modules in a forward without gradients, as in checks of the model."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
-    if offload is None:
-        return
 
     def after(*_: Any) -> None:
         if not torch.is_grad_enabled() and offload.get_param_coordinator().is_record_trace():
             forget_module_order(engine)
 
-    engine.module.register_forward_hook(after)
+    if offload is not None:
+        engine.module.register_forward_hook(after)

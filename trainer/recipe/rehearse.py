@@ -58,9 +58,8 @@ def rehearse(
 ) -> None:
     """Rehearse a run that has done no step in this process. All ranks call this.
 
-    Raises:
-        FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
-        torch.OutOfMemoryError: with a note that names the rows.
+    A loss that is not a number, or a checkpoint that cannot be written, is an ``FtmonError``; an out-of-memory error
+    gets a note that names the rows.
     """
     config, world = stepper.config, stepper.world
     began = time.perf_counter()
@@ -94,11 +93,7 @@ def rehearse(
 
 
 def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
-    """Compile the layers for ``model.compile`` before the first step, also of a resumed run. All ranks call this.
-
-    Raises:
-        ConfigError: this model cannot be compiled.
-    """
+    """Compile the layers for ``model.compile`` before the first step, also of a resumed run. All ranks call this."""
     rows = data.longest(stepper.config.training.micro_batch)
     stepper.engine.train()
     with probe().rehearsal(), _same_random_numbers(stepper.world):
@@ -192,13 +187,11 @@ def _same_random_numbers(world: World) -> Generator[None]:
 
 def _kept(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the non-zero part of one parameter's optimizer state, small before the first step."""
-    kept: dict[str, Any] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            kept[name] = value
-        elif bool(value.any()):
-            kept[name] = value.clone()
-    return kept
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or bool(value.any())
+    }
 
 
 def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -243,11 +236,7 @@ def cut(row: Row, length: int) -> Row:
 
 
 def long_rows(data: Sampled, count: int, length: int) -> list[Row]:
-    """Return ``count`` rows of at least ``length`` tokens; shorter packed rows are joined.
-
-    Raises:
-        ConfigError: the data have no such rows.
-    """
+    """Return ``count`` rows of at least ``length`` tokens (else ``ConfigError``); shorter packed rows are joined."""
     found: list[Row] = []
     for number in data.longest(len(data.examples.rows)):
         row: Row = data.examples.rows[number]
@@ -282,11 +271,8 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
 
     Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
     each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
-    the figures that are not.
-
-    Raises:
-        ConfigError: the data have no rows of the longest length.
-        torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
+    the figures that are not. Data without rows of the longest length are a ``ConfigError``; if a length does not fit,
+    earlier ones have been measured.
     """
     config, world = stepper.config, stepper.world
     micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation

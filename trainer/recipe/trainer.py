@@ -26,11 +26,7 @@ from .termination import Termination
 
 
 def check_skipped(skipped: int, config: Config, step: int) -> None:
-    """Raise if too many updates in a row were skipped.
-
-    Raises:
-        FtmonError: there are ``training.max_skipped`` of them.
-    """
+    """Raise if ``training.max_skipped`` updates in a row were skipped."""
     if skipped >= config.training.max_skipped:
         raise FtmonError(
             f"after step {step} the gradients of {skipped} updates in a row overflowed (training.max_skipped); lower "
@@ -39,11 +35,7 @@ def check_skipped(skipped: int, config: Config, step: int) -> None:
 
 
 def refuse_nan(step: int, checkpoints: Path) -> None:
-    """Raise an error about losses that are not numbers.
-
-    Raises:
-        FtmonError: always; it names the checkpoint to resume from.
-    """
+    """Raise an error about losses that are not numbers, with the checkpoint to resume from."""
     latest = checkpoints / "latest"
     kept = f"go on from {checkpoints / latest.read_text().strip()}" if latest.is_file() else "there is no checkpoint"
     raise FtmonError(
@@ -301,11 +293,7 @@ class Trainer(Stepper):
     def introduce(self) -> None:
         """Print a summary of the training."""
         config, world, order = self.config, self.world, self.order
-        where = (
-            f"{world.size} GPU{'s' * (world.size > 1)}"
-            if world.on_gpu
-            else f"{world.size} CPU rank{'s' * (world.size > 1)}"
-        )
+        where = f"{world.size} {'GPU' if world.on_gpu else 'CPU rank'}{'s' * (world.size > 1)}"
         if world.sequence.size > 1:
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)

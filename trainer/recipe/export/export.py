@@ -56,10 +56,7 @@ def gathered_weights(engine: Any, model: Any, config: Config, world: World) -> d
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
-    """Yield every parameter of the training, whole, one by one. All ranks iterate over it together.
-
-    It is independent of ``gathered``: a comparison with a file must not use the file's own source.
-    """
+    """Yield every parameter of the training, whole, one by one, not from what a file was written from. All ranks."""
     import deepspeed
 
     for name, parameter in model.named_parameters():
@@ -103,11 +100,7 @@ def empty_model(model: Any) -> Any:
 
 
 def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
-    """Return the model with its adapters merged, on the CPU: the same for every ZeRO stage.
-
-    Raises:
-        ExportError: weights are missing or unknown.
-    """
+    """Return the model with its adapters merged, on the CPU: the same for every ZeRO stage; else ``ExportError``."""
     fresh = add_lora(empty_model(model.get_base_model()), config)
     missing, unexpected = fresh.load_state_dict(weights, strict=False, assign=True)
     if missing or unexpected:
@@ -119,8 +112,7 @@ def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
 def compare(model: Any, folder: Path, config: Config, world: World, progress: Progress | None = None) -> int:
     """Compare a written model with the training's weights; return the number of equal tensors. All ranks call this.
 
-    Raises:
-        ExportError: one differs; in every rank.
+    A difference is an ``ExportError`` in every rank.
     """
     problem, count = "", 0
     written = _Written(folder, bool(config.lora.rank) and not config.lora.merge) if world.is_first else None
@@ -157,19 +149,16 @@ class _Written:
         from safetensors.torch import load_file
 
         self._adapters = adapters
-        self._tensors: dict[str, torch.Tensor] = {}
-        if adapters:
-            self._tensors = load_file(folder / "adapter_model.safetensors")
-            base = folder / "base"
-            self._base: dict[str, torch.Tensor] | None = _reload(base) if base.is_dir() else None
-        else:
-            self._tensors = _reload(folder)
+        self._tensors: dict[str, torch.Tensor] = (
+            load_file(folder / "adapter_model.safetensors") if adapters else _reload(folder)
+        )
+        # The base was loaded by its name, unless it has none.
+        self._base = _reload(folder / "base") if adapters and (folder / "base").is_dir() else None
         self._seen: set[str] = set()
 
     def differs(self, name: str, tensor: torch.Tensor) -> str:
         """Return the difference from the written tensor in words, or an empty text."""
         if self._adapters and not is_adapter(name):
-            # The base was loaded by its name, unless it has none.
             return "" if self._base is None else _difference(name, tensor, self._base.get(plain_name(name)))
         key = name.replace(".default", "") if self._adapters else plain_name(name)
         if key.endswith(".lora_magnitude_vector.weight"):
@@ -253,14 +242,11 @@ class Results:
 
 def text(config: Config, results: Results) -> str:
     """Return the card in Markdown, with the hub's metadata on top."""
-    state = results.state
+    state, lora = results.state, config.lora
     source = config.model.name or f"random weights ({results.model_type})"
-    lora = config.lora
-    how = (
-        "all weights"
-        if not lora.rank
-        else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}" + (", merged" if lora.merge else ", adapters only")
-    )
+    how = "all weights"
+    if lora.rank:
+        how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {'merged' if lora.merge else 'adapters only'}"
     rows: list[tuple[str, str]] = [
         ("base model", source),
         ("parameters", f"{results.parameters:,}, of which {results.trained:,} were trained ({how})"),
@@ -367,10 +353,8 @@ def save_model(
 ) -> int:
     """Write the final model, its tokenizer and its card, for ``AutoModelForCausalLM.from_pretrained``.
 
-    All ranks call this. It returns the number of tensors that were compared with the training's and are equal.
-
-    Raises:
-        ExportError: the files cannot be written, or contain other weights; in every rank.
+    All ranks call this. It returns the number of tensors that were compared with the training's and are equal. Files
+    that cannot be written, or contain other weights, are an ``ExportError`` in every rank.
     """
     part = folder.with_name(folder.name + ".part")
     gathered = gathered_weights(engine, model, config, world)

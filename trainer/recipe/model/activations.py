@@ -122,8 +122,7 @@ class HostOffload:
         return any(parameter.data_ptr() == place for parameter in self._parameters.get(tensor.numel(), ()))
 
     def _side_stream(self, device: torch.device) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
 
     def _copy_out(self, tensor: torch.Tensor, saved: Saved) -> None:
@@ -153,9 +152,7 @@ class HostOffload:
             _, event = self._leaving.popleft()
             compute.wait_event(event)
         # Allocated on the compute stream, which may still be using this memory.
-        saved.back = torch.empty_strided(
-            saved.host.size(), saved.host.stride(), dtype=saved.host.dtype, device=saved.device
-        )
+        saved.back = torch.empty_like(saved.host, device=saved.device)
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             saved.back.copy_(saved.host, non_blocking=True)
@@ -314,10 +311,9 @@ def mark_varying(batch: dict[str, Any]) -> None:
 
 
 def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
-    """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
+    """Compile forward and backward of each layer with its inputs in one micro-batch, else raise ``ConfigError``.
 
-    Raises:
-        ConfigError: the layers of this model cannot be compiled.
+    All ranks call this.
     """
     began = time.perf_counter()
     world.log("compiling decoder layers (model.compile)")

@@ -75,8 +75,7 @@ def with_borders(batch: dict[str, Any], longest: int) -> dict[str, Any]:
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Select the attention of packed rows and check it; return whether it uses ``cu_seq_lens``. All ranks call this.
 
-    Raises:
-        ConfigError: documents of one row see each other in this model.
+    A model in which documents of one row see each other is a ``ConfigError``.
     """
     inner = causal_model(model)
     is_flash = config.model.attention == "flash_attention_2"
@@ -132,11 +131,10 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within documents (transformers' interface of attention functions); without borders, as ``sdpa``.
 
-    A batch without borders and without a mask is padded on the right or not at all.
-
-    ``query`` has the shape [rows, heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of
-    them. ``cu_seq_lens_q`` are the borders of the documents in the flattened batch (None: none), ``max_length_q``
-    bounds a document's length, and ``sliding_window`` are the tokens that a token sees, itself included.
+    A batch without borders and without a mask is padded on the right or not at all. ``query`` has the shape [rows,
+    heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of them. ``cu_seq_lens_q`` are the
+    borders of the documents in the flattened batch (None: none), ``max_length_q`` bounds a document's length, and
+    ``sliding_window`` are the tokens that a token sees, itself included.
     """
     if cu_seq_lens_q is None:
         if attention_mask is None and sliding_window and key.shape[2] > sliding_window:
@@ -177,9 +175,7 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
 
     def logits(documents: list[torch.Tensor]) -> torch.Tensor:
         batch = attention_arguments(isolate(_packed(documents), varlen))
-        moved = {
-            name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-        }
+        moved = {name: one.to(world.device) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
         return inner(**moved, use_cache=False).logits[0, -second.shape[1] :]
 
     with evaluating(inner):
@@ -217,18 +213,15 @@ ROWS_KEY = "rows_key"
 """Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
 _TOKENS = 12
 """Tokens of each rank's slice of the check's row."""
-_SEQUENCE_PARALLEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""Relative difference of logits, of slices and of the whole row, that the rounding of other kernels explains."""
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def cut(batch: Batch, size: int, rank: int) -> Batch:
     """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
 
-    Returns:
-        ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
-        label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
-        ``attention_mask``: padding is on the right, where causal attention does not reach.
+    It has ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
+    label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
+    ``attention_mask``: padding is on the right, where causal attention does not reach.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     length = ids.shape[1]
@@ -265,11 +258,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally over whole rows, of which each rank of the group holds a slice (transformers' interface).
 
-    Shapes are those of ``attention.varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query
-    of a whole row, of shape [rows, 1, length, length].
-
-    Raises:
-        NotImplementedError: the layer passes an argument that is not supported here.
+    Shapes are those of ``varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query of a whole
+    row, of shape [rows, 1, length, length]. An argument of the layer that has no support is a ``NotImplementedError``.
     """
     if sequence_group is None:
         return varlen_attention(module, query, key, value, attention_mask, **others)
@@ -314,10 +304,7 @@ def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
 def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
     """Switch a model to sliced rows and check it; return whether packed rows use ``cu_seq_lens``.
 
-    All ranks call this, after the engine and the fused loss are made.
-
-    Raises:
-        ConfigError: the model computes other results on slices.
+    All ranks call this, after the engine and the fused loss are made. Other results on slices are a ``ConfigError``.
     """
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
@@ -400,10 +387,9 @@ def _rope_types(settings: Any) -> list[str]:
 
 
 class _Reference:
-    """A model's results for one row on each rank alone, for comparison with those of the ranks together."""
+    """A model's logits and loss for one row on each rank alone, by its own attention, for comparison with slices."""
 
     def __init__(self, inner: Any, world: World, packed: bool) -> None:
-        """Compute logits and loss with the model's own attention."""
         self._inner = inner
         self._world = world
         length = world.sequence.size * _TOKENS
@@ -439,7 +425,7 @@ class _Reference:
         largest = ((logits.float() - expected).norm() / expected.norm().clamp(min=1e-9)).double()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         apart = float(largest)
-        if not apart <= _SEQUENCE_PARALLEL_TOLERANCE[logits.dtype]:
+        if not apart <= _TOLERANCE[logits.dtype]:
             return f"slices of a row give other logits than the whole row (relative difference {apart:.1e})"
         second = max(0, self._documents[0].shape[1] - start)
         alike = len(self._documents) == 1 or torch.equal(logits[:, second:], other[:, second:])

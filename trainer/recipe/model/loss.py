@@ -66,10 +66,7 @@ def evaluating(module: torch.nn.Module) -> Generator[None]:
 
 
 def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices into [rows * length] of the positions whose outputs predict a label.
-
-    On a GPU this synchronizes with the device.
-    """
+    """Return the flat indices into [rows * length] of positions that predict a label; waits for the device."""
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)
 
 
@@ -234,8 +231,7 @@ _SAMPLE_TOKENS = 24
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Switch a model to the fused loss; return whether it is in use. All ranks call this, after the engine is made.
 
-    Raises:
-        ConfigError: ``model.fused_loss`` is on and the model's loss is not of that form.
+    If ``model.fused_loss`` is on, a model whose loss is not of that form is a ``ConfigError``.
     """
     if config.model.fused_loss == "off":
         return False

@@ -16,10 +16,7 @@ from .support import SMALL_STATES
 
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step as a share of the peak rate.
-
-    ``step`` counts from 0.
-    """
+    """Return the learning rate of a step (from 0) as a share of the peak rate."""
     warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -86,11 +83,7 @@ _PATIENCE_S = 4.0
 
 
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
-    """Make the optimizer of a model's trainable parameters.
-
-    Raises:
-        ConfigError: DeepSpeed's own Adam is configured and cannot be built here.
-    """
+    """Make the optimizer of a model's trainable parameters; ``ConfigError`` if DeepSpeed's own cannot be built."""
     settings = config.optimizer
     common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     groups = _groups(model, settings.weight_decay)
