@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ...protocol.errors import ConfigError
-from .division import SEQUENCES, ranks_refusal
 from .hardware import free_port
+from .support import SEQUENCES, ranks_refusal
 
 
 class SequenceGroup:

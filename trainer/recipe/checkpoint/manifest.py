@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     files: Mapping[str, File]
     base: Base | None = None
     optimizer: str = "adamw"
-    """Kind of the optimizer's states (``optim.support.states``)."""
+    """Kind of the optimizer's states (``support.states``)."""
     evaluation_loss: float | None = None
 
 

@@ -15,9 +15,9 @@ import torch
 
 from ....protocol.errors import ConfigError
 from ....protocol.run.environment import RUN_ENV
+from .. import support
 from ..config.schema import Config
 from ..distributed import World
-from ..optim import support
 from ..state import TrainState
 from . import manifest, save
 from .manifest import Base, Found, Manifest

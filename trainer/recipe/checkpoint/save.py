@@ -23,10 +23,10 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from ....protocol.errors import FtmonError
 from ....protocol.host.machine import available_memory
 from ....protocol.text import duration
+from .. import support
 from ..config.schema import Config
 from ..distributed import World
 from ..monitor import activity, probe
-from ..optim import support
 from ..state import TrainState
 from . import manifest
 from .manifest import Base, File, Manifest

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import SequenceGroup, World
-from ..division import SEQUENCES, heads_refusal
+from ..support import SEQUENCES, heads_refusal
 from .loss import IGNORED, Batch, causal_model, evaluating, next_labels
 
 try:

@@ -11,8 +11,8 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config, Optimizer, Schedule
 from ..distributed import World
 from ..monitor import activity
+from ..support import SMALL_STATES
 from .adamw import SmallStateAdamW, compiles, salt
-from .support import SMALL_STATES
 
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:

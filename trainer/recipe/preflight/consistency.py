@@ -14,9 +14,8 @@ from ....protocol.errors import UsageError
 from ..config.load import Loaded
 from ..config.schema import Config, Lora
 from ..data.messages import parse
-from ..division import SEQUENCES, heads_refusal, ranks_refusal
 from ..faults import spec
-from ..optim.support import SMALL_STATES
+from ..support import SEQUENCES, SMALL_STATES, heads_refusal, ranks_refusal
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:

@@ -10,7 +10,7 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate, with_positions
-from ftmon.trainer.recipe.division import heads_refusal
+from ftmon.trainer.recipe.support import heads_refusal
 from ftmon.trainer.recipe.engine import deepspeed_config
 from ftmon.trainer.recipe.model.attention import cut
 from ftmon.trainer.recipe.model.loss import IGNORED
