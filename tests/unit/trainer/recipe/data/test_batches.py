@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from threading import Event
 from typing import Any
 
@@ -18,11 +18,8 @@ from ftmon.trainer.recipe.model.attention import cut
 from ftmon.trainer.recipe.model.loss import IGNORED, Batch
 from hypothesis import given
 from hypothesis import strategies as st
-
-# Which rank takes which example, and where a resumed run goes on.
-
-
-pytest.importorskip("torch")
+from small_shape import SMALL_SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def order(examples: int, rank: int, ranks: int, micro: int = 2, accumulation: int = 2, shuffle: bool = True) -> Order:
@@ -52,28 +49,22 @@ def test_a_resumed_run_sees_what_the_uninterrupted_one_would_have_seen(done: int
     assert list(islice(resumed, 60 - 2 * done)) == whole[2 * done :]
 
 
-def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
-    one = order(16, 0, 1)
-    batches = list(islice(one, 16))
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides_or_that_of_the_data() -> None:
+    batches = list(islice(order(16, 0, 1), 16))
     assert batches[:8] != batches[8:]
     assert batches == list(islice(order(16, 0, 1), 16))
-
-
-def test_without_shuffling_the_data_is_read_as_it_stands() -> None:
     assert list(islice(order(8, 0, 1, shuffle=False), 3)) == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("group", [False, True])
-@pytest.mark.parametrize("packing", [False, True])
-def test_orders_of_one_kind_are_equal(shuffle: bool, group: bool, packing: bool) -> None:
+@pytest.mark.parametrize("choice", [*product((False, True), repeat=3)])
+def test_orders_of_one_kind_are_equal(choice: tuple[bool, ...]) -> None:
     tokens = numpy.random.default_rng(0).integers(1, 1000, 400)
     rows = Examples(range(400), tokens, numpy.ones(400, numpy.int64), 400)
 
     def one(**data: bool) -> Order:
         return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=Data(**data)), 0, 1)
 
-    mine = one(shuffle=shuffle, group_by_length=group, packing=packing)
+    mine = one(**dict(zip(("shuffle", "group_by_length", "packing"), choice, strict=True)))
     for other in (one(shuffle=False), one(group_by_length=False), one()):
         assert (mine.kind == other.kind) == (list(islice(mine, 50)) == list(islice(other, 50)))
 
@@ -119,12 +110,6 @@ def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
     assert spread(True) < spread(False) / 5
 
 
-# Micro-batches that are loaded one ahead.
-
-
-pytest.importorskip("torch")
-
-
 CPU = torch.device("cpu")
 
 
@@ -156,12 +141,6 @@ def test_the_next_batch_is_loaded_while_the_last_one_is_used() -> None:
     ahead.close()
 
 
-# What a micro-batch holds, counted on the host for tokens/s and MFU.
-
-
-pytest.importorskip("torch")
-
-
 def row(length: int, **more: object) -> "dict[str, object]":
     return {"input_ids": list(range(1, length + 1)), "labels": [-100, *range(2, length + 1)], **more}
 
@@ -170,16 +149,18 @@ def pairs(*lengths: int) -> int:
     return sum(key <= query for length in lengths for query in range(length) for key in range(length))
 
 
-def test_padded_rows_are_documents_without_their_padding() -> None:
-    batch = WithCounts(Collate(0, 64))([row(5), row(9)])
+@pytest.mark.parametrize(
+    ("limit", "rows", "counts"),
+    [
+        (64, [row(5), row(9)], [14, 12, pairs(5, 9), 9, 2]),
+        (16, [row(12, lengths=[4, 7, 1]), row(10, lengths=[10])], [22, 20, pairs(4, 7, 1, 10), 10, 2]),
+    ],
+    ids=["padded", "packed"],
+)
+def test_rows_are_counted_as_the_documents_they_hold(limit: int, rows: list[Any], counts: list[int]) -> None:
+    batch = WithCounts(Collate(0, limit))(rows)
     assert batch["input_ids"].shape == (2, 16)
-    assert batch["counts"].tolist() == [14, 12, pairs(5, 9), 9, 2]
-
-
-def test_a_packed_row_is_as_many_documents_as_it_holds() -> None:
-    batch = WithCounts(Collate(0, 16))([row(12, lengths=[4, 7, 1]), row(10, lengths=[10])])
-    assert batch["input_ids"].shape == (2, 16)
-    assert batch["counts"].tolist() == [22, 20, pairs(4, 7, 1, 10), 10, 2]
+    assert batch["counts"].tolist() == counts
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -193,9 +174,6 @@ def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dic
     ]
     assert sum(parts)[[0, 1, 2, 4]].tolist() == whole[[0, 1, 2, 4]].tolist()  # type: ignore[index]
     assert {int(part[3]) for part in parts} == {int(whole[3])}
-
-
-pytest.importorskip("transformers")
 
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=200)
@@ -238,7 +216,7 @@ def test_positions_restart_and_sequences_are_numbered_in_a_packed_batch() -> Non
     assert batch["labels"][0].tolist() == [*range(10, 17), IGNORED]
 
 
-def test_padding_is_masked_and_carries_no_loss() -> None:
+def test_padding_is_masked_carries_no_loss_and_never_exceeds_the_sequence_length() -> None:
     ten = list(range(10, 20))
     short = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
     batch = Collate(pad_id=0, limit=128)([short, {"input_ids": ten, "labels": ten}])
@@ -246,26 +224,12 @@ def test_padding_is_masked_and_carries_no_loss() -> None:
     assert batch["input_ids"][0].tolist() == [5, 6, 7] + [0] * 13
     assert batch["attention_mask"].sum(1).tolist() == [3, 10]
     assert batch["labels"][0].tolist() == [IGNORED, 6, 7] + [IGNORED] * 13
-
-
-def test_padding_never_exceeds_the_sequence_length() -> None:
-    batch = Collate(pad_id=0, limit=13)([{"input_ids": list(range(13)), "labels": list(range(13))}])
-    assert batch["input_ids"].shape == (1, 13)
+    assert Collate(pad_id=0, limit=13)([row(13)])["input_ids"].shape == (1, 13)
 
 
 def test_a_change_of_one_document_leaves_the_logits_of_the_next_bitwise_unchanged() -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL_SHAPE)).eval()
     batch = Collate(0, 16)([packed(6, 7)])
     batch.pop("labels")
     sequences = batch.pop("sequence_ids")

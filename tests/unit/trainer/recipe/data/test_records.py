@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, File
-from ftmon.trainer.recipe.data import records
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.data.records import Records, read_records
 

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ftmon.trainer.recipe import support
 from ftmon.trainer.recipe.config.schema import Config, Training
-from ftmon.trainer.recipe.optim import adamw, support
+from ftmon.trainer.recipe.optim import adamw
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW, random_bits, salt, to_bfloat16
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -10,13 +10,13 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate, with_positions
-from ftmon.trainer.recipe.support import heads_refusal
 from ftmon.trainer.recipe.engine import deepspeed_config
 from ftmon.trainer.recipe.model.attention import cut
 from ftmon.trainer.recipe.model.loss import IGNORED
 from ftmon.trainer.recipe.preflight import consistency, resolve
 from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
 from ftmon.trainer.recipe.start import DATA
+from ftmon.trainer.recipe.support import heads_refusal
 
 # Which optimizer goes with which stage, offload, adapters and precision; the rest is refused in one line.
 
