@@ -10,9 +10,6 @@ from ftmon.trainer.recipe.engine import compute_together, deepspeed_config
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA
 
-# Which data types gradients are accumulated and reduced in, and what is refused.
-
-
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 
 
@@ -30,9 +27,6 @@ def test_gradients_are_fp32_unless_asked_for(words: list[str], accumulated: str,
     settings = deepspeed_config(resolve.resolve(load(None, BASE + words)).config, 1, False)
     assert settings["data_types"]["grad_accum_dtype"] == accumulated
     assert settings["communication_data_type"] == reduced
-
-
-pytest.importorskip("torch")
 
 
 def of_each(gradients: Any, params: Any, norm_type: float = 2) -> "torch.Tensor":

@@ -10,8 +10,6 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import hardware, start
 from ftmon.trainer.recipe.preflight import resolve
 
-# The demo's own configuration and data.
-
 
 def test_the_data_set_is_small_distinct_and_whole() -> None:
     records = [json.loads(line) for line in start.DATA.read_text().splitlines()]
@@ -22,12 +20,8 @@ def test_the_data_set_is_small_distinct_and_whole() -> None:
 
 @pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1", "2", "3"]])
 def test_it_takes_all_gpus_or_two_cpu_ranks(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
-    monkeypatch.setattr(start, "usable_gpus", lambda: gpus)
-    resolved = resolve.resolve(start.demo_config([]))
-    assert resolved.ranks == (len(gpus) or 2)
-    assert resolved.gpus == gpus
-    assert resolved.config.zero.stage == 2
+    settled = resolved(monkeypatch, gpus)
+    assert (settled.ranks, settled.gpus, settled.config.zero.stage) == (len(gpus) or 2, gpus, 2)
 
 
 def test_an_override_of_the_demo_is_checked_like_any_other() -> None:
@@ -71,15 +65,10 @@ def test_gpu_ranks_keep_the_devices_the_person_chose(monkeypatch: pytest.MonkeyP
 
 def test_a_port_that_was_chosen_is_kept_and_another_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     port = hardware.free_port()
-    assert option(start.launch_command(resolved(monkeypatch, [], f"run.master_port={port}")), "master_port") == str(
-        port
-    )
-    chosen = int(option(start.launch_command(resolved(monkeypatch, [])), "master_port"))
-    assert hardware.port_is_free(chosen)
-
-
-def test_the_launcher_starts_our_module_and_passes_no_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = start.launch_command(resolved(monkeypatch, [], f"run.master_port={port}"))
+    assert option(words, "master_port") == str(port)
     words = start.launch_command(resolved(monkeypatch, []))
+    assert hardware.port_is_free(int(option(words, "master_port")))
     assert Path(words[0]).name.startswith("python")
     assert words[-1] == "ftmon.trainer.recipe"
     assert {"--module", "--no_local_rank", "deepspeed.launcher.launch"} <= set(words)

@@ -14,22 +14,13 @@ from ftmon.trainer.recipe.preflight import resolve
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-
 ROWS, LENGTH, HIDDEN, MLP, HEADS, GROUPS = 2, 24, 32, 96, 4, 2
 TOKENS = ROWS * LENGTH
 FLOAT = 4
 INPUT = TOKENS * HIDDEN * FLOAT
 """Bytes of a layer's input."""
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-}
+SIZES = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": MLP}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
 MODES = {
     "none": [],
     "layers": ["model.gradient_checkpointing=layers"],
@@ -125,33 +116,28 @@ def test_what_a_layer_keeps_is_what_its_mode_says() -> None:
     assert held["every-2"] == (held["none"] + held["layers"]) // 2
 
 
-class Saved:
-    """Records the tensors that are moved to the host, in place of autograd's own list."""
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> list[HostOffload]:
+    """The offloads that are made."""
+    found: list[HostOffload] = []
+    plain = HostOffload.__init__
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.offloads: list[HostOffload] = []
-        plain = HostOffload.__init__
+    def init(offload: HostOffload, *arguments: Any) -> None:
+        plain(offload, *arguments)
+        found.append(offload)
 
-        def init(offload: HostOffload, *arguments: Any) -> None:
-            plain(offload, *arguments)
-            self.offloads.append(offload)
-
-        monkeypatch.setattr(HostOffload, "__init__", init)
-
-    @property
-    def moved(self) -> int:
-        (offload,) = self.offloads
-        return offload.moved_bytes
+    monkeypatch.setattr(HostOffload, "__init__", init)
+    return found
 
 
-def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
+def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(offloads: list[HostOffload]) -> None:
     step(made("offload-inputs"))
-    assert saved.moved == 2 * 4 * INPUT  # two micro-steps, four layers
+    assert offloads[0].moved_bytes == 2 * 4 * INPUT  # two micro-steps, four layers
 
 
-def test_everything_is_moved_once_and_never_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
+def test_everything_is_moved_once_and_never_a_parameter(
+    offloads: list[HostOffload], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = made("offload-all")
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     moved: list[torch.Tensor] = []
@@ -170,14 +156,9 @@ def test_everything_is_moved_once_and_never_a_parameter(monkeypatch: pytest.Monk
     assert all(one.untyped_storage().data_ptr() not in parameters for one in moved)
     assert all(one.nbytes >= 1000 for one in moved)
     # What the attention and the MLP of each layer save is more than its input.
-    assert saved.moved > 4 * 8 * INPUT
+    (offload,) = offloads
+    assert offload.moved_bytes > 4 * 8 * INPUT
     hidden.sum().backward()
-
-
-def test_tensors_in_host_memory_are_released_after_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
-    step(made("offload-all"))
-    (offload,) = saved.offloads
     assert len(offload._known) == 0
     assert not offload._leaving
 

@@ -1,35 +1,14 @@
 """Documents of a packed row do not see each other, or packing is refused."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.model import attention
-from small_shape import SMALL_SHAPE
+from small_shape import SMALL_SHAPE, OneRank
 from transformers import AutoConfig, AutoModelForCausalLM
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-
-class OneRank:
-    """Stands for the ranks: this process alone, on the CPU."""
-
-    has_values = True
-    device = torch.device("cpu")
-    on_gpu = False
-
-    def log(self, text: str) -> None:
-        raise AssertionError(text)
-
-    def all_agree(self, mine: bool) -> bool:
-        return mine
-
-
-def world() -> Any:
-    return cast(Any, OneRank())
 
 
 def model_of(kind: str, **values: Any) -> Any:
@@ -48,10 +27,12 @@ def model_of(kind: str, **values: Any) -> Any:
     ],
 )
 def test_transformers_own_models_keep_documents_apart(kind: str, values: dict[str, Any]) -> None:
-    assert attention.set_up(model_of(kind, **values), Config(), world()) is False
+    ranks: Any = OneRank()
+    assert attention.set_up(model_of(kind, **values), Config(), ranks) is False
+    assert ranks.said == []
 
 
-def test_attention_that_looks_across_documents_refuses_packing() -> None:
+def test_models_whose_tokens_look_across_documents_refuse_packing() -> None:
     model = model_of("llama")
     plain = model.forward
 
@@ -60,16 +41,13 @@ def test_attention_that_looks_across_documents_refuses_packing() -> None:
         return plain(*inputs, **others)
 
     model.forward = leaking
-    with pytest.raises(ConfigError) as raised:
-        attention.set_up(model, Config(), world())
-    assert str(raised.value) == ("data.packing: documents of one row see each other in llama; use data.packing=false")
-
-
-def test_a_model_that_carries_state_from_token_to_token_is_refused() -> None:
     settings = AutoConfig.for_model("mamba", vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=1)
-    model = AutoModelForCausalLM.from_config(settings)
-    with pytest.raises(ConfigError, match="documents of one row see each other in mamba"):
-        attention.set_up(model, Config(), world())
+    for kind, made in (("llama", model), ("mamba", AutoModelForCausalLM.from_config(settings))):
+        with pytest.raises(ConfigError) as raised:
+            attention.set_up(made, Config(), OneRank())
+        assert str(raised.value) == (
+            f"data.packing: documents of one row see each other in {kind}; use data.packing=false"
+        )
 
 
 def test_logits_that_differ_from_those_of_the_document_alone_refuse_packing() -> None:
@@ -85,7 +63,7 @@ def test_logits_that_differ_from_those_of_the_document_alone_refuse_packing() ->
 
     model.forward = shifted
     with pytest.raises(ConfigError, match="a document gives other logits in a packed row than alone in llama"):
-        attention.set_up(model, Config(), world())
+        attention.set_up(model, Config(), OneRank())
 
 
 def test_borders_are_those_of_documents_rows_and_padding() -> None:

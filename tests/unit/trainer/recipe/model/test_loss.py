@@ -1,42 +1,17 @@
 """The loss in chunks equals the plain one, with its gradients, for whatever a model does to its logits."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Model, Training
-from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.model import loss as fused
 from ftmon.trainer.recipe.model.loss import LogitTransform, chunk_tokens, linear_cross_entropy, use_summed_loss
-from small_shape import SMALL_SHAPE
+from small_shape import SMALL_SHAPE, OneRank
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-
-class OneRank:
-    """Stands for the ranks: this process alone."""
-
-    has_values = True
-    on_gpu = False
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.said: list[str] = []
-
-    def log(self, text: str) -> None:
-        self.said.append(text)
-
-    def all_agree(self, mine: bool) -> bool:
-        return mine
-
-
-def world() -> Any:
-    return cast(World, OneRank())
 
 
 def config(fused_loss: Any) -> Config:
@@ -174,7 +149,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_models_loss_and_gradients_stay_what_they_were(kind: str) -> None:
     model = model_of(kind, **KINDS[kind])
     plain = gradients(model)
-    ranks = world()
+    ranks = OneRank()
     assert fused.set_up(model, config("on"), ranks)
     found = gradients(model)
     assert found.keys() == plain.keys()
@@ -188,7 +163,7 @@ def test_adapters_have_the_same_gradients_with_the_fused_loss() -> None:
 
     model = get_peft_model(model_of("llama"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     plain = gradients(model)
-    assert fused.set_up(model, config("on"), world())
+    assert fused.set_up(model, config("on"), OneRank())
     found = gradients(model)
     assert not any("lora" not in name for name in plain if name != "loss")
     for name, value in plain.items():
@@ -207,7 +182,7 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
 
     model.forward = forward.__get__(model)
     plain = gradients(model)
-    ranks = world()
+    ranks = OneRank()
     assert not fused.set_up(model, config("auto"), ranks)
     assert ranks.said == [
         "note: logits are computed at full size (model.fused_loss): llama changes its logits in a way of its own "
@@ -216,28 +191,28 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
     found = gradients(model)
     assert all(torch.equal(found[name], value) for name, value in plain.items())
     with pytest.raises(ConfigError, match=r"model\.fused_loss is on, but llama changes its logits"):
-        fused.set_up(model, config("on"), world())
+        fused.set_up(model, config("on"), OneRank())
 
 
 def test_a_model_with_a_loss_beside_that_of_its_tokens_keeps_its_own() -> None:
     model = model_of("mixtral", num_local_experts=2, output_router_logits=True, router_aux_loss_coef=1.0)
-    ranks = world()
+    ranks = OneRank()
     assert not fused.set_up(model, config("auto"), ranks)
     assert "mixtral gives a loss of" in ranks.said[0]
 
 
 def test_off_leaves_the_model_alone() -> None:
     model = model_of("llama")
-    assert not fused.set_up(model, config("off"), world())
+    assert not fused.set_up(model, config("off"), OneRank())
     assert "forward" not in vars(model)
 
 
 def test_fp16_keeps_full_logits_as_sums_of_unscaled_gradients_overflow() -> None:
-    ranks = world()
+    ranks = OneRank()
     assert not fused.set_up(model_of("llama").half(), config("auto"), ranks)
     assert "overflow in fp16" in ranks.said[0]
     with pytest.raises(ConfigError, match="overflow in fp16"):
-        fused.set_up(model_of("llama").half(), config("on"), world())
+        fused.set_up(model_of("llama").half(), config("on"), OneRank())
 
 
 def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) -> None:
@@ -248,7 +223,7 @@ def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) 
     shape = AutoConfig.for_model("gemma3", text_config=SMALL_SHAPE, vision_config=vision, mm_tokens_per_image=4)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     named = Config(model=Model(name=str(tmp_path)), training=Training(precision="fp32"))
-    made = load.make(named, {}, range(SMALL_SHAPE["vocab_size"]), world())
+    made = load.make(named, {}, range(SMALL_SHAPE["vocab_size"]), OneRank())
     assert not hasattr(made.config, "vocab_size")
     with pytest.raises(ConfigError, match="has 320 tokens, fewer than the tokenizer's 321"):
-        load.make(named, {}, range(321), world())
+        load.make(named, {}, range(321), OneRank())

@@ -11,15 +11,13 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate, with_positions
 from ftmon.trainer.recipe.engine import deepspeed_config
-from ftmon.trainer.recipe.model.attention import cut
+from ftmon.trainer.recipe.model.attention import cut, refusal
 from ftmon.trainer.recipe.model.loss import IGNORED
 from ftmon.trainer.recipe.preflight import consistency, resolve
 from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
 from ftmon.trainer.recipe.start import DATA
 from ftmon.trainer.recipe.support import heads_refusal
-
-# Which optimizer goes with which stage, offload, adapters and precision; the rest is refused in one line.
-
+from transformers import AutoConfig
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 BF16 = "training.precision=bf16"
@@ -56,9 +54,6 @@ def test_without_master_weights_deepspeed_keeps_no_fp32_copy(stage: int) -> None
     assert settings["data_types"]["grad_accum_dtype"] == ("bf16" if stage else "fp32")
 
 
-pytest.importorskip("torch")
-
-
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
 KEY = "training.sequence_parallel_size"
 
@@ -77,12 +72,10 @@ def refused(words: list[str]) -> str:
 
 
 def test_ranks_that_are_no_multiple_are_refused_with_a_number_that_is(settings: list[str]) -> None:
-    assert refused([*settings, LLAMA, f"{KEY}=3"]) == (
-        f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
-    )
-    assert "but 1 rank is not a multiple of it; use run.ranks=2" in refused(
-        [*settings, LLAMA, f"{KEY}=2", "run.ranks=1"]
-    )
+    text = f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
+    assert refused([*settings, LLAMA, f"{KEY}=3"]) == text
+    text = "but 1 rank is not a multiple of it; use run.ranks=2"
+    assert text in refused([*settings, LLAMA, f"{KEY}=2", "run.ranks=1"])
 
 
 @pytest.mark.parametrize(
@@ -106,15 +99,13 @@ def test_heads_are_divided_or_key_value_heads_repeated(heads: int, groups: int, 
 def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(
     settings: list[str], tmp_path: Path
 ) -> None:
-    eight = [*settings, f"{KEY}=8", "run.ranks=8"]
+    eight, folder = [*settings, f"{KEY}=8", "run.ranks=8"], f"model.name={tmp_path}"
     assert "cannot divide the model's 12 attention heads" in refused([*eight, LLAMA])
     for inner in ({"num_attention_heads": 6}, {"text_config": {"num_attention_heads": 6}}, {"n_head": 6}):
         (tmp_path / "config.json").write_text(json.dumps(inner))
-        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused(
-            [*eight, f"model.name={tmp_path}"]
-        )
+        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused([*eight, folder])
     (tmp_path / "config.json").write_text('{"num_attention_heads": 16, "num_key_value_heads": 2}')
-    assert resolve.resolve(load(None, [*eight, f"model.name={tmp_path}"])).config.training.sequence_parallel_size == 8
+    assert resolve.resolve(load(None, [*eight, folder])).config.training.sequence_parallel_size == 8
 
 
 @pytest.mark.parametrize(
@@ -198,10 +189,6 @@ def test_equal_slices_of_different_rows_are_told_apart() -> None:
 def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(
     values: dict[str, Any], text: str
 ) -> None:
-    pytest.importorskip("deepspeed")
-    from ftmon.trainer.recipe.model.attention import refusal
-    from transformers import AutoConfig
-
     problem = refusal(AutoConfig.for_model("llama", **{"hidden_size": 48, "num_attention_heads": 4, **values}), 64, 2)
     assert text in problem
     assert bool(problem) == bool(text)
