@@ -69,7 +69,6 @@ class World:
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self.local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or self.size)
-        """Number of ranks on this host."""
         import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator

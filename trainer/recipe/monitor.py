@@ -8,8 +8,7 @@ from typing import cast
 from ..probe import active
 from ..probe.probe import Probe
 
-SEND_SECONDS = 0.5
-"""Minimum interval of an activity's progress reports."""
+SEND_SECONDS = 0.5  # minimum interval of an activity's progress reports
 
 
 class Unwatched:

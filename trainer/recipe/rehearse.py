@@ -9,8 +9,9 @@ resumes is rehearsed before its checkpoint is loaded. Errors that would occur ho
 import gc
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -34,7 +35,6 @@ from .step import ProgressLines, Stepper
 _TRIES = 24
 """Limit of updates with overflowing fp16 gradients, each of which halves the loss scale."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_is_gradient_accumulation_boundary")
-"""Attributes of DeepSpeed's engine that an update changes."""
 
 
 class Sampled(NamedTuple):
@@ -70,11 +70,7 @@ def rehearse(
     parts += ["the largest evaluation batch"] if evaluator is not None else []
     parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
     world.log(f"rehearsal: {'; '.join(parts)}")
-    with (
-        probe().rehearsal(),
-        activity("rehearsal", parts[0], total=len(parts)) as progress,
-        _restored(stepper),
-    ):
+    with probe().rehearsal(), activity("rehearsal", parts[0], total=len(parts)) as progress, _restored(stepper):
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
             _step(stepper, data, rows)
         if evaluator is not None:
@@ -86,9 +82,7 @@ def rehearse(
             progress.send(len(parts) - 1, parts[-1])
             with _named("a checkpoint", "nothing: set checkpoint.rehearse=false"):
                 written = rehearse_checkpoint(checkpoints, state, config, world)
-    peak = ""
-    if world.on_gpu:
-        peak = f", peak {torch.cuda.max_memory_allocated(world.device) / 2**30:.1f} GiB allocated"
+    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated" if world.on_gpu else ""
     world.log(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
 
 
@@ -112,14 +106,11 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     # With accumulation, memory is highest in the second micro-step, with the gradients of the first.
     micro_steps = min(2, config.training.grad_accumulation)
 
-    def fetch(last: bool) -> Callable[[], Batch]:
-        def fetched() -> Batch:
-            engine.set_gradient_accumulation_boundary(last)
-            return batch
+    def fetch(last: bool) -> Batch:
+        engine.set_gradient_accumulation_boundary(last)
+        return batch
 
-        return fetched
-
-    fetches = [fetch(number == micro_steps - 1) for number in range(micro_steps)]
+    fetches = [partial(fetch, number == micro_steps - 1) for number in range(micro_steps)]
     with torch.no_grad():
         losses: torch.Tensor = engine(**stepper.prepare(batch), use_cache=False).loss.double()
     # All ranks or none: a slice of the rows may be the only one with such a loss.
@@ -283,14 +274,10 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
     probe().normalise_over_ranks()
     stepper.engine.train()
     step = 0
-
-    def fetch(own: list[Row]) -> Callable[[], Batch]:
-        return lambda: collate(own)
-
     for length in config.debug.lengths:
         cut_rows = [cut(row, length) for row in rows]
         starts = [(micro * world.data_ranks + world.data_rank) * micro_batch for micro in range(accumulation)]
-        fetches = [fetch(cut_rows[start : start + micro_batch]) for start in starts]
+        fetches = [partial(collate, cut_rows[start : start + micro_batch]) for start in starts]
         labels = sum(label_tokens(row) for row in cut_rows)
         stepper.engine.zero_grad()
         gc.collect()

@@ -20,7 +20,6 @@ class TrainState(msgspec.Struct):
     """Tokens that carried loss, over all ranks."""
     seed: int = 0
     data_key: str = ""
-    """Identifier of the encoded examples' content."""
     examples: int = 0
     """Number of rows of the encoded examples, which make an epoch."""
     order: str = ""
@@ -32,7 +31,6 @@ class TrainState(msgspec.Struct):
 
     best_evaluation: float = math.inf
     best_evaluation_step: int = 0
-    """Step of the best evaluation; 0: none."""
     evaluations_without_best: int = 0
 
     @property
@@ -50,4 +48,3 @@ class StepResult(msgspec.Struct, frozen=True):
     """Tokens that carried loss, over all ranks; the step's loss is the sum over ranks divided by it."""
     lr: float
     skipped: bool
-    """Whether the update was skipped because fp16 gradients overflowed."""

@@ -92,7 +92,6 @@ class ProgressLines:
         self._tokens = 0
         self.last_loss: float | None = None
         self.not_a_number = 0
-        """Number of latest printed losses in a row that are not finite."""
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         """Process one step; all ranks call this, as the loss is summed over them."""

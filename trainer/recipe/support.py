@@ -2,8 +2,7 @@
 
 from .config.schema import Config
 
-SMALL_STATES = ("adamw_bf16", "adamw_8bit")
-"""Kinds with running averages of 2 bytes or 1."""
+SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 bytes or 1
 SEQUENCES = "training.sequence_parallel_size"
 
 

@@ -81,18 +81,10 @@ def setup(config: Config, world: World) -> Trainer:
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
-    training = config.training
-    return TrainState(
-        seed=training.seed,
-        data_key=examples.key,
-        examples=len(examples.rows),
-        order=order.kind,
-        sequence_length=training.sequence_length,
-        micro_batch=training.micro_batch,
-        grad_accumulation=training.grad_accumulation,
-        ranks=world.size,
-        sequence_parallel_size=training.sequence_parallel_size,
-    )
+    names = ("seed", "sequence_length", "micro_batch", "grad_accumulation", "sequence_parallel_size")
+    settings = {name: getattr(config.training, name) for name in names}
+    data = {"data_key": examples.key, "examples": len(examples.rows), "order": order.kind}
+    return TrainState(**settings, **data, ranks=world.size)
 
 
 def _prepare_output(config: Config, output: Path, keep: bool) -> None:

@@ -50,7 +50,6 @@ class Resuming(NamedTuple):
     paths: list[Path]
     skipped: list[str]
     base: Base | None
-    """The frozen weights under adapters."""
     step: int
 
 
@@ -231,10 +230,7 @@ class Trainer(Stepper):
             folder = self.output / "model"
             parameters = sum(1 for _ in self.model.parameters())
             what = f"the model of step {state.step:,}{self._better()}"
-            with (
-                probe().phase("checkpoint"),
-                activity("export", what, total=parameters) as progress,
-            ):
+            with probe().phase("checkpoint"), activity("export", what, total=parameters) as progress:
                 equal = save_model(
                     self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
                 )

@@ -260,13 +260,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
     with torch.device("meta"):
         kind: Any = type(AutoModelForCausalLM.from_config(config))
     # The auto class requires a path.
-    model, report = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        output_loading_info=True,
-    )
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
     wrong = [*report["missing_keys"], *report["unexpected_keys"]]
     if wrong:
         raise UsageError(f"{path}: does not hold the whole model: {sorted(wrong)[0]}")

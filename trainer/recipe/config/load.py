@@ -22,8 +22,7 @@ from .schema import MOST_WHOLE, Config
 # YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
 # interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
 
-_SHOWN = 80
-"""Characters of a wrong value or key in an error."""
+_SHOWN = 80  # characters of a wrong value or key in an error
 
 COMMAND_LINE = "command line"
 """Place of a value given as ``key.sub=value``, for errors."""

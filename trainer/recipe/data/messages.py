@@ -81,7 +81,6 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: list[Message]
     prompt: int
-    """Messages before the completion."""
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
 
 
@@ -336,10 +335,7 @@ def detect(record: Record, data: Data) -> str:
     columns = list(record)
     needed = {
         "chat": {"messages_column": messages_column(columns, data)},
-        "instruction": {
-            "prompt_column": data.prompt_column,
-            "response_column": response_column(columns, data),
-        },
+        "instruction": {"prompt_column": data.prompt_column, "response_column": response_column(columns, data)},
         "alpaca": {"": "instruction", " ": "output"},
         "text": {"text_column": data.text_column},
     }

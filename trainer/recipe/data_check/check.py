@@ -50,22 +50,18 @@ class Facts(msgspec.Struct):
     """Share of refused records above which a training does not start."""
     formats: list[str] = msgspec.field(default_factory=list[str])
     template: str = ""
-    """The chat template in use; empty for texts."""
     evaluation: Report = msgspec.field(default_factory=Report)
-    """Report on the evaluation's own file or split."""
     blank_lines: Listed = msgspec.field(default_factory=Listed)
     documents: int = 0
     rows: int = 0
     rows_a_step: int = 0
     """Sequences of one optimizer step, over all ranks if their number is known, else of one rank."""
     tokens: int = 0
-    """Tokens of an epoch, without padding."""
     label_tokens: int = 0
     padding: int = 0
     turns: int = 0
     ends_learned: int = 0
     bos: str = ""
-    """The token that begins a text, if the tokenizer has one."""
     bos_counts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Number of documents, by the number of such tokens at their beginning."""
     lengths: Lengths | None = None

@@ -7,12 +7,9 @@ import plotext
 
 from .check import Collected, Facts, Finding, Sample
 
-_SHOWN = 3
-"""Records listed with each finding."""
-_TICKS = 5
-"""Spaces between the numbers of the histogram's axis."""
-_MOST_TOKENS = 400
-"""Tokens shown of a document."""
+_SHOWN = 3  # records listed with each finding
+_TICKS = 5  # spaces between the numbers of the histogram's axis
+_MOST_TOKENS = 400  # tokens shown of a document
 _TRAINED, _CONTEXT, _DIM, _WRONG, _GOOD, _END = (f"\033[{code}m" for code in ("30;42", "36", "2", "1;31", "1;32", "0"))
 
 

@@ -24,10 +24,6 @@ from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
 
-_PREFIX = "base_model.model."
-_LAYER = ".base_layer"
-"""Parts that peft adds to the names of a model and of its adapted layers."""
-
 
 class ExportError(FtmonError):
     """The written model differs from the trained one."""
@@ -78,7 +74,7 @@ def dequantized(parameter: Any) -> torch.Tensor:
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter of an adapted model in the model without adapters."""
-    return name.removeprefix(_PREFIX).replace(_LAYER, "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def is_adapter(name: str) -> bool:
@@ -115,9 +111,9 @@ def compare(model: Any, folder: Path, config: Config, world: World, progress: Pr
     A difference is an ``ExportError`` in every rank.
     """
     problem, count = "", 0
-    written = _Written(folder, bool(config.lora.rank) and not config.lora.merge) if world.is_first else None
+    adapts, merge = config.lora.rank > 0, config.lora.rank > 0 and config.lora.merge
+    written = _Written(folder, adapts and not merge) if world.is_first else None
     pending: dict[str, dict[str, torch.Tensor]] = {}
-    merge = bool(config.lora.rank) and config.lora.merge
     scaling = _scalings(model) if merge else {}
     for done, (name, tensor) in enumerate(live(model, config)):
         if progress is not None:
@@ -309,10 +305,7 @@ def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     if not steps or not training_us:
         return []
     seconds = training_us / 1e6 / ranks
-    found = [
-        ("time in steps", duration(seconds)),
-        ("tokens a second", f"{tokens / seconds:,.0f} over all ranks"),
-    ]
+    found = [("time in steps", duration(seconds)), ("tokens a second", f"{tokens / seconds:,.0f} over all ranks")]
     if mfu:
         found.append(("MFU", f"{100 * mfu:.1f} %"))
     (peak,) = connection.execute("SELECT max(allocated_peak) FROM steps").fetchone()

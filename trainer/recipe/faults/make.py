@@ -33,7 +33,6 @@ class FaultMaker:
         self._began = 0.0
         self._durations_s: deque[float] = deque(maxlen=_USUAL_STEPS)
         self._worked_s = 0.0
-        """Time that the fault has added to the current step."""
         self._done = False
         if self._fault is None:
             return

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
@@ -33,23 +34,21 @@ _AHEAD = 2
 """Number of tensors copied back ahead of their use, and of copies out that may be under way."""
 
 
+@dataclass(eq=False)
 class Saved:
     """One activation in host memory; autograd holds one reference for each time it was saved."""
 
-    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, before: "Saved | None") -> None:
-        self.host = host
-        # While this reference exists, no other storage gets the address that identifies this one.
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.device = tensor.device
-        self.before = ref(before) if before is not None else None
-        """The activation saved before it, which the backward pass needs after it."""
-        self.uses = 1
-        """Number of times it was saved and not yet unpacked."""
-        self.out: Any = None
-        """CUDA event after the copy to the host."""
-        self.back: torch.Tensor | None = None
-        self.returned: Any = None
-        """CUDA event after the copy to the device."""
+    host: torch.Tensor
+    storage: StorageWeakRef
+    """While it exists, no other storage gets the address that identifies this one."""
+    device: torch.device
+    before: "ref[Saved] | None"
+    """The activation saved before it, which the backward pass needs after it."""
+    uses: int = 1
+    """Number of times it was saved and not yet unpacked."""
+    back: torch.Tensor | None = None
+    returned: Any = None
+    """CUDA event after the copy to the device."""
 
 
 class HostOffload:
@@ -85,7 +84,7 @@ class HostOffload:
             return known
         place: dict[str, Any] = {"device": "cpu", "pin_memory": tensor.is_cuda}
         host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, **place)
-        saved = Saved(tensor, host, self._last() if self._last is not None else None)
+        saved = Saved(host, StorageWeakRef(tensor.untyped_storage()), tensor.device, self._last)
         self._copy_out(tensor, saved)
         self._known[key] = saved
         self._last = ref(saved)
@@ -103,13 +102,10 @@ class HostOffload:
         saved.uses -= 1
         if saved.uses <= 0:
             saved.back = saved.returned = None
-        before = saved
+        before: Saved | None = saved
         for _ in range(_AHEAD):
-            found = before.before() if before.before is not None else None
-            if found is None:
-                break
-            before = found
-            if before.uses > 0:
+            before = before.before() if before is not None and before.before is not None else None
+            if before is not None and before.uses > 0:
                 self._fetch(before)
         return back
 
@@ -133,9 +129,9 @@ class HostOffload:
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             saved.host.copy_(tensor, non_blocking=True)
-            saved.out = side.record_event()
+            copied = side.record_event()
         # The tensor's memory may be used again once the compute stream has waited for the copy.
-        self._leaving.append((tensor, saved.out))
+        self._leaving.append((tensor, copied))
         while len(self._leaving) > _AHEAD:
             _, event = self._leaving.popleft()
             compute.wait_event(event)
@@ -187,8 +183,6 @@ _KEPT = frozenset(
 
 Recompute = Callable[..., Any]
 """Calls a function with arguments, and recomputes it in the backward pass."""
-
-
 _Outputs = dict[Any, deque[Any]]
 
 

@@ -30,8 +30,7 @@ except ImportError:  # PyTorch before 2.10
 _ASKS_FOR_GROUPS = _varlen_attn is not None and "enable_gqa" in inspect.signature(_varlen_attn).parameters
 
 VARLEN = "ftmon_varlen"
-_LENGTHS = (11, 13)
-"""Lengths of the check's two documents in tokens."""
+_LENGTHS = (11, 13)  # of the check's two documents, in tokens
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
 
@@ -211,8 +210,7 @@ def _packed(documents: list[torch.Tensor]) -> Batch:
 NAME = "ftmon_sequence_parallel"
 ROWS_KEY = "rows_key"
 """Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
-_TOKENS = 12
-"""Tokens of each rank's slice of the check's row."""
+_TOKENS = 12  # of each rank's slice of the check's row
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 

@@ -78,8 +78,7 @@ def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     return hidden, matrices, rest
 
 
-_PATIENCE_S = 4.0
-"""Seconds without output after which a note is printed."""
+_PATIENCE_S = 4.0  # seconds without output after which a note is printed
 
 
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
