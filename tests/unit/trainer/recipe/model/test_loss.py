@@ -194,25 +194,17 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
         fused.set_up(model, config("on"), OneRank())
 
 
-def test_a_model_with_a_loss_beside_that_of_its_tokens_keeps_its_own() -> None:
+def test_a_loss_beside_that_of_the_tokens_and_overflowing_sums_in_fp16_keep_full_logits() -> None:
     model = model_of("mixtral", num_local_experts=2, output_router_logits=True, router_aux_loss_coef=1.0)
-    ranks = OneRank()
-    assert not fused.set_up(model, config("auto"), ranks)
-    assert "mixtral gives a loss of" in ranks.said[0]
-
-
-def test_off_leaves_the_model_alone() -> None:
+    for made, words in ((model, "mixtral gives a loss of"), (model_of("llama").half(), "overflow in fp16")):
+        ranks: Any = OneRank()
+        assert not fused.set_up(made, config("auto"), ranks)
+        assert words in ranks.said[0]
+        with pytest.raises(ConfigError, match=words):
+            fused.set_up(made, config("on"), ranks)
     model = model_of("llama")
-    assert not fused.set_up(model, config("off"), OneRank())
+    assert not fused.set_up(model, config("off"), ranks)
     assert "forward" not in vars(model)
-
-
-def test_fp16_keeps_full_logits_as_sums_of_unscaled_gradients_overflow() -> None:
-    ranks = OneRank()
-    assert not fused.set_up(model_of("llama").half(), config("auto"), ranks)
-    assert "overflow in fp16" in ranks.said[0]
-    with pytest.raises(ConfigError, match="overflow in fp16"):
-        fused.set_up(model_of("llama").half(), config("on"), OneRank())
 
 
 def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) -> None:
