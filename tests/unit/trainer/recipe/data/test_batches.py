@@ -11,7 +11,7 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
-from ftmon.trainer.recipe.data.batches import Ahead, Collate, Order, Then, WithCounts
+from ftmon.trainer.recipe.data.batches import Ahead, Collate, Order, Then, WithCounts, with_positions
 from ftmon.trainer.recipe.data.pipeline import Examples, best_fit
 from ftmon.trainer.recipe.distributed import SequenceGroup
 from ftmon.trainer.recipe.model.attention import cut
@@ -174,6 +174,41 @@ def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dic
     ]
     assert sum(parts)[[0, 1, 2, 4]].tolist() == whole[[0, 1, 2, 4]].tolist()  # type: ignore[index]
     assert {int(part[3]) for part in parts} == {int(whole[3])}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int, packed: bool) -> None:
+    rows = [row(15, lengths=[7, 8]), row(10, lengths=[10])] if packed else [row(15), row(10)]
+    whole = Collate(0, 17)(rows)  # no multiple of any size
+    slices: list[Any] = [with_positions(cut(whole, size, rank)) for rank in range(size)]
+    length = whole["input_ids"].shape[1]
+    joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
+    assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
+    assert torch.equal(joined["labels"][:, :length], whole["labels"])
+    assert not (joined["labels"][:, length:] != IGNORED).any()
+    expected = whole["position_ids"] if packed else torch.arange(length).expand(2, -1)
+    assert torch.equal(joined["position_ids"][:, :length], expected)
+    # The label after a slice's last token is the next slice's first one.
+    targets = torch.cat([one["shift_labels"] for one in slices], 1)
+    assert torch.equal(targets[:, : length - 1], whole["labels"][:, 1:])
+    assert not (targets[:, length - 1 :] != IGNORED).any()
+    for one in slices:
+        width = one["input_ids"].shape[1]
+        assert width * size >= length > (width - 1) * size
+        assert one["label_positions"].tolist() == (one["shift_labels"] != IGNORED).flatten().nonzero()[:, 0].tolist()
+        if packed:
+            assert torch.equal(one["sequence_ids"][:, :length], whole["sequence_ids"])
+            assert not one["sequence_ids"][:, length:].any()
+    assert len({int(one["rows_key"]) for one in slices}) == size
+
+
+def test_equal_slices_of_different_rows_are_told_apart() -> None:
+    one, other = row(16), row(16)
+    other["input_ids"][0] = 99
+    slices = [cut(Collate(0, 16)([each]), 2, 1) for each in (one, other)]
+    assert torch.equal(slices[0]["input_ids"], slices[1]["input_ids"])
+    assert int(slices[0]["rows_key"]) != int(slices[1]["rows_key"])
 
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=200)

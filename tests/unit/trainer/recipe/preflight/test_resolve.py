@@ -50,12 +50,21 @@ def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.Monk
     assert resolve.resolve(Loaded(config, "train.yaml")).config == config
 
 
-def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_host_computes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
-    assert resolve.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
-    two = resolve.resolve(loaded(data, "run.ranks=2"))
-    assert (two.gpus, two.config.training.precision) == (["0", "1"], "bf16")
-    assert resolve.resolve(loaded(data, "run.device=cpu")).gpus == []
+    monkeypatch.setattr(hardware, "cores", lambda: 64)
+    for words, gpus, precision, threads in (
+        ([], 4, "bf16", 4),
+        (["run.ranks=2"], 2, "bf16", 4),
+        (["run.ranks=2", "zero.offload_optimizer=true"], 2, "bf16", 32),
+        (["run.threads=7"], 4, "bf16", 7),
+        (["run.device=cpu"], 0, "fp32", 64),
+    ):
+        found = resolve.resolve(loaded(data, *words))
+        assert found.gpus == ["0", "1", "2", "3"][:gpus]
+        assert (found.config.training.precision, found.config.run.threads) == (precision, threads)
 
 
 def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
@@ -67,16 +76,6 @@ def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
     assert settled.data.name == str(data.parent / "poems")
     named = resolve.resolve(loaded(data, "data.path=", "data.name=me/poems", "run.device=cpu")).config
     assert named.data.name == "me/poems"
-
-
-def test_ranks_on_gpus_have_few_host_threads_unless_the_host_computes(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(hardware, "cores", lambda: 64)
-    assert resolve.resolve(loaded(data)).config.run.threads == 4
-    assert resolve.resolve(loaded(data, "zero.offload_optimizer=true")).config.run.threads == 32
-    assert resolve.resolve(loaded(data, "run.threads=7")).config.run.threads == 7
 
 
 def test_more_ranks_than_gpus_and_a_port_that_is_taken_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
