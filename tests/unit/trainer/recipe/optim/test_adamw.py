@@ -1,7 +1,6 @@
 """AdamW with small states: rounding is unbiased, the update is AdamW's, and states take the bytes they should."""
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from ftmon.trainer.recipe.config.schema import Config, Optimizer, Training
 from ftmon.trainer.recipe.optim import adamw
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW, random_bits, salt, to_bfloat16
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 3}
 
@@ -203,36 +202,14 @@ def test_a_dry_run_sees_the_states_and_no_temporaries_of_the_models_size(states:
         weight = torch.nn.Parameter(torch.empty(1 << 27, dtype=torch.bfloat16))
         weight.grad = torch.empty_like(weight)
         optimizer = SmallStateAdamW([weight], states=states, **SETTINGS)
-        with Allocated() as allocated:
+        tracker = MemTracker()
+        with tracker:
             optimizer.step()
+        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         own = 2 * 2 * weight.numel()  # what was there before, seen through views
         held = sum(value.nbytes for value in optimizer.state[weight].values())
         assert held == pytest.approx(weight.numel() * (4 if states == "bf16" else 2 + 8 / 256))
-        assert own + held < allocated.peak < own + held + 18 * 4 * adamw._PIECE
-
-
-class Allocated(TorchDispatchMode):
-    """The most bytes of storages that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, Any] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in [result] if isinstance(result, torch.Tensor) else []:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.alive:
-                self.alive[key] = weakref.ref(storage, lambda _, key=key, size=size: self._gone(key, size))
-                self.now += size
-                self.peak = max(self.peak, self.now)
-        return result
-
-    def _gone(self, key: int, size: int) -> None:
-        del self.alive[key]
-        self.now -= size
+        assert own + held < peak < own + held + 18 * 4 * adamw._PIECE
 
 
 def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
