@@ -163,7 +163,7 @@ def forget_module_order(engine: Any) -> None:
 
 def _learn_order_with_backward(engine: Any) -> None:
     """Keep ZeRO-3 from recording the order of modules in a forward without gradients, as in checks of the model."""
-    offload = getattr(engine.optimizer, "parameter_offload", None)
+    offload: Any = getattr(engine.optimizer, "parameter_offload", None)
 
     def after(*_: Any) -> None:
         if not torch.is_grad_enabled() and offload.get_param_coordinator().is_record_trace():

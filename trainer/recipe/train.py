@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -82,8 +83,8 @@ def setup(config: Config, world: World) -> Trainer:
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
     names = ("seed", "sequence_length", "micro_batch", "grad_accumulation", "sequence_parallel_size")
-    settings = {name: getattr(config.training, name) for name in names}
-    data = {"data_key": examples.key, "examples": len(examples.rows), "order": order.kind}
+    settings: dict[str, Any] = {name: getattr(config.training, name) for name in names}
+    data: dict[str, Any] = {"data_key": examples.key, "examples": len(examples.rows), "order": order.kind}
     return TrainState(**settings, **data, ranks=world.size)
 
 

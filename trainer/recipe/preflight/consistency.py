@@ -141,45 +141,34 @@ def optimizer_refusal(config: Config, precision: str) -> tuple[str, str] | None:
 
     docs/training.md, Optimizers, has the same as a table.
     """
-    kind, zero = config.optimizer.kind, config.zero
+    return next(((path, text) for refused, path, text in _optimizer_rules(config, precision) if refused), None)
+
+
+def _optimizer_rules(config: Config, precision: str) -> Iterator[_Rule]:
+    kind, zero, adapts = config.optimizer.kind, config.zero, config.lora.rank > 0
     if kind in (*SMALL_STATES, "muon"):
-        if zero.offload_optimizer:
-            return "zero.offload_optimizer", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
-        if zero.offload_parameters:
-            return "zero.offload_parameters", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
-        if precision == "fp16":
-            return "training.precision", f"fp16 cannot be used with optimizer.kind={kind}; use bf16"
+        unfit = f"cannot be used with optimizer.kind={kind}; use"
+        yield zero.offload_optimizer, "zero.offload_optimizer", f"{unfit} optimizer.kind=auto"
+        yield zero.offload_parameters, "zero.offload_parameters", f"{unfit} optimizer.kind=auto"
+        yield precision == "fp16", "training.precision", f"fp16 {unfit} bf16"
     if config.optimizer.master_weights == "none":
-        return _without_masters(config, precision)
-    if kind == "muon":
-        if config.lora.rank:
-            return "optimizer.kind", "muon cannot be used with lora.rank: it is for whole matrices; use auto"
-        if zero.stage and config.optimizer.max_grad_norm:
-            # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
-            return (
-                "optimizer.max_grad_norm",
-                "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
-                "have a norm of their own, instead of the gradients",
-            )
-    return None
-
-
-def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
-    """Return a setting that is incompatible with ``optimizer.master_weights=none``, and why; None: no such setting."""
-    path, zero = "optimizer.master_weights", config.zero
-    if config.optimizer.kind not in SMALL_STATES:
-        return path, f"none needs optimizer.kind={' or '.join(SMALL_STATES)}, which round stochastically"
-    if precision != "bf16":
-        return path, f"none needs training.precision=bf16, not {precision}"
-    if config.lora.rank:
-        return path, "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
-    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
+        path, kinds = "optimizer.master_weights", " or ".join(SMALL_STATES)
+        yield kind not in SMALL_STATES, path, f"none needs optimizer.kind={kinds}, which round stochastically"
+        yield precision != "bf16", path, f"none needs training.precision=bf16, not {precision}"
+        text = "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
+        yield adapts, path, text
         # engine.py, _do_optimizer_sanity_check selects BF16_Optimizer, which keeps an fp32 copy.
-        return (
-            "zero.grad_accum_dtype",
-            "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2",
+        text = "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2"
+        yield zero.stage == 1 and zero.grad_accum_dtype == "fp32", "zero.grad_accum_dtype", text
+    elif kind == "muon":
+        text = "muon cannot be used with lora.rank: it is for whole matrices; use auto"
+        yield adapts, "optimizer.kind", text
+        # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
+        text = (
+            "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
+            "have a norm of their own, instead of the gradients"
         )
-    return None
+        yield zero.stage and config.optimizer.max_grad_norm, "optimizer.max_grad_norm", text
 
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
