@@ -121,6 +121,11 @@ def learned(tokenizer: Any, document: Encoded) -> str:
     return tokenizer.decode([token for token, wanted in zip(document.ids, document.learned, strict=True) if wanted])
 
 
+def answers(tokenizer: Any, chat: Any, **data: Any) -> str:
+    """Return the text of a chat that is learned."""
+    return learned(tokenizer, one(encoder(tokenizer, **data), {"messages": chat}))
+
+
 def row_of(document: Encoded) -> dict[str, list[int]]:
     pairs = zip(document.ids, document.learned, strict=True)
     return {"input_ids": document.ids, "labels": [token if wanted else IGNORED for token, wanted in pairs]}
@@ -168,27 +173,27 @@ def test_labels_equal_the_slow_reference_for_any_content(name: str, contents: li
 
 def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
     tokenizer = family("qwen3")
-    made = encoder(tokenizer)
-    short = one(made, {"messages": CHAT[1:3]})
-    long = one(made, {"messages": CHAT[1:]})
-    for document in (short, long):
+    for chat, wanted in (
+        (CHAT[1:3], "<think>\n\n</think>\n\nRed.<|im_end|>"),
+        (CHAT[1:], "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"),
+    ):
+        document = one(encoder(tokenizer), {"messages": chat})
         assert tokenizer.decode(document.ids).startswith("<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>")
-    assert learned(tokenizer, short) == "<think>\n\n</think>\n\nRed.<|im_end|>"
-    assert learned(tokenizer, long) == "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"
+        assert learned(tokenizer, document) == wanted
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
     tokenizer = family("qwen3")
     chat = [{**message} for message in CHAT[1:]]
     chat[3]["content"] = "<think>\nhello rank\n</think>\n\nBlue."
-    document = one(encoder(tokenizer), {"messages": chat})
-    assert learned(tokenizer, document).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
-    chat[1]["reasoning_content"] = "Red is a colour of France"
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
-    chat[1] = {**CHAT[2], "content": "<think>\nRed is a colour of France\n</think>\n\nRed."}
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
-    chat[1]["content"] = "<think>\n\n</think>\n\nRed."
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 0
+    assert answers(tokenizer, chat).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
+    for changed, lost in (
+        ({"reasoning_content": "Red is a colour of France"}, 1),
+        ({"content": "<think>\nRed is a colour of France\n</think>\n\nRed."}, 1),
+        ({"content": "<think>\n\n</think>\n\nRed."}, 0),
+    ):
+        chat[1] = {**CHAT[2], **changed}
+        assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == lost
 
 
 @pytest.mark.parametrize(
@@ -201,16 +206,12 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
 )
 def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) -> None:
     tokenizer = family("chatml")
-    assert learned(tokenizer, one(encoder(tokenizer, train_on=train_on), {"messages": CHAT})) == wanted
+    assert answers(tokenizer, CHAT, train_on=train_on) == wanted
     document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
     assert all(document.learned)
     assert document.label_tokens == len(document.ids) - 1
-
-
-def test_a_message_of_weight_0_carries_no_loss() -> None:
-    tokenizer = family("chatml")
-    chat = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
-    assert learned(tokenizer, one(encoder(tokenizer), {"messages": chat})) == "Blue is another.<|im_end|>"
+    without_red = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
+    assert answers(tokenizer, without_red) == "Blue is another.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_a_message_of_weight_0_carries_no_loss() -> None:
 )
 def test_turns_are_found_by_marks_and_by_prefixes(template: str) -> None:
     tokenizer = family_tokenizer(template)
-    assert learned(tokenizer, one(encoder(tokenizer), {"messages": CHAT})) == "Red.<|im_end|>Blue is another.<|im_end|>"
+    assert answers(tokenizer, CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -352,8 +353,7 @@ def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_as
 
 
 @pytest.mark.parametrize(
-    ("policy", "text", "ends"),
-    [("keep_start", "<s>[INST] Name", 0), ("keep_end", "<s>a colour.", 1)],
+    ("policy", "text", "ends"), [("keep_start", r"<s>\[INST\] Name.*", 0), ("keep_end", r"<s>.*colour\.</s>", 1)]
 )
 def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> None:
     tokenizer = family_tokenizer(FAMILIES["mistral"][0], adds_bos=True)
@@ -362,8 +362,7 @@ def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> 
     assert len(document.ids) == len(document.learned) == 8
     assert document.ends_learned == ends
     assert document.cut > 20
-    decoded = tokenizer.decode(document.ids)
-    assert decoded.startswith(text) if not ends else decoded.startswith("<s>") and decoded.endswith("colour.</s>")
+    assert re.fullmatch(text, tokenizer.decode(document.ids))
 
 
 def test_long_records_are_dropped_or_split_as_configured() -> None:
