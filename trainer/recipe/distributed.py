@@ -129,13 +129,9 @@ class World:
 
     def share_text(self, text: str) -> str:
         """Return rank 0's ``text`` in every rank."""
-        length = torch.tensor([len(text.encode())])
-        dist.broadcast(length, 0, group=self.host_group)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        if self.is_first:
-            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.host_group)
-        return bytes(data.tolist()).decode()
+        texts = [text]
+        dist.broadcast_object_list(texts, 0, group=self.host_group)
+        return texts[0]
 
     def first_text(self, text: str) -> str:
         """Return the text of the first rank whose ``text`` is not empty, in every rank."""

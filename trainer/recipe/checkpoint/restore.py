@@ -75,9 +75,8 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
     if saved.seed != now.seed:
         changes["seed"] = f"training.seed was {saved.seed} and is {now.seed}"
     if saved.sequence_length != now.sequence_length:
-        changes["sequence_length"] = (
-            f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
-        )
+        text = f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
+        changes["sequence_length"] = text
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
     if saved.order != now.order:

@@ -1,11 +1,11 @@
 """Writes the final model into a temporary folder, compares it, then renames the folder."""
 
+import contextlib
 import copy
 import os
 import shutil
 import sqlite3
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
     import deepspeed
 
     for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else nullcontext():
+        with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else contextlib.nullcontext():
             yield name, dequantized(parameter) if is_quantized(parameter) else parameter.detach()
 
 
@@ -286,23 +286,19 @@ def _recorded() -> list[tuple[str, str]]:
     run = os.environ.get(RUN_ENV)
     if not run:
         return []
-    path = RunDir(run).recording
+    place = f"{RunDir(run).recording.absolute().as_uri()}?mode=ro"
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2.0)
-        try:
+        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=2.0)) as connection:
             return _figures(connection)
-        finally:
-            connection.close()
     except sqlite3.Error:
         return []
 
 
 def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    (ranks,) = connection.execute("SELECT count(DISTINCT rank) FROM throughput").fetchone()
-    steps, tokens, training_us, mfu = connection.execute(
-        "SELECT count(*), sum(tokens), sum(training_us), avg(mfu) FROM throughput"
+    ranks, tokens, training_us, mfu = connection.execute(
+        "SELECT count(DISTINCT rank), sum(tokens), sum(training_us), avg(mfu) FROM throughput"
     ).fetchone()
-    if not steps or not training_us:
+    if not training_us:
         return []
     seconds = training_us / 1e6 / ranks
     found = [("time in steps", duration(seconds)), ("tokens a second", f"{tokens / seconds:,.0f} over all ranks")]
