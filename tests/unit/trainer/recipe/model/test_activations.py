@@ -10,7 +10,6 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model import activations
 from ftmon.trainer.recipe.model.activations import HostOffload, mark_varying
-from ftmon.trainer.recipe.preflight import resolve
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -166,17 +165,6 @@ def test_the_setting_takes_a_boolean_too() -> None:
     for words, mode in ((("true", "yes"), "layers"), (("False", "off"), "none"), (("selective",), "selective")):
         for word in words:
             assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
-
-
-def test_without_a_compiler_compilation_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    words = ["model.config={model_type: llama}", f"data.path={tmp_path}/data.jsonl", "run.device=cpu"]
-    words += ["model.compile=layers", "data.packing=true"]
-    assert resolve.resolve(load(None, words)).config.model.compile == "layers"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler .*, not found here"):
-        resolve.resolve(load(None, words))
 
 
 @pytest.fixture

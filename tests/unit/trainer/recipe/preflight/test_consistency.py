@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine import deepspeed_config
 from ftmon.trainer.recipe.model.attention import refusal
 from ftmon.trainer.recipe.preflight import consistency, resolve
 from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
@@ -38,16 +37,6 @@ def test_the_rest_goes_together(kind: str, stage: int) -> None:
         resolve.resolve(load(None, [*BASE, *words, *more]))
     resolve.resolve(load(None, [*BASE, f"zero.stage={stage}", *MUON]))
     resolve.resolve(load(None, [*BASE, "zero.stage=0", "optimizer.kind=muon"]))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_without_master_weights_deepspeed_keeps_no_fp32_copy(stage: int) -> None:
-    words = [BF16, NONE, "optimizer.kind=adamw_bf16", f"zero.stage={stage}"]
-    settings = deepspeed_config(resolve.resolve(load(None, BASE + words)).config, 1, False)
-    assert settings.get("bf16", {}).get("bf16_master_weights_and_grads", False) is (stage > 0)
-    assert ("bf16" in settings) is (stage > 0)
-    # At stage 0 DeepSpeed is not told of bf16, and compares this with its own precision.
-    assert settings["data_types"]["grad_accum_dtype"] == ("bf16" if stage else "fp32")
 
 
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"

@@ -4,20 +4,7 @@ import pytest
 from deepspeed.runtime import config
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine import deepspeed_config
 from ftmon.trainer.recipe.preflight import ds_keys
-from ftmon.trainer.recipe.preflight.resolve import resolve
-from ftmon.trainer.recipe.start import DATA
-
-
-def test_keys_are_laid_over_what_the_sections_make() -> None:
-    words = ["model.config={model_type: qwen2}", f"data.path={DATA}", "run.device=cpu"]
-    given = "deepspeed={zero_optimization: {sub_group_size: 1000, overlap_comm: true}, wall_clock_breakdown: true}"
-    made = deepspeed_config(resolve(load(None, [*words, given])).config, 1, on_gpu=False)
-    assert made["wall_clock_breakdown"] is True
-    zero = made["zero_optimization"]
-    assert (zero["sub_group_size"], zero["overlap_comm"], zero["stage"]) == (1000, True, 2)
 
 
 def test_the_tables_are_those_of_the_installed_deepspeed() -> None:

@@ -94,6 +94,14 @@ def test_what_does_not_hold_is_refused_in_one_line(data: Path, line: str) -> Non
     assert text.startswith("command line: ")
 
 
+def test_without_a_compiler_compilation_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("model.compile=layers", "data.packing=true")
+    assert resolve.resolve(loaded(data, *words)).config.model.compile == "layers"
+    monkeypatch.setenv("PATH", str(data.parent))
+    monkeypatch.delenv("CXX", raising=False)
+    assert re.search(r"model\.compile needs a C\+\+ compiler .*, not found here", refusal(data, *words))
+
+
 def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> None:
     path = data.parent / "train.yaml"
     path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
