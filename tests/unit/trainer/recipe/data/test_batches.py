@@ -110,13 +110,11 @@ def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
 CPU = torch.device("cpu")
 
 
-def numbers() -> Iterator[Batch]:
-    for number in range(3):
-        yield {"input_ids": torch.tensor([number])}
-    raise ValueError("damaged")
-
-
 def test_batches_come_in_their_order_and_then_the_loader_s_error() -> None:
+    def numbers() -> Iterator[Batch]:
+        yield from ({"input_ids": torch.tensor([number])} for number in range(3))
+        raise ValueError("damaged")
+
     ahead = Ahead(numbers(), CPU)
     assert [ahead.next_batch()["input_ids"].tolist() for _ in range(3)] == [[0], [1], [2]]
     with pytest.raises(ValueError, match="damaged"):

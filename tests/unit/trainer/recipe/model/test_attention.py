@@ -1,5 +1,6 @@
 """Documents of a packed row do not see each other, or packing is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,37 +33,32 @@ def test_transformers_own_models_keep_documents_apart(kind: str, values: dict[st
     assert ranks.said == []
 
 
-def test_models_whose_tokens_look_across_documents_refuse_packing() -> None:
-    model = model_of("llama")
-    plain = model.forward
+def leaking(plain: Any, *inputs: Any, position_ids: Any, **others: Any) -> Any:
+    """Without the positions documents see each other."""
+    return plain(*inputs, **others)
 
-    def leaking(*inputs: Any, **others: Any) -> Any:
-        others.pop("position_ids", None)
-        return plain(*inputs, **others)
 
-    model.forward = leaking
+def shifted(plain: Any, *inputs: Any, position_ids: Any, **others: Any) -> Any:
+    """Isolated, but a document's scores depend on the row's length."""
+    output = plain(*inputs, position_ids=position_ids, **others)
+    output.logits = output.logits * (1.0 + position_ids.shape[1])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "words"),
+    [
+        ("llama", leaking, "documents of one row see each other in llama"),
+        ("mamba", None, "documents of one row see each other in mamba"),
+        ("llama", shifted, r"a document gives other logits in a packed row than alone in llama \(.*\)"),
+    ],
+)
+def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind: str, forward: Any, words: str) -> None:
     settings = AutoConfig.for_model("mamba", vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=1)
-    for kind, made in (("llama", model), ("mamba", AutoModelForCausalLM.from_config(settings))):
-        with pytest.raises(ConfigError) as raised:
-            attention.set_up(made, Config(), OneRank())
-        assert str(raised.value) == (
-            f"data.packing: documents of one row see each other in {kind}; use data.packing=false"
-        )
-
-
-def test_logits_that_differ_from_those_of_the_document_alone_refuse_packing() -> None:
-    model = model_of("llama")
-    plain = model.forward
-
-    def shifted(*inputs: Any, position_ids: Any, **others: Any) -> Any:
-        # Isolated, but a document's scores depend on the row's length.
-        scale = 1.0 + position_ids.shape[1]
-        output = plain(*inputs, position_ids=position_ids, **others)
-        output.logits = output.logits * scale
-        return output
-
-    model.forward = shifted
-    with pytest.raises(ConfigError, match="a document gives other logits in a packed row than alone in llama"):
+    model: Any = AutoModelForCausalLM.from_config(settings) if kind == "mamba" else model_of(kind)
+    if forward is not None:
+        model.forward = partial(forward, model.forward)
+    with pytest.raises(ConfigError, match=f"^data.packing: {words}; use data.packing=false$"):
         attention.set_up(model, Config(), OneRank())
 
 
