@@ -3,6 +3,7 @@
 The methods are replaced on the class, so engines of subclasses and engines made earlier are covered too.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -29,7 +30,8 @@ def install(_module: ModuleType) -> None:
         replace(engine, "scale", scaling)
     replace(engine, "_take_model_step", partial(_step, itself=True))
     replace(engine, "step", _step)
-    replace(GatheredParameters, "__enter__", before(_gathering))
+    replace(GatheredParameters, "__enter__", _gathering)
+    replace(GatheredParameters, "__exit__", before(_releasing))
     for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"):
         if hasattr(engine, name):
             replace(engine, name, scoped("checkpoint"))
@@ -116,8 +118,22 @@ def _step(original: Any, *, itself: bool = False) -> Callable[..., Any]:
     return step
 
 
-def _gathering(_events: TorchEvents, _parameters: Any) -> None:
-    active.counts.gathers += 1
+def _gathering(original: Any) -> Callable[..., Any]:
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        events = mine()
+        if events is None:
+            return original(self)
+        active.counts.gathers += 1
+        found = original(self)
+        events.gathered(self, sys._getframe(1))
+        return found
+
+    return __enter__
+
+
+def _releasing(events: TorchEvents, parameters: Any, *_: Any) -> None:
+    if getattr(parameters, "enabled", True):
+        events.gathering_ends(parameters, kept=getattr(parameters, "src_rank", None) is not None)
 
 
 def _is_boundary(engine: Any) -> bool:

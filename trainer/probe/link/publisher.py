@@ -53,6 +53,7 @@ from ..phases.tracker import (
 )
 from ..rank.context import COUNTED_ELSEWHERE, WHOLE, BatchShare, Introduction
 from ..values import batch, losses
+from ..values.signs import SignReader
 from . import output
 from .commands import Captures, Commands
 from .stacks import Dumper
@@ -138,12 +139,14 @@ def step_message(
     dropped: int,
     flops: ModelFlops | None = None,
     share: BatchShare = WHOLE,
+    signs: SignReader | None = None,
 ) -> Step:
     """Return a step's message, with all occurrences of a phase in one record. Its device events must have passed.
 
     A step begins at the end of the previous one. The first step begins at the end of the ``init`` phase, and has its
     record with a negative ``start_us``. ``share`` is this rank's part of the batches; what the loop counts itself
-    (``notes.counts``) is the rank's own.
+    (``notes.counts``) is the rank's own. ``signs``
+    examines its batches and weights.
     """
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
@@ -187,6 +190,8 @@ def step_message(
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
+        batch_id=signs.batch_id(notes.seen) if signs is not None else 0,
+        signs=signs.read(raw.number, notes) if signs is not None else None,
     )
 
 
@@ -262,7 +267,7 @@ def without_device(raw: StepRaw) -> StepRaw:
     notes = raw.notes
     for name in ("losses", "reported", "trainer_losses"):
         setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
-    notes.labels = []
+    notes.labels, notes.weights = [], None
     notes.tokens = [count for count in notes.tokens if not isinstance(count, cuda.Fetched)]
     for part in (notes, *notes.parts.values()):
         for name in ("lr", "grad_norm", "loss_scale"):
@@ -404,6 +409,7 @@ class Publisher(threading.Thread):
         self._logged = False
         self._rank = rank = training.rank
         self._introduction, self._trained = training.introduction, training.trained
+        self._signs = SignReader(training.trained)
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending
@@ -589,7 +595,7 @@ class Publisher(threading.Thread):
         facts = self._introduction.facts
         share = COUNTED_ELSEWHERE if facts.get("pipeline_stage") else self._trained.tensor_parallel
         try:
-            step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share)
+            step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share, self._signs)
         except Exception as error:
             self._drop(error)
             return

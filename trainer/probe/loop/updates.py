@@ -11,6 +11,7 @@ from ..guard import guarded
 from ..phases.tracker import Notes
 from ..phases.updaters import Updaters
 from ..rank.context import of_optimizer
+from ..values.signs import WeightSampler
 from .state import Loop
 
 
@@ -23,6 +24,7 @@ class Updates:
         self._trained, self._tracker, self._phases = loop.trained, loop.tracker, loop.phases
         self._forwards, self._state, self._updaters = loop.forwards, loop.state, updaters
         self._since = self._depth = 0
+        self._weights = WeightSampler(loop.trained)
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -124,6 +126,7 @@ class Updates:
         notes = self._tracker.notes
         notes.overflow = True
         notes.loss_scale = cuda.fetch_values(loss_scale)
+        self._note_weights(optimizer)
         self._forwards.end_step()
         self._updaters.end(optimizer, None)
 
@@ -169,8 +172,16 @@ class Updates:
         self._end()
         self._forwards.end_step()
         if not self._state.rehearsing:
+            self._note_weights(updater)
             # An optimizer may step inside the backward, which continues.
             self._updaters.end(updater, number, "backward" if self._state.in_backward else "idle")
+
+    def _note_weights(self, updater: Any) -> None:
+        start = perf_counter_ns()
+        notes = self._tracker.notes
+        notes.weights = self._weights.take(updater)
+        notes.evaluating = self._weights.in_evaluation()
+        self._tracker.cost_ns += perf_counter_ns() - start
 
     def _end(self) -> None:
         state = self._state
