@@ -33,15 +33,7 @@ class Edits:
         self._frames[id(owner)] = where, [(each, _sum(each)) for each in parameters[:_MOST]]
 
     def leaving(self, owner: Any, kept: bool, trained: Trained, rank: int, step: int) -> LostEdit | None:
-        """Return the change that is lost as the context ends, or None.
-
-        Args:
-            owner: the context.
-            kept: whether one rank's values are written back.
-            trained: what the rank trains.
-            rank: the rank.
-            step: its last finished step.
-        """
+        """Return the change that is lost as a context ends, or None; ``kept``: one rank's values are written back."""
         where, before = self._frames.pop(id(owner), ("", []))
         engine = trained.engine()
         if not before or (kept and engine is None):

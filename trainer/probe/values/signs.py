@@ -16,7 +16,7 @@ from ....protocol.messages.telemetry import Signs
 from ..device import cuda
 from ..guard import nothing
 from ..phases.tracker import Notes
-from ..rank.model import Trained, own_model
+from ..rank.model import Trained, own_model, parameters_of
 from .batch import IGNORED, Seen
 
 FIRST = 64
@@ -94,12 +94,9 @@ class WeightSampler:
 
 def _spread(owner: Any) -> list[Any]:
     """Return the first, a middle and the last trained matrix of a model or an optimizer; else other parameters."""
-    if hasattr(owner, "param_groups"):
-        trained = [each for group in owner.param_groups for each in group["params"] if each.requires_grad]
-    elif owner is None:
-        return []
-    else:
-        trained = [each for each in owner.parameters() if each.requires_grad]
+    is_model = owner is not None and not hasattr(owner, "param_groups")
+    parameters = owner.parameters() if is_model else parameters_of(owner)
+    trained = [each for each in parameters if each.requires_grad]
     shapes = [getattr(each, "ds_shape", each.shape) for each in trained]
     matrices = [each for each, shape in zip(trained, shapes, strict=True) if len(shape) >= 2] or trained
     # The first one is often an embedding, of which a step changes a few rows.
@@ -137,15 +134,14 @@ class SignReader:
 
     def read(self, number: int, notes: Notes) -> Signs | None:
         """Return the signs of one step; None: there is nothing to tell."""
-        figures: dict[str, Any] = {"pending": notes.pending}
+        weights = self._of_weights(notes.weights)
+        figures: dict[str, Any] = {"pending": notes.pending, "evaluating": notes.evaluating, "weights": weights}
         figures |= _labels(notes.seen)
         if self._examined < FIRST or number % EVERY == 0:
             self._examined += len(notes.seen)
             figures |= self._tokens(notes.seen)
         if reasons := list(filter(None, map(_mixed, notes.attended))):
             figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
-        figures["weights"] = self._of_weights(notes.weights)
-        figures["evaluating"] = notes.evaluating
         found = Signs(**figures)
         return found if found != _NONE else None
 
