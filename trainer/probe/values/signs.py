@@ -54,13 +54,6 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended |
     return Attended(str(implementation), mask, positions, cached)
 
 
-class WeightSample(NamedTuple):
-    """A few weights after an update."""
-
-    values: tuple[Any, ...]
-    """Tensors on the host, or on their way there; as many as parameters were sampled."""
-
-
 class WeightSampler:
     """Copies a few weights after each update; for the training thread."""
 
@@ -81,21 +74,21 @@ class WeightSampler:
             self._has_modes = any(map(_differs_in_evaluation, model.modules()))
         return self._has_modes
 
-    def take(self, updater: Any) -> WeightSample | None:
-        """Return the weights after an update by ``updater``; None if there is nothing to sample."""
+    def take(self, updater: Any) -> tuple[Any, ...] | None:
+        """Return weights after an update by ``updater``, on the host or on their way there; None: nothing to sample."""
         owner = self._trained.any_model()
         owner = self._trained.primary() or updater if owner is None else owner
         if owner is not self._of():
             self._of = weakref.ref(owner) if owner is not None else nothing
             self._parameters = [weakref.ref(each) for each in _spread(owner)]
         values = tuple(_copy(parameter) for reference in self._parameters if (parameter := reference()) is not None)
-        return WeightSample(values) if values and all(value is not None for value in values) else None
+        return values if values and all(value is not None for value in values) else None
 
 
 def _spread(owner: Any) -> list[Any]:
     """Return the first, a middle and the last trained matrix of a model or an optimizer; else other parameters."""
-    is_model = owner is not None and not hasattr(owner, "param_groups")
-    parameters = owner.parameters() if is_model else parameters_of(owner)
+    has_groups = hasattr(owner, "param_groups")
+    parameters = parameters_of(owner) if owner is None or has_groups else owner.parameters()
     trained = [each for each in parameters if each.requires_grad]
     shapes = [getattr(each, "ds_shape", each.shape) for each in trained]
     matrices = [each for each, shape in zip(trained, shapes, strict=True) if len(shape) >= 2] or trained
@@ -145,11 +138,11 @@ class SignReader:
         found = Signs(**figures)
         return found if found != _NONE else None
 
-    def _of_weights(self, sample: WeightSample | None) -> Any:
+    def _of_weights(self, sample: tuple[Any, ...] | None) -> Any:
         if sample is None:
             return ""
         unchanged = True
-        for place, value in enumerate(sample.values):
+        for place, value in enumerate(sample):
             tensor = value.tensor() if isinstance(value, cuda.Fetched) else value
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 return "nan"
