@@ -46,11 +46,9 @@ class EditablePackage(NamedTuple):
 
 
 def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
-    """Return the name of the package a file belongs to; empty for the user's own code.
+    """Return the name of the package of a file, as in a traceback or a PyTorch snapshot; empty for the user's own code.
 
-    Args:
-        filename: as in a traceback or a PyTorch memory snapshot.
-        editable: packages installed from a checkout, without the user's own project.
+    ``editable`` has the packages that are installed from a checkout, without the user's own project.
     """
     filename = filename.replace("\\", "/")
     if found := _INSTALLED.search(filename):

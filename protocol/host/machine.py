@@ -110,11 +110,7 @@ _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """Return the kind of GPU for a name in PyTorch or NVML, or a title of the table.
-
-    Returns:
-        None for a CPU, a MIG slice, or a GPU that is not in the table.
-    """
+    """Return the GPU for a name in PyTorch or NVML, or a title of the table; None for others, MIG slices and CPUs."""
     name = _MAKER.sub("", device.strip())
     if "MIG" in name:
         return None
@@ -131,14 +127,10 @@ ROOT = Path("/")
 
 
 def hierarchies(controller: str, pid: int | str, root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
-    """Yield (directory, mount point) of each cgroup of a process in which a controller may limit it.
+    """Yield (directory, mount point) of each cgroup of a process in which ``memory`` or ``cpu`` may be limited.
 
     In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
-
-    Args:
-        controller: ``memory`` or ``cpu``.
-        pid: the process, or ``self``.
-        root: directory of the kernel's files; differs only in tests.
+    ``root``, the directory of the kernel's files, differs only in tests.
     """
     try:
         lines = (root / f"proc/{pid}/cgroup").read_text().splitlines()

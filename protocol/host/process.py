@@ -106,12 +106,7 @@ def never_fail() -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return the content of a secret file.
-
-    Raises:
-        OSError: it cannot be read, or is a symbolic link.
-        RunDirError: it belongs to another user, or others can read it.
-    """
+    """Return a secret file's content; raise ``OSError`` for a symbolic link, ``RunDirError`` if others can read it."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)

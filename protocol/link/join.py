@@ -65,12 +65,7 @@ def write_join(run: RunDir, content: JoinFile) -> Path:
 
 
 def read_join(path: Path) -> JoinFile:
-    """Read the file.
-
-    Raises:
-        UsageError: it is missing or invalid.
-        RunDirError: others can read it.
-    """
+    """Read the file; raise ``UsageError`` if it is missing or invalid, ``RunDirError`` if others can read it."""
     try:
         data = read_private(path)
     except OSError as error:

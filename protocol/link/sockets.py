@@ -132,11 +132,7 @@ def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DO
 
 
 def secure_client(socket: "zmq.Socket[Any]", pair: KeyPair, server_key: str) -> None:
-    """Use CURVE on addresses that are connected from now on, with ``pair`` and the server's public key.
-
-    Raises:
-        UsageError: ``server_key`` is not a public key.
-    """
+    """Use CURVE on addresses that are connected from now on; raise ``UsageError`` for an invalid ``server_key``."""
     try:
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
     except (zmq.ZMQError, ValueError, OverflowError):
@@ -157,11 +153,7 @@ def _keep_alive(socket: "zmq.Socket[Any]") -> None:
 
 
 def bind(socket: "zmq.Socket[Any]", address: str) -> None:
-    """Bind a socket to an address.
-
-    Raises:
-        UsageError: the address is in use, not this host's, or invalid.
-    """
+    """Bind a socket; raise ``UsageError`` if the address is in use, not this host's, or invalid."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -306,13 +306,9 @@ def name_of(kind: type[Verb]) -> str:
 
 
 def decode(command: Command, known: tuple[type[V], ...]) -> V:
-    """Decode a command's verb and arguments. An argument that is nil counts as absent.
+    """Decode a command to one of the ``known`` verbs; raise ``UsageError`` for another verb or a wrong argument.
 
-    Args:
-        known: the verbs that the receiver accepts.
-
-    Raises:
-        UsageError: another verb, or a wrong argument.
+    An argument that is nil counts as absent.
     """
     kind = next((kind for kind in known if name_of(kind) == command.verb), None)
     if kind is None:

@@ -123,11 +123,7 @@ def encode_numbers(number: int, oldest: int) -> bytes:
 
 
 def decode_numbers(frame: bytes) -> tuple[int, int]:
-    """Decode a frame of ``encode_numbers``.
-
-    Raises:
-        ProtocolError: the frame has another size.
-    """
+    """Decode a frame of ``encode_numbers``; raise ``ProtocolError`` if it has another size."""
     try:
         return _NUMBERS.unpack(frame)
     except struct.error:

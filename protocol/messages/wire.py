@@ -125,12 +125,7 @@ def encode(src: str, seq: int, t: float, message: Message) -> list[bytes]:
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode frame 0.
-
-    Raises:
-        VersionError: the sender has another major version.
-        ProtocolError: the frame is not a header.
-    """
+    """Decode frame 0; raise ``VersionError`` for another major version, ``ProtocolError`` for no header."""
     try:
         header = _header_decoder.decode(frame)
     except UNREADABLE as error:
@@ -146,11 +141,7 @@ def decode_header(frame: bytes) -> Header:
 
 
 def decode_body(frame: bytes) -> Message | None:
-    """Decode frame 1; return None for a message type unknown to this version.
-
-    Raises:
-        ProtocolError: the frame is not a message, or is of a known type with fields of a wrong type.
-    """
+    """Decode frame 1; return None for a type unknown to this version, raise ``ProtocolError`` for no valid message."""
     try:
         return _message_decoder.decode(frame)
     except UNREADABLE as error:

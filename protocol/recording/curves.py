@@ -196,8 +196,7 @@ _CURVES = """SELECT * FROM curves WHERE level = :level AND rank = :rank AND last
 def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> Row | None:
     """Return a row of ``training_steps``; None if ``steps`` has all figures of the step.
 
-    Args:
-        peak: data-sheet peak of the rank's device, FLOP/s; None: unknown.
+    ``peak`` is the data-sheet peak of the rank's device, FLOP/s; None: unknown.
     """
     rested = training_us != step.host_us
     if not (step.flops or step.label_tokens or rested):

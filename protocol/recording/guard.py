@@ -39,10 +39,8 @@ class RefusedError(RecordingError):
 class Guard:
     """Bounds the cost of queries on one file, over any number of connections.
 
-    Args:
-        path: the file, for its size and for messages.
-        seconds: processor time for one query, in addition to the share for the file's size.
-        once: bound all queries together as well: they are the queries of one command.
+    A query may take ``seconds`` of processor time, in addition to the share for the file's size. ``once`` bounds all
+    queries together as well: they are those of one command.
     """
 
     def __init__(self, path: Path, seconds: float = _SECONDS, *, once: bool = False) -> None:

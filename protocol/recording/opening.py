@@ -119,8 +119,7 @@ def connect(path: Path, options: str) -> sqlite3.Connection:
 def open_whole(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     """Open a recording that is not damaged, read-only, with the tables of its schema.
 
-    Raises:
-        sqlite3.Error, UnicodeDecodeError: it is damaged (``is_damage``), or cannot be opened.
+    Raises ``sqlite3.Error`` or ``UnicodeDecodeError`` if it is damaged (``is_damage``), or cannot be opened.
     """
     opened = _connected(path, header, guard)
     try:

@@ -50,13 +50,8 @@ def read_info(
 ) -> RecordingInfo:
     """Return the summary of a recording.
 
-    Args:
-        every: returns all rows of a query.
-        one: returns the first value of a query.
-        left_out: returns what was left out of the answers so far, as text.
-
-    Raises:
-        sqlite3.Error, TypeError, ValueError: the file is damaged.
+    ``every`` returns all rows of a query, ``one`` its first value. Raises ``sqlite3.Error``, ``TypeError`` or
+    ``ValueError`` if the file is damaged.
     """
     rows = every("SELECT key, value FROM meta")
     meta = {key: value for key, value in rows if isinstance(key, str) and isinstance(value, str)}
@@ -112,8 +107,7 @@ _EVALUATION_LOSS = """
 def _last_loss(rows: list[Row], ranks: int) -> float | None:
     """Return the loss of the last step that all ranks recorded, mean over ranks; of the last step if there is none.
 
-    Args:
-        rows: step, loss and label tokens of the latest rank-steps.
+    ``rows`` has step, loss and label tokens of the latest rank-steps.
     """
     steps: dict[int, list[tuple[float, int]]] = {}
     recorded: dict[int, int] = {}
@@ -199,12 +193,9 @@ _LAST_OF_EACH = """
 class Reader:
     """A recording, open for reading from any thread; the file is never changed.
 
-    Args:
-        once: for one command: the cost of all queries together is bounded, not only of each. Beyond the limit messages
-            are left out of the answers (``left_out``), or the query is refused.
-
-    Raises:
-        RecordingError: it is missing, not a recording, of a newer schema, or nothing of it can be read.
+    ``once`` is for one command: the cost of all queries together is bounded, not only of each. Beyond the limit
+    messages are left out of the answers (``left_out``), or the query is refused. Raises ``RecordingError`` if the file
+    is missing, not a recording, of a newer schema, or nothing of it can be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, once: bool = False) -> None:
@@ -282,13 +273,9 @@ class Reader:
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Return the last ``limit`` log lines numbered below ``before_seq``, oldest first.
+        """Return the last ``limit`` log lines numbered below ``before_seq`` (None: the last ones), oldest first.
 
-        Args:
-            before_seq: None for the end of the recording.
-            rank: only this rank's; -1 is the launcher.
-            text: only lines that contain it (ASCII case-insensitive).
-            limit: maximum number of lines.
+        Only those of ``rank`` (-1: the launcher) and with ``text`` in them (ASCII case-insensitive), if given.
         """
         before, of = None if before_seq is None else _whole(before_seq), None if rank is None else _whole(rank)
         words, most = str(text), _whole(limit)
@@ -329,11 +316,7 @@ class Reader:
         return self._opened.connection
 
     def _ask(self, name: str, question: Callable[[], T]) -> T:
-        """Answer a query under the lock; if the file proves damaged, salvage it and answer from the rest.
-
-        Raises:
-            RecordingError: there is no answer, or it costs more than the file's size justifies.
-        """
+        """Answer a query under the lock; if the file proves damaged, salvage it and answer from the rest."""
         with self._lock:
             try:
                 return self._answer(name, question)
@@ -473,11 +456,7 @@ class Reader:
         return sorted(found)
 
     def _values(self, table: str, column: str, kind: type) -> list[Any]:
-        """Return the distinct values of an indexed column, by a loose index scan.
-
-        Raises:
-            ValueError: the index is out of order, or has too many values.
-        """
+        """Return the distinct values of an indexed column, by a loose index scan."""
         found: list[Any] = []
         value = self._one(f"SELECT min({column}) FROM {table}")
         while value is not None:
@@ -554,11 +533,7 @@ class Reader:
 
 
 def _whole(value: Any) -> int:
-    """Return an argument as an integer that fits SQLite's 64 bits.
-
-    Raises:
-        TypeError, ValueError: it is not a number.
-    """
+    """Return an argument as an integer that fits SQLite's 64 bits."""
     return int(min(max(value, -(1 << 62)), 1 << 62))
 
 

@@ -242,20 +242,14 @@ _CHECKED = ("info", "memory", "series", "training", "marks")
 
 
 def held_to_type(name: str, result: Any) -> Any:
-    """Return the result of a history query, checked against its type: a column of the file may hold anything.
-
-    Raises:
-        msgspec.ValidationError: it is not of that type.
-    """
+    """Return the result of a query, or raise ``msgspec.ValidationError``: a column of the file may hold anything."""
     return _decoders[name].decode(_encoder.encode(result)) if name in _CHECKED else result
 
 
 def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
     """Run a ``Query`` on ``source`` (a ``Reader``); return the result encoded for an ``Answer``.
 
-    Raises:
-        ProtocolError: unknown query, or invalid arguments.
-        RecordingError: the recording cannot answer.
+    Raises ``ProtocolError`` for an unknown query or invalid arguments, ``RecordingError`` if there is no answer.
     """
     if name not in RESULTS:
         raise ProtocolError(f"no history query is called {name!r}; there are {', '.join(RESULTS)}")
@@ -266,12 +260,9 @@ def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
 
 
 def decode_answer(name: str, data: bytes) -> Any:
-    """Decode the ``data`` of an ``Answer`` to the query ``name`` into its type in ``RESULTS``.
+    """Decode the ``data`` of an ``Answer`` to the query ``name`` by ``RESULTS``, or raise ``ProtocolError``.
 
     Messages of a type that this version does not know are left out, as in the live stream.
-
-    Raises:
-        ProtocolError: the query is unknown, or the data is not of its type.
     """
     decoder = _decoders.get(name)
     if decoder is None:

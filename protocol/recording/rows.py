@@ -108,8 +108,7 @@ _decode = msgspec.msgpack.Decoder(_Rest).decode
 def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     """Return a row of ``steps``, and rows of ``extra_phases`` for the phases that have no columns there.
 
-    Raises:
-        OverflowError: an invalid figure does not fit its column.
+    Raises ``OverflowError`` if an invalid figure does not fit its column.
     """
     if step.started != step.started:
         raise OverflowError("a step that started at no time")
@@ -204,8 +203,7 @@ def update_rows(seq: int, t: float, step: Step) -> list[Row]:
 def step_from_row(row: Sequence[Any]) -> Step:
     """Return the step of a row made by ``step_rows``.
 
-    Raises:
-        msgspec.MsgspecError, LookupError, TypeError: no writer wrote the row.
+    Raises ``msgspec.MsgspecError``, ``LookupError`` or ``TypeError`` for a row that no writer wrote.
     """
     _, _, rank, number, started, host_us, device_us, loss, lr, grad_norm, tokens = row[:11]
     rest = _decode(row[REST_COLUMN])
@@ -308,22 +306,14 @@ UNBELIEVABLE = (
 
 
 def believed(message: Message) -> Message | None:
-    """Return a message decoded from columns, after the checks of a message on the wire.
-
-    Raises:
-        ProtocolError: no sender could have sent it.
-    """
+    """Return a message decoded from columns, or raise ``ProtocolError`` if no sender could have sent it."""
     return decode_body(encode_body(message))
 
 
 def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Message | None:
     """Decode the result of ``pack_body``; None for a type that a newer version added.
 
-    Args:
-        charge: called with the unpacked size; it may raise to refuse it.
-
-    Raises:
-        RecordingError: it is damaged.
+    ``charge`` is called with the unpacked size and may raise to refuse it; a damaged body raises ``RecordingError``.
     """
     try:
         if body[:1] == bytes([_ZLIB_MAGIC]):
@@ -376,11 +366,7 @@ def event_row(seq: int, t: float, message: Message) -> Row:
 
 
 class NameNumbers:
-    """Numbers the devices and processes that device samples repeat, so that each is stored once.
-
-    Args:
-        first: the lowest number to assign.
-    """
+    """Numbers, from ``first`` on, the devices and processes that device samples repeat, so that each is stored once."""
 
     def __init__(self, first: int = 1) -> None:
         self._next = first
@@ -420,11 +406,7 @@ class NameNumbers:
 
 
 def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) -> DeviceSample:
-    """Return the device sample of a row, its device's row of ``device_names`` (without the number) and all processes.
-
-    Raises:
-        KeyError: a process is not among ``processes``.
-    """
+    """Return the device sample of a row, its device's row of ``device_names`` (less its number) and all processes."""
     host, kind, index, name, uuid, total_bytes, power_limit_w = device
     flat = _decode_processes(row[11]) if row[11] else []
     return DeviceSample(
@@ -454,10 +436,7 @@ def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) 
 class RowDecoder:
     """Decodes rows of the stream's tables.
 
-    Args:
-        schema: the recording's schema.
-        names: returns all rows of ``device_names`` or ``process_names``.
-        guard: bounds the cost of unpacking.
+    ``names`` returns all rows of ``device_names`` or ``process_names``; ``guard`` bounds the cost of unpacking.
     """
 
     def __init__(self, schema: int, names: Callable[[str], list[Row]], guard: Guard) -> None:

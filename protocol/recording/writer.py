@@ -103,14 +103,7 @@ class Batch:
             self.lose(count, first_t, last_t, reason)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Record that messages were lost.
-
-        Args:
-            count: their number.
-            first_t: when the hub received the first of them, seconds since the epoch.
-            last_t: when it received the last.
-            reason: the reason, as text.
-        """
+        """Record the loss of ``count`` messages that the hub received from ``first_t`` to ``last_t``."""
         if self.gap is not None:
             first_t, count = self.gap[0], count + self.gap[2]
         self.gap = (first_t, last_t, count, reason)
@@ -141,11 +134,7 @@ class Batch:
         return found
 
     def insert(self, connection: sqlite3.Connection) -> int:
-        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values.
-
-        Raises:
-            sqlite3.Error: they could not be written.
-        """
+        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values."""
         return sum(_insert(connection, table, rows) for table, rows in self.rows.items() if rows)
 
 
@@ -353,12 +342,8 @@ def _check_continuable(path: Path) -> None:
 class Writer:
     """Appends the hub's stream to a recording file, which is created, or continued if it exists.
 
-    Args:
-        path: the file.
-        run: the run; kept in ``meta`` so that the file is self-contained.
-
-    Raises:
-        RecordingError: the file exists and is damaged, or is not a recording this version can continue.
+    The run's description is kept in ``meta``, so that the file is self-contained. Raises ``RecordingError`` if the file
+    exists and is damaged, or is not a recording this version can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str], run: RunFile | None = None) -> None:
@@ -414,12 +399,9 @@ class Writer:
                 self._names = NameNumbers(first=int(time.time()))
 
     def append(self, seq: int, t: float, message: Message) -> None:
-        """Add one message of the stream; it is on disk after the next ``commit``.
+        """Add one message of the stream, received by the hub at ``t``; it is on disk after the next ``commit``.
 
-        Args:
-            seq: its number in the hub's stream, higher than all before.
-            t: when the hub received it, seconds since the epoch.
-            message: heartbeats, queries and answers are numbered but not recorded.
+        Its number is higher than all before. Heartbeats, queries and answers are numbered but not recorded.
         """
         self.last_seq = seq
         if type(message) in _NOT_RECORDED:

@@ -158,12 +158,9 @@ def print_own(text: str) -> None:
 
 
 def last_lines(log: Path, limit: int, *, own: bool = False) -> list[str]:
-    """Return the last lines that are not blank, at most ``limit``; none if the file cannot be read.
+    """Return at most ``limit`` lines from the last 32 KiB of a log that are not blank; none if it cannot be read.
 
-    Args:
-        log: the file, of which the last 32 KiB are read.
-        limit: maximum number of lines.
-        own: include ftmon's own lines.
+    ftmon's own lines are included with ``own``.
     """
     try:
         with log.open("rb") as file:

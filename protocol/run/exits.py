@@ -57,12 +57,7 @@ def of_run(end: "ExitFile") -> int:
 
 
 def of_error(error: FtmonError, usage: int = RUN_USAGE) -> int:
-    """Return the status of a command that starts a run where ftmon itself could not go on.
-
-    Args:
-        error: the reason.
-        usage: the command's status for wrong usage.
-    """
+    """Return the status of a command that starts a run if ftmon itself could not go on; ``usage`` for wrong usage."""
     if isinstance(error, HubError):
         return LOST
     wrong = isinstance(error, UsageError) and not isinstance(error, StartError)

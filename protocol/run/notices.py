@@ -57,12 +57,8 @@ class Notice(msgspec.Struct, frozen=True):
 def make_notify(targets: Sequence[str], events: str) -> Notify | None:
     """Return the targets and events of notifications; None: there are no targets.
 
-    Args:
-        targets: as ``Notify`` has them.
-        events: some of ``EVENTS``, separated by commas; empty: all.
-
-    Raises:
-        UsageError: an event is unknown, or there are events and no target.
+    ``events`` has some of ``EVENTS``, separated by commas; empty: all. Raises ``UsageError`` for an unknown event, and
+    for events without a target.
     """
     names = [name.strip() for name in events.split(",") if name.strip()]
     if not targets:
@@ -76,11 +72,7 @@ def make_notify(targets: Sequence[str], events: str) -> Notify | None:
 
 
 def check_target(target: str) -> None:
-    """Refuse a target that cannot work here.
-
-    Raises:
-        UsageError: it is empty, no valid address, one with a password, or ``desktop`` without ``notify-send``.
-    """
+    """Raise ``UsageError`` for a target that cannot work here."""
     if not target.strip():
         raise UsageError("--notify needs a command, a webhook's address, 'desktop' or 'terminal'")
     if is_webhook(target):
@@ -127,11 +119,7 @@ def write_notify(run: RunDir, notify: Notify) -> None:
 
 
 class Notices:
-    """Derives notices from a run's messages, each once.
-
-    Args:
-        since: alerts raised before this time are not notified again (seconds since the epoch).
-    """
+    """Derives notices from a run's messages, each once; not for alerts raised before ``since`` (Unix time)."""
 
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since

@@ -97,11 +97,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """The run's hosts, if it has several; detected when the run is created."""
 
     def check(self) -> None:
-        """Check the values and their combinations.
-
-        Raises:
-            UsageError: one is invalid; the text names the option of the command line.
-        """
+        """Raise ``UsageError`` for an invalid value or combination; the text names the option of the command line."""
         if self.on_oom != "hold" and (self.allow_console or self.hold_timeout):
             raise UsageError("--allow-console and --hold-timeout need --on-oom hold")
         for option in ("hold_timeout", "hang_grace", "exit_timeout", "stop_grace"):
@@ -241,11 +237,7 @@ class RunDir:
         return self.logs / f"rank-{rank}.{stream}"
 
     def check(self) -> None:
-        """Refuse a directory that other users could have made or can read.
-
-        Raises:
-            RunDirError: it is missing, a symbolic link, another user's, or open to others.
-        """
+        """Raise ``RunDirError`` for a directory that other users could have made or can read."""
         try:
             info = self.path.lstat()
         except FileNotFoundError:
@@ -258,11 +250,7 @@ class RunDir:
             raise RunDirError(f"{self.path}: is open to other users; run: chmod 700 {shlex.quote(str(self.path))}")
 
     def read_run(self) -> RunFile:
-        """Read ``run.json``.
-
-        Raises:
-            RunDirError: it is missing or damaged.
-        """
+        """Read ``run.json``; raise ``RunDirError`` if it is missing or damaged."""
         found = self._read("run.json", RunFile)
         if found is None:
             raise RunDirError(f"{self.path}: is not an ftmon run (no run.json)")
@@ -360,8 +348,7 @@ class RunDir:
     def lock_hub(self) -> int:
         """Acquire the hub's lock; return the descriptor that holds it until it is closed or the process ends.
 
-        Raises:
-            HubError: another hub of this run is alive.
+        Raises ``HubError`` if another hub of this run is alive.
         """
         import fcntl  # absent on Windows, where no hub runs
 
@@ -427,11 +414,7 @@ def home() -> Path:
 
 
 def checked_home() -> Path:
-    """Return ``home()`` after checking that no other user can write to it; it need not exist.
-
-    Raises:
-        RunDirError: it, or the target of the symbolic link, is another user's, not a directory, or open to others.
-    """
+    """Return ``home()``, which need not exist; raise ``RunDirError`` if other users can write to it or its target."""
     path = home()
     if not hasattr(os, "getuid"):
         return path
@@ -472,8 +455,7 @@ def create(
 ) -> RunDir:
     """Create a run directory with its ``run.json``.
 
-    Raises:
-        RunDirError: it cannot be created, or the working directory no longer exists or its path is not UTF-8.
+    Raises ``RunDirError`` if that fails, or the working directory no longer exists or its path is not UTF-8.
     """
     cwd = _working_directory()
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
@@ -516,11 +498,7 @@ def _working_directory() -> str:
 
 
 def _check_ours(runs: Path) -> None:
-    """Refuse a directory of runs that other users can write to.
-
-    Raises:
-        RunDirError: it belongs to another user, or others may write into it.
-    """
+    """Refuse a directory of runs that other users can write to."""
     info = runs.stat()
     if hasattr(os, "getuid") and info.st_uid != os.getuid():
         raise RunDirError(f"{runs}: belongs to another user; set FTMON_HOME to a directory of yours")
@@ -531,8 +509,7 @@ def _check_ours(runs: Path) -> None:
 def all_runs() -> list[RunDir]:
     """Return the run directories of this user on this host, newest first; everything else is skipped.
 
-    Raises:
-        RunDirError: other users can write to the directory that holds them.
+    Raises ``RunDirError`` if other users can write to the directory that holds them.
     """
     found: list[tuple[float, str, RunDir]] = []
     runs = checked_home() / "runs"
@@ -553,12 +530,8 @@ def find(name: str | None) -> RunDir:
     """Return a run by identifier, name, or prefix of an identifier; None: the newest with a living hub, or the newest.
 
     A whole name takes precedence over a prefix: ``demo`` does not mean ``demo-large``. If several runs match, the one
-    with a living hub is returned, if there is exactly one.
-
-    Raises:
-        RunNotFoundError: no run matches.
-        SeveralRunsError: several runs match.
-        RunDirError: other users can write to the directory that holds them.
+    with a living hub is returned, if there is exactly one. Raises ``RunNotFoundError``, ``SeveralRunsError``, or
+    ``RunDirError`` if other users can write to the directory that holds them.
     """
     runs = all_runs()
     if not runs:

@@ -146,12 +146,7 @@ def spawn_module(
 ) -> "subprocess.Popen[bytes]":
     """Start one of ftmon's modules in a session of its own, which does not receive the terminal's signals.
 
-    Args:
-        stdin: as for ``subprocess.Popen``, as are ``stdout``, ``stderr`` and ``pass_fds``.
-        environ: its environment; variables of a run are removed.
-
-    Raises:
-        OSError: the process cannot be created.
+    Variables of a run are removed from ``environ``. Raises ``OSError`` if the process cannot be created.
     """
     return subprocess.Popen(
         module_command(module, words),
@@ -168,10 +163,7 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     """Start a hub; if several are started, the hub's lock lets only one run.
 
     Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
-    have to restart it.
-
-    Raises:
-        OSError: the process cannot be created.
+    have to restart it. Raises ``OSError`` if the process cannot be created.
     """
     return spawn_module(_HUB, [str(run.path)], stdout=log, stderr=log)
 
@@ -218,14 +210,9 @@ def spawn_start(
 ) -> tuple["subprocess.Popen[bytes]", bytes]:
     """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
 
-    Args:
-        line: the requesting process's end of the socket pair to the run's launcher; None: no process waits for the run.
-        stdin: descriptor that becomes the job's standard input.
-        environ: the environment of the job; variables of a run are removed.
-
-    Raises:
-        UsageError: the request cannot be encoded: an argument is not UTF-8.
-        OSError: the process cannot be created.
+    ``line`` is the requesting process's end of the socket pair to the run's launcher; None: no process waits for the
+    run. The descriptor ``stdin`` becomes the job's standard input; ``environ``, without the variables of a run, its
+    environment. Raises ``UsageError`` if an argument is not UTF-8, ``OSError`` if the process cannot be created.
     """
     # A copy: the process's own descriptor 0 is the pipe with the request.
     input_copy = os.dup(stdin) if stdin is not None else None
@@ -269,11 +256,7 @@ def print_started(run: RunDir) -> None:
 
 
 def read_request(file: IO[bytes]) -> StartRequest:
-    """Read a request from a file, up to its end.
-
-    Raises:
-        UsageError: it is not a valid request.
-    """
+    """Read a request from a file, up to its end; raise ``UsageError`` if it is invalid."""
     try:
         request = msgspec.json.decode(file.read(), type=StartRequest)
     except (msgspec.MsgspecError, ValueError) as error:

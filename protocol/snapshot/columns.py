@@ -198,9 +198,6 @@ class Stacks:
 
         Entries share their frames' dictionaries, so a stack is identified by the frames' identities. A long stack is
         looked up by its innermost frames, and the candidate compared with it: list comparison checks identities first.
-
-        Raises:
-            TypeError, ValueError, AttributeError, KeyError: a stack is invalid.
         """
         column: array[int] = array("I")
         for begin in range(0, len(stacks), _PIECE):
@@ -283,11 +280,7 @@ _ACTIONS = {name: index for index, name in enumerate(ACTIONS)}
 
 
 def compact(raw: Any, path: str) -> Snapshot:
-    """Return the result of ``torch.cuda.memory._snapshot()`` as columns; the data is consumed.
-
-    Raises:
-        SnapshotError: it does not have the structure of a snapshot.
-    """
+    """Return ``torch.cuda.memory._snapshot()`` as columns; the data is consumed. May raise ``SnapshotError``."""
     made = Compactor(path)
     return made.snapshot(raw).with_stacks(made.stack_columns())
 
@@ -312,20 +305,12 @@ class Compactor:
         self._note_of: dict[str, int] = {"": 0}
 
     def snapshot(self, raw: Any) -> Snapshot:
-        """Return the snapshot without the stacks.
-
-        Raises:
-            SnapshotError: the data does not have the structure of a snapshot.
-        """
+        """Return the snapshot without the stacks; raise ``SnapshotError`` for data without the structure of one."""
         with _checked(self.path):
             return self._snapshot(raw)
 
     def stack_columns(self) -> StackColumns:
-        """Return the stacks of the snapshot that ``snapshot`` returned.
-
-        Raises:
-            SnapshotError: a stack is invalid.
-        """
+        """Return the stacks of the snapshot that ``snapshot`` returned; raise ``SnapshotError`` for an invalid one."""
         with _checked(self.path):
             stacks = Stacks()
             traces = [stacks.column(frames).tobytes() for frames in self._trace_frames]

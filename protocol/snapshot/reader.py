@@ -91,14 +91,8 @@ def estimate(part: bytes) -> int:
 def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
     """Read a whole pickle and estimate the memory of its objects before any is made.
 
-    Args:
-        path: the file, gzip-compressed or not.
-        most_bytes: limit on its decompressed size; 0: that of ``granted_bytes``.
-        most_memory: limit on the memory of its objects, bytes; 0: that of ``granted_memory``.
-
-    Raises:
-        SnapshotError: it exceeds a limit.
-        EOFError, gzip.BadGzipFile, zlib.error: its gzip data is damaged.
+    Limits are in bytes; 0: those of ``granted_bytes`` and ``granted_memory``. Raises ``SnapshotError`` above one,
+    ``EOFError``, ``gzip.BadGzipFile`` or ``zlib.error`` for damaged gzip data.
     """
     most_memory = most_memory or granted_memory(path)
     cost = 0
@@ -115,10 +109,8 @@ def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
 def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     """Return the content of a pickle of plain data, gzip-compressed or not; the caller checks its structure.
 
-    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process.
-
-    Raises:
-        SnapshotError: it cannot be read, would run code, is truncated, too large, or not a pickle.
+    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process. Raises
+    ``SnapshotError`` if it cannot be read, would run code, is truncated, too large, or not a pickle.
     """
     collecting = gc.isenabled()
     # A million dictionaries without a cycle: the collector would traverse them again and again.
@@ -249,21 +241,13 @@ T = TypeVar("T")
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Return a PyTorch memory snapshot, gzip-compressed or not, of PyTorch 2.1 and later.
-
-    Raises:
-        SnapshotError: the file cannot be read; the text is one line.
-    """
+    """Return a PyTorch memory snapshot, packed by gzip or not, of PyTorch 2.1 and later, or raise ``SnapshotError``."""
     with SnapshotReading(Path(path)) as reading:
         return reading.snapshot().with_stacks(reading.stacks())
 
 
 class SnapshotReading:
-    """A snapshot file that a separate process reads: its columns first, then its stacks.
-
-    Raises:
-        SnapshotError: the file cannot be read; the text is one line.
-    """
+    """A snapshot file that a separate process reads: columns first, then stacks; may raise ``SnapshotError``."""
 
     def __init__(self, path: Path) -> None:
         _check(path)

@@ -74,14 +74,9 @@ class Results(NamedTuple):
 
 
 class Writer:
-    """Appends to a results file, with an exclusive lock on it.
+    """Appends to a results file, with an exclusive lock on it; a new file gets ``header``, which others must match.
 
-    Args:
-        path: the file; created if it is missing.
-        header: written to a new file, else compared with the existing header.
-
-    Raises:
-        ResultsError: the file cannot be used, has results of another sweep, or another process writes it.
+    Raises ``ResultsError`` if it cannot be used, has results of another sweep, or another process writes it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -112,11 +107,7 @@ class Writer:
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
     def append(self, entry: Entry) -> None:
-        """Write one entry; it is on disk when this returns.
-
-        Raises:
-            FtmonError: it cannot be written.
-        """
+        """Write one entry, which is on disk when this returns; raise ``FtmonError`` if that fails."""
         try:
             self._file.write(msgspec.json.encode(entry) + b"\n")
             self._file.flush()
@@ -132,8 +123,7 @@ class Writer:
 def read(path: Path) -> Results:
     """Return the contents of a results file, which may be in use by a writer.
 
-    Raises:
-        ResultsError: it is missing, not a results file, or of another version.
+    Raises ``ResultsError`` if it is missing, not a results file, or of another version.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:

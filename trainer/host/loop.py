@@ -49,8 +49,7 @@ class Reply(Generic[T]):
 def start(flow: Flow[object]) -> None:
     """Run a coroutine until it first waits; the rest runs as its replies arrive.
 
-    Raises:
-        Exception: raised by the coroutine before it first waits; later ones are raised in the call that sets the reply.
+    Raises what the coroutine raises before it first waits; later exceptions are raised where the reply is set.
     """
     try:
         reply = flow.send(None)

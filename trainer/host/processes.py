@@ -188,10 +188,8 @@ def runs_module(pid: int, module: str) -> bool:
 def send_signal(process: Process, number: signal.Signals) -> bool:
     """Signal exactly this process; return False if it is gone (or its pid was reused).
 
-    Uses a pidfd, so that the pid cannot be reused between check and signal.
-
-    Raises:
-        PermissionError: the process belongs to another user.
+    Uses a pidfd, so that the pid cannot be reused between check and signal. Raises ``PermissionError`` if the process
+    belongs to another user.
     """
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -231,12 +229,9 @@ def _note(process: Process, number: signal.Signals) -> None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Ask the kernel for the wait(2) status of a process that its parent has reaped.
+    """Return the wait(2) status of a process that its parent has reaped; None if it has not, or on Linux before 6.15.
 
     ``pidfd`` was opened while the process existed (pidfd_open(2)).
-
-    Returns:
-        None if it has not been reaped, or if the kernel is older than 6.15.
     """
     info = bytearray(
         _INFO_BYTES

@@ -28,11 +28,7 @@ class Listen(NamedTuple):
 
 
 def parse_listen(text: str) -> Listen:
-    """Parse ``HOST:PORT``; HOST is an address or name of this host, or empty for every interface.
-
-    Raises:
-        UsageError: ``text`` does not have that form.
-    """
+    """Parse ``HOST:PORT``, or raise ``UsageError``; HOST is an address or name of this host; empty: all interfaces."""
     host, separator, port_text = text.rpartition(":")
     host = host.strip("[]") or "0.0.0.0"
     last = 65535 - len(CHANNELS) + 1
@@ -49,11 +45,7 @@ def parse_listen(text: str) -> Listen:
 
 
 def check_free(listen: Listen) -> None:
-    """Raise if a port is in use.
-
-    Raises:
-        UsageError: one of the ports is in use, or the address is not this host's.
-    """
+    """Raise ``UsageError`` if one of the ports is in use, or the address is not this host's."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     for port in range(listen.port, listen.port + len(CHANNELS)):
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -35,9 +35,7 @@ def sweep(
     """End all processes that ``find`` returns, calling it repeatedly, because a process may start others until it dies.
 
     KILL follows TERM after ``term_seconds`` and is repeated for ``kill_seconds``; ``on_wait`` is called between polls.
-
-    Returns:
-        Processes still alive, usually in uninterruptible sleep (state D).
+    Returns the processes still alive, usually in uninterruptible sleep (state D).
     """
     begun = time.monotonic()
     killed_at: float | None = None

@@ -34,11 +34,7 @@ _REASONS = (
 
 
 class Nvml:
-    """NVML, opened. Not thread-safe; use it from one thread.
-
-    Raises:
-        pynvml.NVMLError: no driver is installed, or it does not answer.
-    """
+    """NVML, opened. Not thread-safe; use it from one thread. Raises ``pynvml.NVMLError`` without a working driver."""
 
     def __init__(self) -> None:
         pynvml.nvmlInit()
@@ -58,12 +54,9 @@ class Nvml:
             pynvml.nvmlShutdown()
 
     def samples(self, host: str, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
-        """Sample every GPU that answers.
+        """Sample every GPU that answers; raise ``pynvml.NVMLError`` if none does any more.
 
         If NVML reports pids of another namespace (in some containers), no process has a rank.
-
-        Raises:
-            pynvml.NVMLError: no device answers any more.
         """
         samples: list[DeviceSample] = []
         failed: pynvml.NVMLError | None = None

@@ -169,11 +169,9 @@ def measure(
 ) -> Activity:
     """Return the totals of the process ``pid`` and its descendants.
 
-    Args:
-        dump: ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
-        sockets: ``traffic.by_socket``; None: read here.
-        others: other processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
-        ranks: processes of ranks, whose work does not count for the rank that started them.
+    ``dump`` has the ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
+    The work of ``others`` counts as this rank's: daemons it started, holders of a lock it waits for. That of ``ranks``
+    that it started does not. ``sockets`` is ``by_socket()``; None: read here.
     """
     sockets = by_socket() if sockets is None else sockets
     training = dump.training if dump is not None else pid
@@ -350,10 +348,9 @@ def py_spy() -> str:
 
 
 def native(process: Process) -> tuple[str, str]:
-    """Read a process's stacks with py-spy, including native frames, if permitted. The process is paused meanwhile.
+    """Return a process's stacks by py-spy, including native frames; or an empty string, and the reason.
 
-    Returns:
-        The stacks, or an empty string and the reason.
+    The process is paused meanwhile.
     """
     program = py_spy()
     if not program:
