@@ -61,7 +61,7 @@ def causal_pairs_of_rows(tokens: int, rows: int) -> int:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return a device's data-sheet peak in FLOP/s for matrix products in ``precision``; its name is PyTorch's or NVML's.
+    """Return a device's data-sheet peak in FLOP/s for matrix products in ``precision``; named as by PyTorch or NVML.
 
     None for a CPU, a GPU that is not in the table (such as a MIG slice), or an unsupported data type.
     """

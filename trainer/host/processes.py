@@ -13,11 +13,12 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.hub_facts import UnhookedFacts
+from ...protocol.host.process import proc_bytes, proc_text
 from ...protocol.run.environment import RANK_PID_ENV, RUN_ENV
 
 _GET_INFO = 0xC040FF0B
@@ -55,18 +56,8 @@ class Process(NamedTuple):
 
 def stat_fields(path: str) -> tuple[str, list[str]] | None:
     """Return the name in a ``stat`` file of proc(5), and the fields after it; None if it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        text = os.read(descriptor, 4096).decode("utf-8", "replace")
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    end = text.rindex(")")
-    return text[text.index("(") + 1 : end], text[end + 2 :].split()
+    begin, _, fields = proc_text(path).rpartition(")")
+    return (begin.partition("(")[2], fields.split()) if fields else None
 
 
 def read(pid: int) -> Process | None:
@@ -82,11 +73,15 @@ def read(pid: int) -> Process | None:
 def status(pid: int, thread: int | None = None) -> dict[str, str]:
     """Return the fields of ``/proc/PID/status`` (proc(5)) or of one thread's; empty if they are not readable."""
     path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
-    try:
-        text = Path(path).read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in proc_text(path).splitlines())}
+
+
+def open_files(pid: int, root: Path = Path("/")) -> Iterator[tuple[str, str]]:
+    """Yield the path in /proc of each descriptor of a process, and its target; none if they are not readable."""
+    with contextlib.suppress(OSError), os.scandir(root / f"proc/{pid}/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                yield entry.path, os.readlink(entry.path)
 
 
 def tracer(pid: int) -> str:
@@ -104,13 +99,8 @@ def same(process: Process) -> Process | None:
 
 def table() -> dict[int, Process]:
     """Return the whole process table, by pid, including zombies."""
-    found: dict[int, Process] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            process = read(int(entry))
-            if process is not None:
-                found[process.pid] = process
-    return found
+    found = (read(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+    return {process.pid: process for process in found if process is not None}
 
 
 def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
@@ -135,10 +125,7 @@ def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iter
 
 def environment_of(pid: int) -> list[bytes]:
     """Return the ``NAME=value`` strings with which a process was started; empty if not readable."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+    return proc_bytes(f"/proc/{pid}/environ").split(b"\0")
 
 
 def variable_of(pid: int, name: str) -> str | None:
@@ -152,14 +139,8 @@ def marked(run: Path, processes: Iterable[Process], rank_pids: Iterable[int] | N
     """Return the processes whose environment names ``run`` (and, if given, one of the ranks ``rank_pids``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")
     ranks = None if rank_pids is None else {os.fsencode(f"{RANK_PID_ENV}={pid}") for pid in rank_pids}
-    found: list[Process] = []
-    for process in processes:
-        if not process.alive:
-            continue
-        variables = environment_of(process.pid)
-        if wanted in variables and (ranks is None or not ranks.isdisjoint(variables)):
-            found.append(process)
-    return found
+    living = [(process, environment_of(process.pid)) for process in processes if process.alive]
+    return [one for one, found in living if wanted in found and (ranks is None or not ranks.isdisjoint(found))]
 
 
 def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
@@ -179,10 +160,7 @@ def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Pro
 
 def runs_module(pid: int, module: str) -> bool:
     """Return whether a process was started as ``python -m MODULE``; False if it is gone."""
-    try:
-        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return module.encode() in proc_bytes(f"/proc/{pid}/cmdline").split(b"\0")
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
@@ -191,29 +169,23 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
     Uses a pidfd, so that the pid cannot be reused between check and signal. Raises ``PermissionError`` if the process
     belongs to another user.
     """
+    descriptor = -1
     try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return False
-    except OSError:  # a kernel before 5.3: check, then signal
+        with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: check, then signal
+            descriptor = os.pidfd_open(process.pid)
         if same(process) is None:
             return False
-        try:
+        if descriptor < 0:
             os.kill(process.pid, number)
-        except ProcessLookupError:
-            return False
-        _note(process, number)
-        return True
-    try:
-        if same(process) is None:
-            return False
-        signal.pidfd_send_signal(descriptor, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
         _note(process, number)  # before another thread may run and find its end
         return True
     except ProcessLookupError:
         return False
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def was_killed(pid: int, start_ticks: int) -> bool:
@@ -233,9 +205,7 @@ def status_of_reaped(pidfd: int) -> int | None:
 
     ``pidfd`` was opened while the process existed (pidfd_open(2)).
     """
-    info = bytearray(
-        _INFO_BYTES
-    )  # starts with the mask of requested fields; the kernel returns the provided ones there
+    info = bytearray(_INFO_BYTES)  # starts with the mask of requested fields; the kernel returns the provided ones
     struct.pack_into("=Q", info, 0, _INFO_EXIT)
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _GET_INFO, info)
@@ -251,13 +221,9 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
     return os.WEXITSTATUS(wait_status), None
 
 
-# Finds a rank's processes that no longer descend from it: daemons that forked twice, workers of a dead parent.
-#
-# They are attributed to the rank by one of: its pid in their environment (``RANK_PID_ENV``, after an exec); the run's
-# environment with the same stack address (kept by a fork without exec; the kernel randomizes it for each exec); descent
-# from such a process.
-
-
+# Processes that no longer descend from their rank: daemons that forked twice, workers of a dead parent. They are
+# attributed to it by its pid in their environment (``RANK_PID_ENV``, after an exec), by the run's environment with the
+# same stack address (kept by a fork without exec; the kernel randomizes it for each exec), or by descent from such one.
 _START_STACK = 25
 """Index of field 28 of /proc/PID/stat in the fields after the name."""
 
@@ -323,9 +289,6 @@ def _image(pid: int) -> int:
     return int(read[1][_START_STACK]) if read is not None else 0
 
 
-# The directory of ftmon's import hook, and a search for processes without it (whose command set ``PYTHONPATH``).
-
-
 INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
 
@@ -337,19 +300,9 @@ def find_unhooked(run: Path, launcher: int) -> UnhookedFacts | None:
     for process in marked(run, descendants([launcher], table())):
         given = variable_of(process.pid, "PYTHONPATH")
         hooked = str(INJECT_DIR) in (given or "").split(os.pathsep)
-        if not hooked and _has_pytorch(process.pid):
+        if not hooked and _PYTORCH in proc_bytes(f"/proc/{process.pid}/maps"):
             return UnhookedFacts(process.pid, given)
     return None
-
-
-def _has_pytorch(pid: int) -> bool:
-    try:
-        return _PYTORCH in Path(f"/proc/{pid}/maps").read_bytes()
-    except OSError:
-        return False
-
-
-# Makes this process a background process: low CPU and disk priority, first to be OOM-killed, ends with its parent.
 
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.analysis.stalls.evidence import Activity, Calls, LockWait
+from ....protocol.host.process import proc_text
 from ....protocol.messages import control
 from ....protocol.messages.telemetry import SelfDump
 from ....protocol.text import kernel_sleep, sanitize
 from .. import processes
 from ..processes import Process, escaped, origin
-
-# Finds processes blocked on a file lock, and the lock's holder: /proc/locks of proc(5).
-
 
 _LINE = re.compile(r"(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)\s")
 
@@ -39,15 +37,10 @@ class LockWaiter(NamedTuple):
 
 
 def lock_waiters(table: Mapping[int, Process], locks: str | None = None) -> dict[int, LockWaiter]:
-    """Return, by pid, the processes that wait for a lock held by another process."""
-    if locks is None:
-        try:
-            locks = Path("/proc/locks").read_text()
-        except OSError:
-            return {}
+    """Return, by pid, the processes that wait for a lock held by another process, from /proc/locks of proc(5)."""
     holders: dict[str, int] = {}
     found: dict[int, LockWaiter] = {}
-    for line in locks.splitlines():
+    for line in (proc_text("/proc/locks") if locks is None else locks).splitlines():
         read = _LINE.match(line)
         if read is None:
             continue
@@ -61,26 +54,16 @@ def lock_waiters(table: Mapping[int, Process], locks: str | None = None) -> dict
 
 
 def _path(pid: int, device: int, inode: int) -> str:
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                try:
-                    status = os.stat(entry.path)
-                except OSError:
-                    continue
-                if (status.st_dev, status.st_ino) == (device, inode):
-                    return os.readlink(entry.path)
-    except OSError:
-        pass
+    for path, target in processes.open_files(pid):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) == (device, inode):
+                return target
     return ""
 
 
-# Reads the bytes sent and received per TCP connection from the kernel's sock_diag(7) interface.
-#
-# ``/proc/PID/io`` counts read(2) and write(2) only; bytes of send(2) and recv(2), as Python's sockets use, are
-# counted by the connection itself (``struct tcp_info`` of linux/tcp.h). No privileges are needed.
-
-
+# Bytes per TCP connection are read through sock_diag(7): ``/proc/PID/io`` counts read(2) and write(2) only, and those
+# of send(2) and recv(2), as Python's sockets use, are counted by the connection (``tcp_info`` of linux/tcp.h).
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
@@ -109,16 +92,8 @@ def by_socket() -> dict[int, int]:
 
 def of_process(pid: int, sockets: Mapping[int, int]) -> int:
     """Return the bytes of all TCP connections that a process has open; 0 if its descriptors are not readable."""
-    if not sockets:
-        return 0
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError):
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    total += sockets.get(int(target[8:-1]), 0)
-    return total
+    targets = (target for _, target in processes.open_files(pid)) if sockets else ()
+    return sum(sockets.get(int(target[8:-1]), 0) for target in targets if target.startswith("socket:["))
 
 
 def _of_family(family: int) -> dict[int, int]:
@@ -213,10 +188,7 @@ def measure(
 
 def wchan(pid: int, thread: int) -> str:
     """Return the kernel function in which a thread waits; empty if it waits in none, or if it is not readable."""
-    try:
-        return Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip().strip("0")
-    except OSError:
-        return ""
+    return proc_text(f"/proc/{pid}/task/{thread}/wchan").strip().strip("0")
 
 
 def switches(pid: int, thread: int) -> int:
@@ -254,31 +226,23 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
             continue
         waits = waits or fields[0] == "D"
         ticks += int(fields[11]) + int(fields[12])
-        disk, passed = _io(Path(folder, "io"))
+        disk, passed = _io(f"{folder}/io")
         moved += disk
         chars += passed
     return _Threads(state, ticks / _TICKS, moved, chars, waits, own_ticks / _TICKS)
 
 
-def _io(path: Path) -> tuple[int, int]:
+def _io(path: str) -> tuple[int, int]:
     """Return a thread's bytes read from and written to disks, and through read(2) and write(2); 0 if not readable."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0, 0
-    found = dict(line.split(": ") for line in text.splitlines() if ": " in line)
+    found = dict(line.split(": ") for line in proc_text(path).splitlines() if ": " in line)
     disk = int(found.get("read_bytes", 0)) + int(found.get("write_bytes", 0))
     return disk, int(found.get("rchar", 0)) + int(found.get("wchar", 0))
 
 
-# Dumps stacks of a rank that cannot answer: by a signal to faulthandler, and native frames by py-spy.
+# The default action of the signal to faulthandler ends a process. It is therefore sent only if the process has the
+# known pid and start time, currently catches the signal, and still has the announced file open (``SelfDump``).
 #
-# The signal's default action ends a process. It is therefore sent only if the process has the known pid and start time,
-# currently catches the signal, and still has the announced file open (``SelfDump``).
-#
-# faulthandler reads the frames of all threads without the GIL: signal only ranks that ``gil_wait`` has found.
-
-
+# faulthandler reads the frames of all threads without the GIL: signal only ranks that ``waiting_for_gil`` has found.
 WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
@@ -387,16 +351,12 @@ def _added(path: Path, size: int) -> str:
         return ""
 
 
-# Finds ranks whose native code holds the GIL: faulthandler may read their frames from within a signal handler.
-#
-# faulthandler reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame
-# that no longer exists, and the process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
+# If a thread runs Python while faulthandler reads its frames, it may follow a frame that no longer exists, and the
+# process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
 # for the GIL without getting it, and each other thread sleeps or has used enough processor time that it would have
 # released the GIL if it ran Python; a garbage collection is native code. A thread in state D, for example on a page
 # fault, counts as runnable. The threads are sampled, not stopped, so this is not a proof: ``bench/RESULTS.md`` has the
 # error rates on an overloaded host.
-
-
 _SAMPLES, _SAMPLE_SECONDS = 8, 0.03
 _LEAST_WAKEUPS = 2
 _LONGEST_SECONDS = 0.045
