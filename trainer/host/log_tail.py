@@ -126,9 +126,7 @@ class _File:
             return []
         if self.bar:
             return self._bar_state(now)
-        if now - self.grew_at < PARTIAL_S:
-            return []
-        return self.take_unfinished()
+        return [] if now - self.grew_at < PARTIAL_S else self.take_unfinished()
 
     def _bar_state(self, now: float) -> list[str]:
         if not self.bar or self.skipping or now - self.bar_at < BAR_S:
@@ -181,8 +179,7 @@ class LogTail:
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
                 texts += file.take_unfinished()
-            for text in texts:
-                lines.append(LogLine(file.rank, now, file.stream, text))
+            lines += [LogLine(file.rank, now, file.stream, text) for text in texts]
         return lines
 
     def _scan(self) -> None:
@@ -241,9 +238,7 @@ def _rank_and_stream(name: str) -> tuple[int, Stream] | None:
     if name == "launcher.log":
         return -1, "launcher"
     found = _RANK_LOG.match(name)
-    if found is None:
-        return None
-    return int(found.group(1)), "out" if found.group(2) == "out" else "err"
+    return (int(found[1]), "out" if found[2] == "out" else "err") if found else None
 
 
 def _thinned(lines: list[str], quota: int) -> list[str]:

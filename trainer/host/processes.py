@@ -49,6 +49,11 @@ class Process(NamedTuple):
     name: str
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Pid and start time, which no other process has."""
+        return self.pid, self.start_ticks
+
+    @property
     def alive(self) -> bool:
         """False for a zombie, which only keeps its exit status."""
         return self.state not in "ZX"
@@ -195,7 +200,7 @@ def was_killed(pid: int, start_ticks: int) -> bool:
 
 def _note(process: Process, number: signal.Signals) -> None:
     if number == signal.SIGKILL:
-        _killed[process.pid, process.start_ticks] = None
+        _killed[process.key] = None
         while len(_killed) > _KILLS_KEPT:
             _killed.pop(next(iter(_killed)), None)
 
@@ -267,7 +272,7 @@ def escaped(
     for process in table.values():
         if process.pid in below or process.pid in by_pid or not process.alive or process.start_ticks < oldest:
             continue
-        rank = (known or {}).get((process.pid, process.start_ticks))
+        rank = (known or {}).get(process.key)
         if rank is None:
             owner = _owner(process, by_pid, by_image)
             rank = owner.rank if owner is not None else None

@@ -170,13 +170,7 @@ class HostLoad:
         if limited is not None and limited[1] < total:
             used, total = limited
         return DeviceSample(
-            host=host,
-            kind="host",
-            index=0,
-            name=self._name,
-            time=now,
-            used_bytes=used,
-            total_bytes=total,
+            *(host, "host", 0, self._name, now, used, total),
             utilization_percent=psutil.cpu_percent(None),
             processes=[
                 ProcessMemory(pid, size, rank, sanitize(proc_text(f"/proc/{pid}/comm").strip(), 32))
@@ -279,14 +273,8 @@ class KernelKills:
         for group in groups:
             before, after = self._note(group, now)
             if after > before:
-                return KernelKill(
-                    False,
-                    "group",
-                    limits_bytes=[limits[group]] if group in limits else [],
-                    kills=after,
-                    recent_kills=after - before,
-                    resident_bytes=resident,
-                )
+                limit = [limits[group]] if group in limits else []
+                return KernelKill(False, "group", "", 0, limit, after, after - before, resident)
         return KernelKill(False) if readable else None
 
     def forget(self, pid: int) -> None:
@@ -306,19 +294,16 @@ class KernelKills:
 
     def _from_log(self, pid: int) -> tuple[bool, LogKill | None]:
         """Return whether the kernel log could be read with this host's pids, and the kill of that pid in it."""
-        records = _log_records(self._root) if _pids_are_the_kernels(self._root) else []
+        try:
+            are_kernels = os.readlink(self._root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+        except OSError:
+            are_kernels = False
+        records = _log_records(self._root) if are_kernels else []
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         kills = [kill for record in records if (kill := read_kill(record)) is not None]
         # The log's clock stops during suspend and may drift; a pid is not reused that soon.
         near = [kill for kill in kills if kill.pid == pid and (not kill.at or abs(now - kill.at) < 600)]
         return bool(records), near[-1] if near else None
-
-
-def _pids_are_the_kernels(root: Path) -> bool:
-    try:
-        return os.readlink(root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
 
 
 def _log_records(root: Path) -> list[str]:
