@@ -9,6 +9,7 @@ for that run (``agent.key``), which is accepted on the agents' channels only. Ev
 
 import logging
 import re
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,7 @@ def allow(public: str, remark: str = "") -> None:
     """Add a public key to the allow-list; raise ``UsageError`` if it is none."""
     if not _PUBLIC_KEY.fullmatch(public):
         raise UsageError(f"{public!r} is not a public key: it has 40 characters, as 'public' in the other side's file")
-    listed = allowed() | {public: " ".join(remark.split())}
-    _write_allowed(listed)
+    _write_allowed(allowed() | {public: " ".join(remark.split())})
 
 
 def disallow(public: str) -> None:
@@ -120,25 +120,19 @@ def _write_allowed(listed: dict[str, str]) -> None:
 
 
 class AllowList:
-    """Decides for each new connection whether its public key is accepted. Rereads the list every time."""
+    """Decides for each new connection whether its public key is accepted: ``keys`` returns those that are."""
+
+    def __init__(self, keys: Callable[[], Container[str]] = allowed) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the Z85 public key ``key`` is allowed; a list that cannot be read allows none."""
         del domain
         try:
-            return key.decode("ascii", "replace") in allowed()
+            return key.decode("ascii", "replace") in self._keys()
         except (RunDirError, OSError) as error:
             logging.getLogger(__name__).warning("no key is allowed: %s", error)
             return False
-
-
-class _Agents:
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return key == self._public
 
 
 def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "ThreadAuthenticator":
@@ -151,7 +145,7 @@ def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "Thread
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=AllowList())
-    authenticator.configure_curve_callback(domain=AGENT_DOMAIN, credentials_provider=_Agents(agent))
+    authenticator.configure_curve_callback(domain=AGENT_DOMAIN, credentials_provider=AllowList(lambda: [agent]))
     return authenticator
 
 

@@ -13,20 +13,8 @@ RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stop
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
 AlertKind = Literal[
-    "spike",
-    "growth",
-    "hang",
-    "slow",
-    "oom",
-    "died",
-    "dropped",
-    "disk",
-    "failure",
-    "exit",
-    "note",
-    "leak",
-    "health",
-]
+    "spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak", "health",
+]  # fmt: skip
 
 
 class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=True):
@@ -145,12 +133,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
     error: str = ""
 
 
-# The verbs of commands, one struct each: its fields are the arguments, encoded as ``Command.args``.
-#
-# A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
-# newer sender may have more. ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
-
-
+# ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
 _Rank = Annotated[int, Meta(description="a rank's number")]
 _Ranks = Annotated[list[int], Meta(description="a list of numbers")]
 _Step = Annotated[int, Meta(ge=0, description="a step's number")]
@@ -166,7 +149,11 @@ _Targets = Annotated[
 
 
 class Verb(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of all verbs."""
+    """Base of the verbs of commands: a verb's fields are the arguments, encoded as ``Command.args``.
+
+    A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
+    newer sender may have more.
+    """
 
     @property
     def name(self) -> str:

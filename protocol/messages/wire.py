@@ -19,47 +19,15 @@ RESTART_LEAP = 1 << 20
 """A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
 
 Message = (
-    telemetry.Hello
-    | telemetry.Plan
-    | telemetry.Step
-    | telemetry.Heartbeat
-    | telemetry.AllocatorEvents
-    | telemetry.SnapshotTaken
-    | telemetry.LogLine
-    | telemetry.Oom
-    | telemetry.Failure
-    | telemetry.Stacks
-    | telemetry.Goodbye
-    | telemetry.DeviceSample
-    | memory.Composition
-    | memory.Cause
-    | memory.OomReport
-    | control.RankState
-    | control.RunState
-    | control.Alert
-    | control.HubStats
-    | control.Command
-    | control.Accepted
-    | control.Result
-    | control.Query
-    | control.Answer
-    | hosts.AgentBeat
-    | hosts.AgentAck
-    | hosts.HostState
-    | telemetry.Closing
-    | telemetry.Compiles
-    | telemetry.DiskSpace
-    | telemetry.DeviceHealth
-    | telemetry.Xid
-    | hosts.Job
-    | telemetry.Evaluation
-    | telemetry.Checkpoint
-    | telemetry.Activity
-    | telemetry.CheckpointFailed
-    | memory.Prediction
-    | memory.StepTrace
-    | telemetry.EarlyStop
-)
+    telemetry.Hello | telemetry.Plan | telemetry.Step | telemetry.Heartbeat | telemetry.AllocatorEvents
+    | telemetry.SnapshotTaken | telemetry.LogLine | telemetry.Oom | telemetry.Failure | telemetry.Stacks
+    | telemetry.Goodbye | telemetry.DeviceSample | memory.Composition | memory.Cause | memory.OomReport
+    | control.RankState | control.RunState | control.Alert | control.HubStats | control.Command
+    | control.Accepted | control.Result | control.Query | control.Answer | hosts.AgentBeat | hosts.AgentAck
+    | hosts.HostState | telemetry.Closing | telemetry.Compiles | telemetry.DiskSpace | telemetry.DeviceHealth
+    | telemetry.Xid | hosts.Job | telemetry.Evaluation | telemetry.Checkpoint | telemetry.Activity
+    | telemetry.CheckpointFailed | memory.Prediction | memory.StepTrace | telemetry.EarlyStop
+)  # fmt: skip
 """Any message; its tag is in the map's ``type`` field."""
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)

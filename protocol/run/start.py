@@ -1,8 +1,9 @@
-"""Request to start a run: one JSON object on the standard input of the process that creates the run and its launcher.
+"""Starts ftmon's other processes: hubs, and the process that creates a run and its launcher.
 
-That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
-a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and exits with status 0; for a refusal it
-prints text to standard error and exits with another status.
+The latter is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for a
+configuration. It reads a request to start a run, one JSON object, from its standard input, prints one JSON line,
+``{"run": "<run directory>"}``, and exits with status 0; for a refusal it prints text to standard error and exits with
+another status.
 """
 
 import contextlib
@@ -22,28 +23,24 @@ from .environment import monitor_environment
 from .notices import Notify
 from .rundir import ExitFile, RunDir, RunOptions
 
-# The line between the command that started a run and the run's launcher: a socket pair that only these two hold.
-#
-# It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
-# either end detects at once that the other process is gone, also after SIGKILL.
-#
-# - launcher to command: JSON lines, one ``LauncherMessage`` each.
-# - command to launcher: ``UNTIE``, once, when the run may outlive the command. Until then, the loss of the connection
-# counts as a request to end the run.
-
-
 UNTIE = b"u"
+"""Sent once by the command to the launcher, when the run may outlive the command."""
 
 
 class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a launcher to the command that started it."""
+    """A message of a launcher to the command that started it, a line of JSON."""
 
     launcher: ProcessId | None = None
     end: ExitFile | None = None
 
 
 class CommandEnd:
-    """The command's end of the line. No method raises or blocks."""
+    """The command's end of the line to the run's launcher: a socket pair that only these two hold.
+
+    It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
+    either end detects at once that the other process is gone, also after SIGKILL. Until ``UNTIE`` is sent, the loss of
+    the connection counts as a request to end the run. No method raises or blocks.
+    """
 
     def __init__(self) -> None:
         self._socket, self._other = socket.socketpair()
@@ -125,9 +122,6 @@ class LauncherEnd:
         return not self.open and not self._untied
 
 
-_HUB = "ftmon.trainer.hub"
-
-
 def module_command(module: str, words: Sequence[str] = ()) -> list[str]:
     """Return the command that runs one of ftmon's modules with this Python."""
     # -P: modules in the user's working directory must not shadow the standard library's.
@@ -165,11 +159,7 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
     have to restart it. Raises ``OSError`` if the process cannot be created.
     """
-    return spawn_module(_HUB, [str(run.path)], stdout=log, stderr=log)
-
-
-_SCRIPT = "ftmon.trainer.launch.start"
-_RECIPE = "ftmon.trainer.recipe.start"
+    return spawn_module("ftmon.trainer.hub", [str(run.path)], stdout=log, stderr=log)
 
 
 class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -224,7 +214,7 @@ def spawn_start(
         except UnicodeEncodeError:
             raise UsageError("the command has a word that is not UTF-8; rename that file") from None
         process = spawn_module(
-            _SCRIPT if request.kind == "run" else _RECIPE,
+            f"ftmon.trainer.{'launch' if request.kind == 'run' else 'recipe'}.start",
             [],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

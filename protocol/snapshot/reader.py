@@ -1,4 +1,11 @@
-"""Opens a snapshot file: a separate process unpickles it and returns columns."""
+"""Opens a snapshot file: a separate process unpickles it and returns columns.
+
+PyTorch's snapshots are pickles, and a pickle is a program. Only plain containers, strings and numbers are accepted:
+every opcode that names a class or function calls ``find_class``, which raises. Restricting the names does not bound the
+cost: one opcode can allocate gigabytes, and a tuple nested a million times overflows the C stack when it is hashed.
+Either ends only the separate process, whose end also returns the memory of a million dictionaries to the system:
+``python -m ftmon.protocol.snapshot.reader FILE`` writes a snapshot's columns to stdout.
+"""
 
 import contextlib
 import gc
@@ -19,12 +26,6 @@ import msgspec
 from ..host.machine import available_memory
 from ..text import sanitize
 from .columns import Compactor, Snapshot, SnapshotError, StackColumns
-
-# Unpickles plain containers, strings and numbers only, within size limits.
-#
-# PyTorch's snapshots are pickles, and a pickle is a program. Only the literal opcodes are accepted: every opcode that
-# names a class or function calls ``find_class``, which raises.
-
 
 MOST_BYTES = 4 * 2**30
 """Limit of a decompressed pickle: forty times the size of a million trace entries."""
@@ -51,6 +52,7 @@ _MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"
+_TOO_MUCH = "refused: it asks for far more memory than its size justifies"
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -100,10 +102,8 @@ def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
         while part := file.read(_CHUNK):
             cost += estimate(part)
             if cost > _ABOVE * most_memory:
-                raise SnapshotError(
-                    f"{path}: refused: it asks for far more memory than its size justifies, or than half of what is "
-                    f"available here: more than {most_memory / 2**30:.3g} GiB"
-                )
+                above = f"or than half of what is available here: more than {most_memory / 2**30:.3g} GiB"
+                raise SnapshotError(f"{path}: {_TOO_MUCH}, {above}")
 
 
 def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
@@ -132,7 +132,7 @@ def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     except EOFError:
         raise SnapshotError(f"{path}: cut short: copy the file again") from None
     except MemoryError:
-        raise SnapshotError(f"{path}: refused: it asks for far more memory than its size justifies") from None
+        raise SnapshotError(f"{path}: {_TOO_MUCH}") from None
     except SnapshotError:
         raise
     except Exception as error:
@@ -178,13 +178,6 @@ class _Bounded(io.RawIOBase):
         super().close()
 
 
-# The process that unpickles: ``python -m ftmon.protocol.snapshot.reader FILE`` writes a snapshot's columns to stdout.
-#
-# Restricting the names in a pickle does not bound its cost: one opcode can allocate gigabytes, and a tuple nested a
-# million times overflows the C stack when it is hashed. Here either ends only this process, whose end also returns the
-# memory of a million dictionaries to the system.
-
-
 REFUSED = 3
 _SPARE = 2**29
 _MOST_MEMORY = 64 * 2**30
@@ -205,7 +198,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return REFUSED
     except (MemoryError, RecursionError):
-        print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
+        print(f"{path}: {_TOO_MUCH}", file=sys.stderr)
         return REFUSED
     # A normal exit would first free a million dictionaries.
     os._exit(0)
@@ -318,7 +311,7 @@ def _check(path: Path) -> None:
             raise SnapshotError(f"{path}: not a regular file")
         with path.open("rb") as file:
             if not file.read(1):
-                raise SnapshotError(f"{path}: empty: write a snapshot with torch.cuda.memory._dump_snapshot(path)")
+                raise SnapshotError(f"{path}: empty: {_DUMP}")
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
     except PermissionError:

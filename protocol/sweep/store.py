@@ -1,6 +1,7 @@
 """The results file: JSON lines, each on disk before the next run begins. A torn last line is ignored."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -81,13 +82,11 @@ class Writer:
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
+        file: BinaryIO | None = None
         try:
             # Not truncated: until it is locked, the file may belong to another sweep that has just begun.
-            self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        except OSError as error:
-            raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
-        try:
-            _lock(self._file, path)
+            self._file = file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            _lock(file, path)
             found = read(path) if path.stat().st_size else None
             if found is not None and found.header.fingerprint != header.fingerprint:
                 raise ResultsError(
@@ -99,11 +98,11 @@ class Writer:
                 self._file.seek(0, os.SEEK_END)
             else:
                 self.append(header)
-        except FtmonError:
-            self._file.close()
-            raise
-        except OSError as error:
-            self._file.close()
+        except (FtmonError, OSError) as error:
+            if file is not None:
+                file.close()
+            if isinstance(error, FtmonError):
+                raise
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
     def append(self, entry: Entry) -> None:
@@ -154,10 +153,7 @@ def is_results(path: Path) -> bool:
 
 def verdicts(rows: list[Row]) -> dict[Verdict, int]:
     """Return the number of rows by verdict."""
-    found: dict[Verdict, int] = {}
-    for row in rows:
-        found[row.verdict] = found.get(row.verdict, 0) + 1
-    return found
+    return Counter(row.verdict for row in rows)
 
 
 class _Version(msgspec.Struct):
