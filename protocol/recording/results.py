@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable
 from math import log2, prod
 from typing import Any
@@ -16,22 +17,19 @@ from ..messages.telemetry import MAX_RANKS, Step
 from ..messages.wire import UNREADABLE, Frame, Message, decode_body
 from .rows import shown_since
 
-# Marks: the steps in which a phase of a rank reached a new highest peak for its batch size.
-#
-# A rise within the noise sets no mark, so a run of a million steps has some dozens of marks.
-# ``ftmon.tui.model.peaks`` derives from them which phase makes the peak, at which lengths, since when.
-
-
 RISE_SHARE = 0.002
 RISE_BYTES = 2**20
-"""A mark is set by a peak higher than the last mark by both of these."""
+"""A mark is set by a peak higher than the last mark by both of these: a run of a million steps has some dozens."""
 
 BUCKETS_AN_OCTAVE = 16
 """Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
 
 
 class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A phase reached a new highest peak with batches of this size."""
+    """A phase reached a new highest peak with batches of this size.
+
+    ``ftmon.tui.model.peaks`` derives from the marks which phase makes the peak, at which lengths, since when.
+    """
 
     rank: int
     step: int
@@ -75,12 +73,11 @@ class PhasePeaks:
         """Add a step; return the marks it sets, usually none."""
         if step.batch_shape != self._shape:
             self._shape, self._of_shape = step.batch_shape, self._highest_of(step.batch_shape)
-        highest = self._of_shape
-        found: list[PeakMark] = []
-        for record in step.phases:
-            peak = (record.resident or record.allocated).peak
-            if peak > highest.get(record.name, 0):
-                found.append(PeakMark(step.rank, step.step, record.name, peak, step.batch_shape))
+        found = [
+            PeakMark(step.rank, step.step, record.name, record.peak_span.peak, step.batch_shape)
+            for record in step.phases
+            if record.peak_span.peak > self._of_shape.get(record.name, 0)
+        ]
         for mark in found:
             self.put(mark)
         return found
@@ -280,25 +277,22 @@ def decode_answer(name: str, data: bytes) -> Any:
     return [Frame(frame.seq, frame.t, message) for frame, message in decoded if message is not None]
 
 
-# Two small tables that index the messages which explain memory: marks of the phases' peaks, and explanations.
-#
-# ``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
-# stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are
-# derived from the stream, and made again if they were lost.
-
-
 Row = tuple[Any, ...]
-
 
 MARK_LIMIT = 100_000
 
 
 class Marks:
-    """Derives the rows of both tables from the stream; ``emit(table, row)`` is called for each row."""
+    """Derives the rows of two tables from the stream; ``emit(table, row)`` is called for each row.
+
+    ``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
+    stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are made
+    again if they were lost.
+    """
 
     def __init__(self, emit: Callable[[str, Row], None]) -> None:
         self._emit = emit
-        self._peaks: dict[int, PhasePeaks] = {}
+        self._peaks: defaultdict[int, PhasePeaks] = defaultdict(PhasePeaks)
         self._composed: dict[int, int] = {}
         """Highest analysed peak of each rank, bytes."""
         self._job = 0
@@ -307,7 +301,7 @@ class Marks:
         """Continue where an earlier writer of this file ended."""
         since = shown_since(connection, 1 << 62)
         for mark in read_marks(connection, since):
-            self._of(mark.rank).put(mark)
+            self._peaks[mark.rank].put(mark)
         highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' AND seq >= ? GROUP BY rank"
         self._composed = dict(connection.execute(highest, (since,)).fetchall())
         last = "SELECT number FROM jobs WHERE shown ORDER BY seq DESC LIMIT 1"
@@ -315,7 +309,7 @@ class Marks:
 
     def step(self, seq: int, step: Step) -> None:
         """Add a step."""
-        for mark in self._of(step.rank).see(step):
+        for mark in self._peaks[step.rank].see(step):
             shape = json.dumps(mark.shape) if mark.shape else None
             self._emit("marks", (mark.rank, seq, mark.step, mark.phase, mark.bytes, shape))
 
@@ -337,12 +331,6 @@ class Marks:
             self._job = job.number
             self._peaks.clear()
             self._composed.clear()
-
-    def _of(self, rank: int) -> PhasePeaks:
-        found = self._peaks.get(rank)
-        if found is None:
-            found = self._peaks[rank] = PhasePeaks()
-        return found
 
 
 def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:

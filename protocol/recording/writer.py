@@ -116,9 +116,8 @@ class Batch:
         for table in _BULKY:
             times += (row[1] for row in self.rows[table])
             self.rows[table].clear()
-        self.rows["extra_phases"].clear()
-        self.rows["updates"].clear()
-        self.rows["training_steps"].clear()
+        for table in ("extra_phases", "updates", "training_steps"):
+            self.rows[table].clear()
         events = self.rows["events"]
         times += (row[1] for row in events[:-_EVENTS_KEPT])
         del events[:-_EVENTS_KEPT]
@@ -168,17 +167,15 @@ def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]
     connection.executemany(statement, rows[whole:])
 
 
-# Moves committed pages from the write-ahead log into the recording, in a thread of its own.
-#
-# A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
-# durable and moves it into the file about once a second: a crash of the machine loses at most that second.
-
-
 PERIOD_S = 1.0
 
 
 class Checkpointer(threading.Thread):
-    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
+    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``.
+
+    A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
+    durable: a crash of the machine loses at most a second.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="checkpointer", daemon=True)
@@ -215,13 +212,6 @@ class Checkpointer(threading.Thread):
             connection.close()
 
 
-# Handles a recording that is removed while it is written: the messages that explain the run are copied to a new one.
-#
-# The removed file stays readable for the writer that has it open. Steps, samples and log lines, which are most of it,
-# are left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that the
-# new file alone gives the run's current state.
-
-
 SETTLE_S = 1.0
 """A file must be missing for this long before a new one is made: a run's directory may be removed file by file."""
 _WHOLE = ("ranks", "alerts", "device_names", "process_names")
@@ -250,7 +240,11 @@ class RemovalWatch:
 
 @dataclass
 class CarriedOver:
-    """Rows copied out of a removed recording."""
+    """Rows copied out of a removed recording, which stays readable for the writer that has it open.
+
+    Steps, samples and log lines, which are most of it, are left out and counted; ranks, alerts, names and the latest
+    event of each kind and rank are copied, so that the new file alone gives the run's current state.
+    """
 
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -502,10 +496,8 @@ class Writer:
         """Size of the recording on disk, its write-ahead log included."""
         total = 0
         for suffix in ("", "-wal"):
-            try:
+            with contextlib.suppress(OSError):
                 total += os.stat(f"{self.path}{suffix}").st_size
-            except OSError:
-                continue
         return total
 
     def _try_open(self) -> bool:
@@ -603,7 +595,7 @@ class Writer:
         processor's cache.
         """
         steps, self._steps = self._steps, []
-        for add in (self._add_columns, self._add_figures, self._add_marks):
+        for add in (self._add_columns, self._add_figures, lambda seq, _, step: self._marks.step(seq, step)):
             fit: list[tuple[int, float, Step]] = []
             for one in steps:
                 try:
@@ -631,9 +623,6 @@ class Writer:
         if training is not None:
             self._put_row("training_steps", training)
         self._curves.add(seq, step.rank, figures)
-
-    def _add_marks(self, seq: int, _t: float, step: Step) -> None:
-        self._marks.step(seq, step)
 
     def _add(self, seq: int, t: float, message: Message) -> None:
         rows = self._pending.rows
