@@ -199,7 +199,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
 
     Raises ``msgspec.MsgspecError``, ``LookupError`` or ``TypeError`` for a row that no writer wrote.
     """
-    _, _, rank, number, started, host_us, device_us, *numbers, tokens = row[:11]
+    _, _, rank, number, started, host_us, device_us, loss, lr, grad_norm, tokens = row[:11]
     rest = _decode(row[REST_COLUMN])
     rare = rest.rare
     phases: list[PhaseRecord] = []
@@ -210,10 +210,13 @@ def step_from_row(row: Sequence[Any]) -> Step:
             continue
         phases.append(_phase_from(row, more, ended))
         ended = phases[-1].start_us + phases[-1].host_us
-    for name in rare.not_numbers:
-        numbers[_NUMBERS.index(name)] = float("nan")
+    if rare.not_numbers:
+        numbers = dict(zip(_NUMBERS, (loss, lr, grad_norm), strict=True)) | dict.fromkeys(
+            rare.not_numbers, float("nan")
+        )
+        loss, lr, grad_norm = numbers.values()
     return Step(
-        *(rank, number, started, host_us, phases, device_us, rest.micro_steps, *numbers, rest.loss_scale),
+        *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
         *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
         *(rest.probe_us, rare.dropped, rest.label_tokens, rare.updates, rest.cpu_us, rest.flops or 0.0, rest.fetch_us),
     )
