@@ -6,7 +6,6 @@ import msgspec
 
 TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
 """The packages that ftmon's own trainer and its predictions need: ``ftmon[train]`` installs and a rank imports them."""
-
 State = Literal["ok", "warning", "error"]
 
 

@@ -101,10 +101,8 @@ GPUS = (
     Gpu(r"GB200", "", 184.00, 2500.0, 2500.0, 1250.0, 80.0, 8000, 900, 450, (10, 0)),
 )  # fmt: skip
 """All kinds; the first that matches a name is used."""
-
 FIT_TABLE = tuple(sorted((gpu for gpu in GPUS if gpu.title), key=lambda gpu: gpu.memory_gib))
 """The kinds in "does it fit" tables, 8 to 288 GB, by memory."""
-
 _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
 
 

@@ -27,7 +27,6 @@ ZAP_DOMAIN = "ftmon"
 """ZAP domain of the channels that accept the allow-list (https://rfc.zeromq.org/spec/27/)."""
 AGENT_DOMAIN = "ftmon-agents"
 """ZAP domain of the agents' channels, which accept only the run's agent key."""
-
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 

@@ -13,13 +13,10 @@ SEND_HIGH_WATER = 10_000
 RECEIVE_HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Limit of a frame; a larger one is dropped with its connection. The largest regular one is a history answer."""
-
 REQUEST_HIGH_WATER = 200
 MAX_REQUEST_BYTES = 1024 * 1024
 """Limit of a request on the channels of apps: a flood waits in the sender's queue, not in the hub's memory."""
-
 REQUEST_CHANNELS = ("control", "query")
-
 _KINDS = {
     "telemetry": (zmq.PULL, zmq.PUSH),  # from probes
     "ranks": (zmq.ROUTER, zmq.DEALER),  # commands to a rank's probe
@@ -30,10 +27,8 @@ _KINDS = {
 }
 """The kinds of the hub's socket and of its peers', by channel."""
 CHANNELS = tuple(_KINDS)
-
 LOCAL_CHANNEL = "telemetry"
 """Not bound over TCP, where nothing uses it: what arrives on it counts as sent by a process of the hub's host."""
-
 AGENT_CHANNELS = ("ranks", "agents")
 """The channels that an agent uses; over TCP only agents use them."""
 

@@ -283,7 +283,6 @@ AGENT = (Kill, Stop, Ping, Look)
 """What an agent accepts from its hub."""
 READ_ONLY = ("ping",)
 """Names of the verbs that a read-only hub accepts."""
-
 V = TypeVar("V", bound=Verb)
 
 

@@ -14,7 +14,6 @@ from ..errors import ProtocolError
 from .telemetry import Name, Rank, Time, Whole
 
 HostStateName = Literal["reachable", "cut off", "left"]
-
 _NUMBERS = struct.Struct(">QQ")
 _Text = Annotated[str, Meta(max_length=1024)]
 
@@ -132,7 +131,6 @@ def decode_numbers(frame: bytes) -> tuple[int, int]:
 
 JobStateName = Literal["starting", "training", "finished", "failed", "stopped", "ended"]
 """``ended``: its processes are gone, and how they ended is unknown."""
-
 OVER = ("finished", "failed", "stopped", "ended")
 """States of a job that has ended."""
 

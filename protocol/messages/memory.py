@@ -19,7 +19,6 @@ PARTS = (
 ``temporaries``: allocated and freed within the phase; ``other``: a known block of PyTorch with unknown use;
 ``unattributed``: without evidence, as in a gap of the trace. Bytes without evidence are never assigned to other parts.
 """
-
 Reason = Literal["first", "periodic", "asked", "spike", "leak", "oom"]
 
 

@@ -238,10 +238,8 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
-
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of an ordinary step, in order."""
-
 PAUSES = ("eval", "checkpoint")
 """Phases in which training pauses: throughput does not count them."""
 

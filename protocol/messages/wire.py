@@ -14,10 +14,8 @@ from .telemetry import Name, Sequence, Time
 
 VERSION = (1, 0)
 """Major and minor version of the protocol. Another major is refused; a newer minor is read as far as known."""
-
 RESTART_LEAP = 1 << 20
 """A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
-
 Message = (
     telemetry.Hello | telemetry.Plan | telemetry.Step | telemetry.Heartbeat | telemetry.AllocatorEvents
     | telemetry.SnapshotTaken | telemetry.LogLine | telemetry.Oom | telemetry.Failure | telemetry.Stacks
@@ -29,7 +27,6 @@ Message = (
     | telemetry.CheckpointFailed | memory.Prediction | memory.StepTrace | telemetry.EarlyStop
 )  # fmt: skip
 """Any message; its tag is in the map's ``type`` field."""
-
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)
 
 
@@ -52,7 +49,6 @@ class Frame(msgspec.Struct, frozen=True):
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of msgspec for untrusted bytes; for a string that is not UTF-8, Python raises ValueError."""
-
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _message_decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)

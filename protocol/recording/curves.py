@@ -22,21 +22,17 @@ from .results import MemoryColumn, StepPoint, TrainingPoint
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
-
 _PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
 _POINT = (
     "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
 )
 _STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
 _ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
-
 _MEMORY = "cast(({t} - :t0) / :width AS INTEGER) AS at, max(allocated_peak), max(reserved_peak), max(resident_peak)"
 _STEP_MEMORY = _MEMORY.format(t="t")
 _ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
-
 _IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
 _IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
-
 MEMORY_ROWS = 30_000
 """Limit on the pooled rows that one memory query reads, if that leaves at least two per column."""
 MEMORY_ROWS_LIMIT = 150_000
@@ -173,16 +169,12 @@ def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
 """Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
 ``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
-
 _Pooled = tuple[int, int, TrainingPoint]
 """First and last stream number, and the point."""
-
 _GROUP_SIZES = (ROLLUP_SIZES[0], *(size // below for below, size in pairwise(ROLLUP_SIZES)))
 """Steps of a row of level 0, and rows of the level below of each row above."""
-
 ROWS_A_POINT = 4
 """Maximum number of pooled rows read per point of an answer."""
-
 _STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
         coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm,
         CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN data_device_us ELSE data_host_us END,
@@ -504,7 +496,6 @@ class Rollups(_Levels):
 
 _PEAK = "coalesce(resident_peak, allocated_peak)"
 """The figure whose peak is a true high-water mark: the resident set on the CPU, else the allocated memory."""
-
 _HIGHEST_POOLED = f"""SELECT {_PEAK}, first_seq, last_seq FROM rollups
     WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? ORDER BY 1 DESC, last_seq LIMIT 1"""
 _HIGHEST_STEP = f"SELECT {_PEAK}, seq FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? ORDER BY 1 DESC, seq LIMIT 1"

@@ -16,7 +16,6 @@ from .schema import APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_probl
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"
-
 scratch_folder = partial(tempfile.TemporaryDirectory[str], prefix="ftmon-", ignore_cleanup_errors=True)
 """Makes a new folder that is removed with its owner."""
 

@@ -119,16 +119,12 @@ def _command(text: str) -> list[str]:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
 _DAMAGE = (msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 """Errors raised for values in the file that no writer writes."""
-
 _PART = 256
 """Rows fetched at once; the bytes of the answer are counted after each part."""
-
 _END = 1 << 62
 """Above all numbers of the stream."""
-
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
         SELECT min({key}) FROM {table} {where}

@@ -20,7 +20,6 @@ from .rows import shown_since
 RISE_SHARE = 0.002
 RISE_BYTES = 2**20
 """A mark is set by a peak higher than the last mark by both of these: a run of a million steps has some dozens."""
-
 BUCKETS_AN_OCTAVE = 16
 """Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
 
@@ -232,8 +231,6 @@ class _RawFrame(msgspec.Struct):
 _raw_frames = msgspec.msgpack.Decoder(list[_RawFrame])
 _decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in RESULTS.items()}
 _encoder = msgspec.msgpack.Encoder()
-
-
 _CHECKED = ("info", "memory", "series", "training", "marks")
 """Queries whose results are read from columns; frames and alerts were checked message by message."""
 
@@ -278,7 +275,6 @@ def decode_answer(name: str, data: bytes) -> Any:
 
 
 Row = tuple[Any, ...]
-
 MARK_LIMIT = 100_000
 
 

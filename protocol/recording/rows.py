@@ -34,16 +34,12 @@ from .guard import Guard
 from .schema import PHASE_COLUMNS, STEP_COLUMNS
 
 Row = tuple[Any, ...]
-
-
 FIRST_PHASE_COLUMN = len(STEP_COLUMNS)
 PHASE_WIDTH = len(PHASE_COLUMNS)
 REST_COLUMN = FIRST_PHASE_COLUMN + len(STEP_PHASES) * PHASE_WIDTH
-
 _NO_PHASE = (None,) * PHASE_WIDTH
 _POSITIONS = {name: position for position, name in enumerate(STEP_PHASES)}
 _NUMBERS = ("loss", "lr", "grad_norm")
-
 _Margin = list[int]
 """How far a span is below another: at the start, and how much more at the end and at the peak; empty: equal."""
 
@@ -211,10 +207,8 @@ def step_from_row(row: Sequence[Any]) -> Step:
         phases.append(_phase_from(row, more, ended))
         ended = phases[-1].start_us + phases[-1].host_us
     if rare.not_numbers:
-        numbers = dict(zip(_NUMBERS, (loss, lr, grad_norm), strict=True)) | dict.fromkeys(
-            rare.not_numbers, float("nan")
-        )
-        loss, lr, grad_norm = numbers.values()
+        numbers = zip(_NUMBERS, (loss, lr, grad_norm), strict=True)
+        loss, lr, grad_norm = (float("nan") if name in rare.not_numbers else value for name, value in numbers)
     return Step(
         *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
         *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
@@ -235,21 +229,17 @@ def _phase_from(row: Sequence[Any], rest: _PhaseRest, ended: int) -> PhaseRecord
 
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
-
 NO_RANK = -1
 """``events.rank`` of a message without a rank."""
-
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
 _LARGEST = 8 * 2**20
 """Limit of an unpacked message in bytes. Its objects may need ten times as much memory."""
-
 _MOST_LISTS = 200_000
 """Limit on the lists and maps of a message: an empty one is 1 byte, and its object takes about 100."""
 _LISTS = bytes((*range(0x80, 0xA0), 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xDC, 0xDD, 0xDE, 0xDF))
 """First bytes of maps, lists and short extensions in msgpack; other values may contain these bytes too."""
 _COUNTED_ABOVE = 64 * 2**10
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode_processes = msgspec.msgpack.Decoder(list[int]).decode
 

@@ -11,10 +11,8 @@ from ..messages.telemetry import STEP_PHASES
 
 SCHEMA_VERSION = 2
 """``PRAGMA user_version``. A newer schema is refused; schema 1 is read as it is (``steprow_v1``)."""
-
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
-
 STEP_COLUMNS = (
     *("seq", "t", "rank", "step", "started", "host_us", "device_us", "loss", "lr", "grad_norm", "tokens"),
     *("allocated_peak", "reserved_peak", "resident_peak"),
@@ -29,7 +27,6 @@ _PHASE_COLUMNS_V1 = (
 )
 ROLLUP_SIZES = (16, 128, 1024, 8192)
 """Steps of one rank that one row of ``rollups`` pools, by level; each is a multiple of the one before."""
-
 ROLLUP_COLUMNS = (
     *("level", "rank", "last_seq", "first_seq", "t", "peak_t", "count", "min_step", "max_step", "host_us"),
     *("max_host_us", "device_us", "loss", "allocated_peak", "reserved_peak", "resident_peak"),
@@ -134,18 +131,14 @@ STATEMENTS = (
         FROM device_samples JOIN device_names USING(device)""",
 )
 """The statements that create an empty recording, in order."""
-
 STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
 """The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
-
 STATEMENTS_V1 = tuple(
     _steps_table(_PHASE_COLUMNS_V1, "detail") if statement.startswith("CREATE TABLE steps(") else statement
     for statement in STATEMENTS
     if not statement.startswith("CREATE VIEW")
 )
 """Those of schema 1, without its views; early recordings of that schema lack the tables after ``rollups``."""
-
-
 Columns = list[tuple[str, str, int, int]]
 """Name, type, place in the primary key, and whether it is generated or of a virtual table, of each column."""
 

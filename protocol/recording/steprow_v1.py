@@ -16,7 +16,6 @@ _BLOCK = 512
 _OVERFLOW, _LOSS_NAN, _LR_NAN, _NORM_NAN, _ACTIVE, _REQUESTED, _RESIDENT = (1 << bit for bit in range(7))
 _HEAD = 11
 """Entries of ``detail`` before those of the phases, which a map of the rarer figures follows, if there are any."""
-
 _decode = msgspec.msgpack.Decoder().decode
 
 

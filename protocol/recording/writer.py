@@ -46,19 +46,15 @@ from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, e
 
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
-
 _EVENTS_KEPT = 5_000
 """Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
-
 _ROWS_A_STATEMENT = 200
-
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
 INSERTS = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
     for table, columns in expected_tables(SCHEMA_VERSION).items()
 } | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
-
 _BATCH_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """SQLite's errors for a value that no column can hold."""
 
@@ -299,19 +295,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 RETRY_S = 2.0
 """Seconds between a failed write and the next attempt."""
-
 _RECEIVED = "heard"
 """Key of ``meta`` with the numbers of ``note_received``, as a JSON object."""
-
 _AGENT = "taken:"
 """Prefix of the keys of ``meta`` with the numbers of ``note_agent_numbers``."""
-
 _BATCH = 64
 """Maximum number of steps in a batch; more exceed the processor's cache."""
-
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 _WHY_UNFIT = "figures that fit no column"
-
 _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 

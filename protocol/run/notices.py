@@ -20,13 +20,10 @@ from .rundir import RunDir
 
 Event = Literal["finish", "failure", "hang", "oom", "nan"]
 EVENTS: tuple[Event, ...] = get_args(Event)
-
 TERMINAL = "terminal"
 """Target: a terminal escape sequence (OSC 9) and the bell, from the app or command that shows the run."""
-
 DESKTOP = "desktop"
 """Target: a notification on this host's desktop."""
-
 _FILE = "notify.json"
 _OF_ALERTS: Mapping[AlertKind, Event] = {"hang": "hang", "oom": "oom"}
 _OF_FINDINGS: Mapping[str, Event] = {"nan_loss": "nan", "nan_gradient": "nan"}

@@ -110,15 +110,12 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 HOSTS = "hosts"
 """Name of the directory with a directory for each other host, which that host uses."""
-
 _ROOM_BYTES = 4096
 _ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
 """Files with reserved disk space, so that the run's command, its hub's address and its exit status can be written on a
 full disk."""
-
 _IPC_PATH_LIMIT = 100
 """Limit on the length of a socket's path: sockaddr_un holds 108 bytes."""
-
 T = TypeVar("T")
 
 

@@ -27,11 +27,9 @@ ACTIONS = (
 """Actions of trace entries; a column holds the index. Unknown actions are ``other``."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = 1, 2, 3
 SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
-
 STATES = ("inactive", "active_allocated", "active_pending_free")
 """States of a block: free, allocated, or freed by the program while a stream still uses it."""
 FREE, ALLOCATED, PENDING = 0, 1, 2
-
 OWN_SPAN = "ftmon "
 """Prefix of the names of steps and phases that ftmon's probe records as annotations."""
 

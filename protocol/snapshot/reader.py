@@ -42,13 +42,10 @@ _COSTS = {
 """Maximum memory of an opcode's object in CPython, beyond ``_BASE_COST``. Such bytes within strings count as well, so
 the estimate is an upper bound: for real snapshots, three to four times their memory."""
 _ABOVE = 3
-
 _MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
 """Real snapshots take 6 to 11 bytes of objects per byte, and gzip compresses them by a factor of 10 to 40."""
-
 _MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
 """Limit on a decompressed gzip file: bytes per byte, plus a constant."""
-
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"
@@ -229,7 +226,6 @@ def _limit_memory(path: Path) -> None:
 
 _PATIENCE_SECONDS = 600
 _LARGEST_PART = 2**36
-
 T = TypeVar("T")
 
 

@@ -31,7 +31,6 @@ PARTIAL_S = 2.0
 BAR_S = 5.0
 SCAN_S = 1.0
 _SEARCHED = 1 << 20
-
 _UP = b"\x1b[A"
 _ROW_BELOW = re.compile(rb"(\n+)\r([^\n]*?)((?:\x1b\[A)+)")
 """One of several progress bars below each other (tqdm's ``position``): line feeds, its state, and cursor up."""

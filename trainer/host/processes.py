@@ -296,7 +296,6 @@ def _image(pid: int) -> int:
 
 INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
-
 _PYTORCH = b"/libtorch"
 
 

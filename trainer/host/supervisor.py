@@ -26,7 +26,6 @@ _PROFILERS = ("py-spy",)
 """Names of programs that stop a process to read its stack, then continue it."""
 _PROFILER_SECONDS = 20.0
 """Maximum time for which a profiler stops a process, during which it reads the symbols of all libraries."""
-
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 

@@ -30,7 +30,6 @@ MOST_VOLUMES = 16
 MOST_FILES = 512
 _NO_DISKS = ("/proc/", "/sys/", "/dev/")
 SHM = "/dev/shm"
-
 Place = tuple[str, str]
 """A directory, and its use by the run."""
 
@@ -185,7 +184,6 @@ RECENT_SECONDS = 30.0
 _COUNTS_KEPT = 16
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
-
 _KILL_COUNT = re.compile(r"oom_kill \d+\s*")
 _KILLED = re.compile(
     r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "

@@ -23,7 +23,6 @@ from .host import Disks, HostLoad
 INTERVAL_S = 2.0
 _KEPT = 4096
 """Maximum number of messages kept between polls; the oldest are dropped first."""
-
 M = TypeVar("M")
 
 
