@@ -56,6 +56,7 @@ def expected(frames: list[Frame]) -> list[PeakMark]:
 
 def test_the_marks_read_are_those_that_the_steps_set(reader: Reader, frames: list[Frame]) -> None:
     assert reader.marks() == expected(frames)
+    assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
 
 
 def test_a_phase_that_stays_where_it_is_sets_one_mark_for_each_size_of_batch(reader: Reader) -> None:
@@ -78,7 +79,7 @@ def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path: Path, frames: li
         assert reader.marks() == expected(frames)
 
 
-def test_the_state_at_a_time_has_the_last_composition_and_the_one_of_the_highest_peak(
+def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_peak(
     reader: Reader, frames: list[Frame]
 ) -> None:
     for t in (frames[len(frames) // 2].t, frames[-1].t):
@@ -87,28 +88,20 @@ def test_the_state_at_a_time_has_the_last_composition_and_the_one_of_the_highest
         assert so_far[-1] in found
         assert max(map(highest_bytes, found)) == max(map(highest_bytes, so_far))
         assert len(found) <= 2
-
-
-def test_the_state_at_the_end_has_the_cause_and_the_last_events(reader: Reader, frames: list[Frame]) -> None:
     state = [frame.message for frame in reader.state_at(frames[-1].t)]
     assert [message.phase for message in state if isinstance(message, Cause)] == ["optimizer"]
     assert {message.rank: message.step for message in state if isinstance(message, AllocatorEvents)} == {0: 40, 1: 40}
 
 
 def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader: Reader) -> None:
-    steps = [
-        frame.message.step for frame in reader.sampled("events", 0, 3) if isinstance(frame.message, AllocatorEvents)
-    ]
+    sampled = reader.sampled("events", 0, 3)
+    answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 3})
+    assert decode_answer("sampled", answer) == sampled
+    steps = [frame.message.step for frame in sampled if isinstance(frame.message, AllocatorEvents)]
     assert len(steps) == 3
     assert steps[-1] == 40
     assert steps[0] < 20
     assert reader.sampled("events", 7) == []
-
-
-def test_both_questions_can_be_asked_of_a_hub(reader: Reader) -> None:
-    assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
-    answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 2})
-    assert decode_answer("sampled", answer) == reader.sampled("events", 0, 2)
 
 
 def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path: Path, frames: list[Frame]) -> None:

@@ -154,32 +154,14 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("class", b"cbuiltins\neval\n."),
-        ("stack-global", pickle.dumps(pytest.approx)),
-        ("persistent", b"Pthing\n."),
-        ("instance", b"(ios\nsystem\n."),
-    ],
-)
-def test_every_way_to_name_code_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    assert "would run code" in refusal(path)
-
-
-def test_a_truncated_file_is_refused_as_cut_short(tmp_path: Path) -> None:
-    plain = pickle.dumps(small())
-    packed = gzip.compress(plain)
-    for name, content in (("plain", plain[: len(plain) // 2]), ("packed", packed[: len(packed) // 2])):
-        path = tmp_path / name
-        path.write_bytes(content)
-        assert "cut short" in refusal(path)
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
+        (b"cbuiltins\neval\n.", "would run code"),
+        (pickle.dumps(pytest.approx), "would run code"),
+        (b"Pthing\n.", "would run code"),
+        (b"(ios\nsystem\n.", "would run code"),
+        (pickle.dumps(small())[:-99], "cut short"),
+        (gzip.compress(pickle.dumps(small()))[:-99], "cut short"),
         (b"hello, this is no pickle at all", "not a memory snapshot"),
         (b"PK\x03\x04rest", "zip file"),
         (b"\x1f\x8b\x08\x00" + b"garbage" * 20, "gzip data is damaged"),
@@ -198,16 +180,13 @@ def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes,
     assert words in refusal(path)
 
 
-def test_a_directory_a_missing_file_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
+def test_a_directory_a_missing_file_an_empty_one_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    assert "empty" in refusal(tmp_path / "file", open_snapshot)
     assert "a directory" in refusal(tmp_path, open_snapshot)
     assert "no such file" in refusal(tmp_path / "nowhere", open_snapshot)
     assert "not a regular file" in refusal(tmp_path / "pipe", open_snapshot)
-
-
-def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "empty" in refusal(tmp_path / "file", open_snapshot)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -216,13 +195,6 @@ def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(small()))
     path.chmod(0)
     assert "no permission" in refusal(path, open_snapshot)
-
-
-def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(pickle.dumps("x" * 3 * MIB)))
-    with pytest.raises(SnapshotError, match="unpacks to more than"):
-        read_pickle(path, most_bytes=2 * MIB)
 
 
 @given(st.data())
