@@ -21,9 +21,7 @@ class RecordedRun:
     """
 
     def __init__(self, path: Path, skip: int = 0, most: int | None = None, until: int | None = None) -> None:
-        self._skip = skip
-        self._most = most
-        self._until = until
+        self._skip, self._most, self._until = skip, most, until
         self._later: float | None = None
         """When the first rank had passed the step ``until``."""
         self._seen: dict[int, int] = {}

@@ -65,14 +65,6 @@ def _last_loss(rows: list[Row], ranks: int) -> float | None:
     return mean_loss(steps.get(common, []))
 
 
-def _real(value: object) -> float | None:
-    return value if isinstance(value, float) and isfinite(value) else None
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
 def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, gaps: list[Row]) -> str:
     until = f"; it ends at {_clock(last_t)}" if last_t else ""
     found = [f"{opened.missing}{until}"] if opened.missing else []
@@ -81,8 +73,9 @@ def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, g
     for first_t, gap_t, messages, reason in gaps:
         count = messages if isinstance(messages, int) else "some"
         words = sanitize(reason, 300) if isinstance(reason, str) and reason else "the reason is not known"
-        noun = "message" if count == 1 else "messages"
-        found.append(f"{count} {noun} between {_clock(first_t)} and {_clock(gap_t)}: {words}")
+        found.append(
+            f"{count} message{'' if count == 1 else 's'} between {_clock(first_t)} and {_clock(gap_t)}: {words}"
+        )
     return "; ".join(found)
 
 
@@ -219,6 +212,8 @@ class Reader:
         gaps = self._all("SELECT first_t, last_t, messages, reason FROM gaps")
         missing = "; ".join(filter(None, (_missing(opened, closed, live, last[1], gaps), self.left_out)))
         failure = first_failure(alerts)
+        model = self._one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")
+        evaluation = self._one(_EVALUATION_LOSS)
         return RecordingInfo(
             run_id=meta.get("run_id", ""),
             name=meta.get("name", self.path.parent.name),
@@ -240,9 +235,9 @@ class Reader:
             kind=meta.get("kind", ""),
             live=live,
             open_errors=sorted({each.kind for each in alerts if each.severity == "error" and each.resolved is None}),
-            model=_text(self._one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")),
+            model=model if isinstance(model, str) else "",
             loss=_last_loss(self._all(_LOSSES, (min(4096, 8 * len(ranks)),)), len(ranks)),
-            evaluation_loss=_real(self._one(_EVALUATION_LOSS)),
+            evaluation_loss=evaluation if isinstance(evaluation, float) and isfinite(evaluation) else None,
             state_text=state.text if state else "",
             failure="" if failure is None else failure.title,
         )

@@ -1,5 +1,6 @@
 """Results of history queries, as structs: the same from a file and, by ``Query``, from the hub of a run."""
 
+import contextlib
 import json
 import sqlite3
 from collections import defaultdict
@@ -262,11 +263,8 @@ def decode_answer(name: str, data: bytes) -> Any:
     if decoder is None:
         raise ProtocolError(f"no history query is called {name!r}")
     try:
-        return decoder.decode(data)
-    except UNREADABLE as error:
-        if RESULTS[name] != list[Frame]:
-            raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
-    try:
+        with contextlib.suppress(*UNREADABLE if RESULTS[name] == list[Frame] else ()):
+            return decoder.decode(data)
         raw = _raw_frames.decode(data)
     except UNREADABLE as error:
         raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None

@@ -134,21 +134,18 @@ class Batch:
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
+    lost = 0
     connection.execute("SAVEPOINT rows")
     try:
         _insert_many(connection, INSERTS[table], rows)
     except _BATCH_UNFIT:
         connection.execute("ROLLBACK TO rows")
-    else:
-        connection.execute("RELEASE rows")
-        return 0
+        for row in rows:
+            try:
+                connection.execute(INSERTS[table], row)
+            except _BATCH_UNFIT:
+                lost += table in STREAM_TABLES
     connection.execute("RELEASE rows")
-    lost = 0
-    for row in rows:
-        try:
-            connection.execute(INSERTS[table], row)
-        except _BATCH_UNFIT:
-            lost += table in STREAM_TABLES
     return lost
 
 

@@ -14,17 +14,10 @@ from ftmon.protocol.code_owner import editable_packages, is_probe, library_of, o
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/home/me/datasets/train.py",
-        "/home/me/transformers/examples/pytorch/run_clm.py",
-        "/home/me/deepspeed/train.py",
-        "/home/me/ftmon/train.py",
-        "/home/me/torch/model.py",
-        "/home/me/trainer/probe/model.py",
-        "C:\\work\\lightning\\train.py",
-        "<stdin>",
-    ],
-)
+    ["/home/me/datasets/train.py", "/home/me/transformers/examples/pytorch/run_clm.py", "/home/me/deepspeed/train.py",
+     "/home/me/ftmon/train.py", "/home/me/torch/model.py", "/home/me/trainer/probe/model.py",
+     "C:\\work\\lightning\\train.py", "<stdin>"],
+)  # fmt: skip
 def test_a_script_in_a_directory_named_like_a_library_is_ones_own(path: str):
     assert owner_of(path) == ""
     assert not is_probe(path)

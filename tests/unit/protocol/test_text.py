@@ -57,22 +57,10 @@ def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (4e-6, "4 us"),
-        (0.00099951, "1 ms"),
-        (0.004, "4 ms"),
-        (0.9996, "1.0 s"),
-        (3.14159, "3.1 s"),
-        (9.96, "10 s"),
-        (34.2, "34 s"),
-        (134, "2 m 14 s"),
-        (8040, "2 h 14 m"),
-        (277_200, "3 d 5 h"),
-        (-34, "-34 s"),
-        (float("inf"), "? s"),
-        (float("nan"), "? s"),
-    ],
-)
+    [(4e-6, "4 us"), (0.00099951, "1 ms"), (0.004, "4 ms"), (0.9996, "1.0 s"), (3.14159, "3.1 s"), (9.96, "10 s"),
+     (34.2, "34 s"), (134, "2 m 14 s"), (8040, "2 h 14 m"), (277_200, "3 d 5 h"), (-34, "-34 s"),
+     (float("inf"), "? s"), (float("nan"), "? s")],
+)  # fmt: skip
 def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -85,12 +73,9 @@ def test_every_rank_is_named(ranks: list[int], words: str) -> None:
     assert all_ranks(ranks) == words
 
 
-def test_ranks_are_counted_and_named_in_ranges() -> None:
+def test_things_are_counted_and_named() -> None:
     assert ranks_counted([4]) == "rank 4"
     assert ranks_counted([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"
-
-
-def test_one_thing_is_singular() -> None:
     assert [counted(number, "step") for number in (0, 1, 1204)] == ["0 steps", "1 step", "1,204 steps"]
 
 

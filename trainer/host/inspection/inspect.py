@@ -10,7 +10,7 @@ import struct
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,26 +103,24 @@ def _of_family(family: int) -> dict[int, int]:
         body = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, 0xFFFFFFFF)
         link.send(struct.pack("=IHHII", 16 + len(body), _BY_FAMILY, _REQUEST_DUMP, 1, 0) + body)
         while True:
-            reply = link.recv(_LARGEST_REPLY)
-            at = 0
-            while at + 16 <= len(reply):
-                length, kind = struct.unpack_from("=IH", reply, at)
-                if kind in (_DONE, _ERROR) or length < 16:
+            for kind, message in _parts(link.recv(_LARGEST_REPLY), "=IH", 16):
+                if kind in (_DONE, _ERROR):
                     return found
-                _add(reply, at + 16, at + length, found)
-                at += (length + 3) & ~3
+                (inode,) = struct.unpack_from("=I", message, _INODE_AT)
+                for attribute, value in _parts(message[_MESSAGE_BYTES:], "=HH", 4):
+                    if attribute == _INFO and len(value) >= _ACKED_AT + 16 and inode:
+                        found[inode] = sum(struct.unpack_from("=QQ", value, _ACKED_AT))
 
 
-def _add(reply: bytes, at: int, end: int, found: dict[int, int]) -> None:
-    (inode,) = struct.unpack_from("=I", reply, at + _INODE_AT)
-    at += _MESSAGE_BYTES
-    while at + 4 <= end:
-        length, kind = struct.unpack_from("=HH", reply, at)
-        if length < 4:
+def _parts(data: bytes, head: str, head_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield kind and content of each message, or each attribute of one; ``_ERROR`` for one that is damaged."""
+    while len(data) >= head_bytes:
+        length, kind = struct.unpack_from(head, data)
+        if length < head_bytes:
+            yield _ERROR, b""
             return
-        if kind == _INFO and length >= 4 + _ACKED_AT + 16 and inode:
-            found[inode] = sum(struct.unpack_from("=QQ", reply, at + 4 + _ACKED_AT))
-        at += (length + 3) & ~3
+        yield kind, data[head_bytes:length]
+        data = data[(length + 3) & ~3 :]
 
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
@@ -480,11 +478,9 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
 def answer_look(look: control.Look) -> dict[str, Any]:
     """Inspect ranks of this host; return the data of the answer."""
     seen = inspect_ranks([DumpTarget(*target) for target in look.targets], look.silent)
-    return {
-        "stacks": {str(rank): text for rank, text in seen.stacks.items()},
-        "why": {str(rank): text for rank, text in seen.why.items()},
-        "activities": {str(rank): list(found) for rank, found in seen.activities.items()},
-    }
+    texts = {"stacks": seen.stacks, "why": seen.why}
+    data: dict[str, Any] = {name: {str(rank): text for rank, text in by.items()} for name, by in texts.items()}
+    return data | {"activities": {str(rank): list(found) for rank, found in seen.activities.items()}}
 
 
 def why_silent(target: DumpTarget, is_locked: bool) -> str:

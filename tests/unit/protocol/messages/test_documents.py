@@ -99,7 +99,7 @@ def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> Non
     connection.close()
 
 
-def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
+def test_the_examples_for_a_recording_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = list(Stream(ranks=2, steps=50).frames())
     job = next(message for message in EXAMPLES if isinstance(message, hosts.Job))
     frames.append(wire.Frame(frames[-1].seq + 1, frames[-1].t, job))
@@ -109,11 +109,8 @@ def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
     for statement in (part for example in examples for part in example.split(";") if part.strip()):
         assert connection.execute(statement).fetchall(), statement
     connection.close()
-
-
-def test_the_pandas_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
-    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=50).frames())
+    (tmp_path / "r.sqlite").rename(tmp_path / "recording.sqlite")
     monkeypatch.chdir(tmp_path)
     for code in re.findall(r"```python\n(.*?)```", RECORDING, re.S):
         exec(compile(code, "docs/recording.md", "exec"), {})

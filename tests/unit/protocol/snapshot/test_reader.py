@@ -41,13 +41,10 @@ def test_a_packed_file_that_expands_more_than_snapshots_do_is_refused_early(tmp_
         read_pickle(path)
 
 
-@pytest.mark.parametrize("name", ["oom_backward", "step_zero3"])
-def test_a_real_snapshot_is_far_below_the_bound(name: str) -> None:
-    path = DATA / f"{name}.pickle.gz"
-    check_cost(path, most_memory=path.stat().st_size * 200)
-
-
 def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("oom_backward", "step_zero3"):  # real ones are far below the bound
+        real = DATA / f"{name}.pickle.gz"
+        check_cost(real, most_memory=real.stat().st_size * 200)
     path = tmp_path / "large.pickle"
     with path.open("wb") as file:
         file.truncate(2**36)
