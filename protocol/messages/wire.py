@@ -95,12 +95,9 @@ def decode_header(frame: bytes) -> Header:
     except UNREADABLE as error:
         raise ProtocolError(f"not an ftmon header: {error}") from None
     if header.v[0] != VERSION[0]:
-        sender = header.src or "a peer"
-        raise VersionError(
-            sender,
-            f"{sender} speaks ftmon protocol {header.v[0]}.{header.v[1]}, this side speaks "
-            f"{VERSION[0]}.{VERSION[1]}: install the same ftmon version on both sides",
-        )
+        sender, (major, minor), ours = header.src or "a peer", header.v, f"{VERSION[0]}.{VERSION[1]}"
+        spoken = f"{sender} speaks ftmon protocol {major}.{minor}, this side speaks {ours}"
+        raise VersionError(sender, f"{spoken}: install the same ftmon version on both sides")
     return header
 
 

@@ -78,21 +78,16 @@ class Window:
 
     def points(self, rank: int, limit: int) -> list[StepPoint]:
         """Return a rank's steps as at most ``limit`` points."""
-        level = len(ROLLUP_SIZES) - 1
-        while level >= 0:
-            size = ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1)
-            if (self._count(level, rank) + 1) * size > 8 * limit:
-                break
-            level -= 1
+        sizes = reversed(list(enumerate(_GROUP_SIZES)))
+        level = next((at for at, size in sizes if (self._count(at, rank) + 1) * size > 8 * limit), -1)
         rows: list[Row] = []
         for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
             bind = {"level": size, "rank": rank, "first": first, "last": last}
-            query = (
-                f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq"
-                if size < 0
-                else f"SELECT {_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq"
+            steps, pooled = (
+                f"{_STEP_POINT} {_IN_STEPS} ORDER BY seq",
+                f"{_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq",
             )
-            rows += self._connection.execute(query, bind).fetchall()
+            rows += self._connection.execute(f"SELECT {steps if size < 0 else pooled}", bind).fetchall()
         group = -(-len(rows) // limit)
         return [_pooling_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
 
@@ -199,19 +194,13 @@ def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> 
 
 
 def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
-    """Return a row of ``evaluations``."""
-    return (
-        *(seq, t, evaluation.rank, evaluation.step, evaluation.time, evaluation.name, evaluation.loss),
-        *(evaluation.perplexity, evaluation.label_tokens, evaluation.seconds, int(evaluation.best)),
-    )
+    """Return a row of ``evaluations``, without the metrics."""
+    return (seq, t, *astuple(evaluation)[:-1])
 
 
 def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
     """Return a row of ``checkpoints``."""
-    return (
-        *(seq, t, checkpoint.rank, checkpoint.step, checkpoint.time, checkpoint.path),
-        *(checkpoint.bytes, checkpoint.seconds, int(checkpoint.best)),
-    )
+    return (seq, t, *astuple(checkpoint))
 
 
 def figures_of(step: Step, t: float) -> StepFigures:
@@ -390,9 +379,7 @@ def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int
     level = -1
     while level + 1 < len(ROLLUP_SIZES) and total > ROWS_A_POINT * limit:
         level += 1
-        count = (
-            "SELECT count(*) FROM curves WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
-        )
+        count = f"SELECT count(*) {_IN_ROLLUPS.replace('rollups', 'curves')}"
         (found,) = connection.execute(count, {**bind, "level": level}).fetchone()
         if not found:  # a recording of an earlier version has none
             level -= 1

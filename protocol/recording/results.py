@@ -310,8 +310,8 @@ class Marks:
     def message(self, seq: int, message: Message) -> None:
         """Add any other message; most are ignored."""
         if isinstance(message, Cause):
-            row = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
-            self._emit("explained", row)
+            found = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
+            self._emit("explained", found)
         elif isinstance(message, Composition):
             top = message.peak_phase
             if top is not None and top.peak_bytes > self._composed.get(message.rank, 0):

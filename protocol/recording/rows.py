@@ -295,11 +295,6 @@ def alert_row(seq: int, t: float, alert: Alert) -> Row:
     )
 
 
-def log_row(seq: int, t: float, line: LogLine) -> Row:
-    """Return a row of ``logs``."""
-    return (seq, t, line.rank, line.time, line.stream, line.text)
-
-
 def hello_row(seq: int, t: float, hello: Hello) -> Row:
     """Return a row of ``ranks``."""
     return (

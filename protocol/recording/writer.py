@@ -38,7 +38,6 @@ from .rows import (
     event_row,
     hello_row,
     job_row,
-    log_row,
     step_rows,
     update_rows,
 )
@@ -617,7 +616,7 @@ class Writer:
         if isinstance(message, DeviceSample):
             rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))
         elif isinstance(message, LogLine):
-            rows["logs"].append(log_row(seq, t, message))
+            rows["logs"].append((seq, t, message.rank, message.time, message.stream, message.text))
         elif isinstance(message, Alert):
             rows["alerts"].append(alert_row(seq, t, message))
         elif isinstance(message, Hello):

@@ -58,13 +58,13 @@ def make_notify(targets: Sequence[str], events: str) -> Notify | None:
     for events without a target.
     """
     names = [name.strip() for name in events.split(",") if name.strip()]
+    if not targets and names:
+        raise UsageError("--notify-on needs --notify TARGET")
+    for name in names:
+        if name not in EVENTS:
+            raise UsageError(f"--notify-on {name}: must be of {', '.join(EVENTS)}")
     if not targets:
-        if names:
-            raise UsageError("--notify-on needs --notify TARGET")
         return None
-    unknown = [name for name in names if name not in EVENTS]
-    if unknown:
-        raise UsageError(f"--notify-on {unknown[0]}: must be of {', '.join(EVENTS)}")
     return Notify(list(dict.fromkeys(targets)), [event for event in EVENTS if not names or event in names])
 
 

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, BinaryIO, Literal
 
 import msgspec
@@ -191,10 +190,6 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Inherited descriptor that becomes the job's standard input; None: no standard input."""
 
 
-class _Started(msgspec.Struct):
-    run: str
-
-
 def spawn_start(
     request: StartRequest, line: CommandEnd | None = None, *, stdin: int | None = None, environ: Mapping[str, str]
 ) -> tuple["subprocess.Popen[bytes]", bytes]:
@@ -234,15 +229,15 @@ def started_run(output: bytes) -> RunDir | None:
     """Return the run in the output of the process that starts runs; None if it printed none."""
     for line in reversed(output.splitlines()):
         try:
-            return RunDir(Path(msgspec.json.decode(line, type=_Started).run))
-        except msgspec.MsgspecError:
+            return RunDir(msgspec.json.decode(line, type=dict[str, str])["run"])
+        except (msgspec.MsgspecError, KeyError):
             continue  # a line that an imported library printed
     return None
 
 
 def print_started(run: RunDir) -> None:
     """Print the line that ``started_run`` reads."""
-    print(msgspec.json.encode(_Started(str(run.path))).decode(), flush=True)
+    print(msgspec.json.encode({"run": str(run.path)}).decode(), flush=True)
 
 
 def read_request(file: IO[bytes]) -> StartRequest:

@@ -367,16 +367,9 @@ class Compactor:
         states = bytes([_STATES.get(str(block.get("state")), PENDING) for block in raw])
         addresses: list[Any] = [block.get("address") for block in raw]
         if None in addresses:
-            addresses = [
-                at
-                for segment in segments
-                for at in accumulate(
-                    sizes[segment.first_block : segment.first_block + segment.blocks], initial=segment.address
-                )
-            ]
-            # ``accumulate`` also yields each segment's end, which is not an address of a block.
-            for number, segment in reversed(list(enumerate(segments))):
-                del addresses[segment.first_block + segment.blocks + number]
+            of_segment = [(each.address, sizes[each.first_block : each.first_block + each.blocks]) for each in segments]
+            # The last is a segment's end, which is not an address of a block.
+            addresses = [at for begin, own in of_segment for at in list(accumulate(own, initial=begin))[:-1]]
         asked = [block.get("requested_size") for block in raw]
         frames = [block.get("frames") for block in raw]
         if None in asked or None in frames:

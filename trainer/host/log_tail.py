@@ -75,8 +75,7 @@ class _File:
             return self._waiting(now)
         data = self._read()
         self.grew_at = now
-        lines = [skipped] if skipped else []
-        return lines + _thinned(self._split(data, now), quota)
+        return ([skipped] if skipped else []) + _thinned(self._split(data, now), quota)
 
     def take_unfinished(self) -> list[str]:
         """Return the unfinished line, if any."""
@@ -87,12 +86,10 @@ class _File:
         self.offset, self.partial, self.bar, self.skipping = 0, b"", False, False
 
     def _read(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(READ_LIMIT)
-        except OSError:
-            return b""
+        data = b""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(READ_LIMIT)
         self.offset += len(data)
         return data
 
@@ -216,15 +213,13 @@ def _behind(path: Path, text: str) -> int:
     with path.open("rb") as file:
         file.seek(start)
         data = file.read(_SEARCHED)
-    end = len(data)
-    while True:
+    end = data.rfind(b"\n")
+    while end >= 0:
         newline = data.rfind(b"\n", 0, end)
-        if newline < 0:
-            return size
-        begin = data.rfind(b"\n", 0, newline) + 1
-        if _File._text(data[begin:newline]) == text:
-            return start + newline + 1
+        if _File._text(data[newline + 1 : end]) == text:
+            return start + end + 1
         end = newline
+    return size
 
 
 def _on_one_line(found: "re.Match[bytes]") -> bytes:

@@ -329,19 +329,11 @@ def lower_priority(idle: bool = True) -> None:
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError):  # the niceness is raised also if the parent has set one, and never lowered
+        os.setpriority(os.PRIO_PROCESS, 0, max(19 if idle else 10, os.getpriority(os.PRIO_PROCESS, 0)))
     if not idle:
-        _lower_priority(10)
         return
-    _lower_priority(19)
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_IDLE)
-
-
-def _lower_priority(niceness: int) -> None:
-    """Raise the niceness, also if the parent has set one; never lower it."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    with contextlib.suppress(OSError, AttributeError, KeyError):
+        ctypes.CDLL(None).syscall(_IOPRIO_SET[platform.machine()], 1, 0, _IOPRIO_IDLE)

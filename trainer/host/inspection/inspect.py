@@ -318,13 +318,8 @@ def native(process: Process) -> tuple[str, str]:
     if not program:
         return "", "py-spy is not installed"
     try:
-        done = subprocess.run(
-            [program, "dump", "--native", "--pid", str(process.pid)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PY_SPY_SECONDS,
-            check=False,
-        )
+        command = [program, "dump", "--native", "--pid", str(process.pid)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PY_SPY_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"py-spy: {error}"
     if done.returncode:
@@ -341,12 +336,10 @@ def _tgkill(pid: int, thread: int, number: int) -> bool:
 
 
 def _added(path: Path, size: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(size)
-            return file.read(_LARGEST).decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(size)
+        return file.read(_LARGEST).decode(errors="replace")
+    return ""
 
 
 # If a thread runs Python while faulthandler reads its frames, it may follow a frame that no longer exists, and the
@@ -456,10 +449,9 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
     blocked = lock_waiters(table)
     origins = [origin(target.rank, target.pid, table) for target in targets]
     daemons = escaped([one for one in origins if one is not None], table)
-    now = time.monotonic()
+    now, ranks = time.monotonic(), {target.pid for target in targets}
     activities: dict[int, Activity] = {}
     locks: dict[int, LockWait] = {}
-    ranks = {target.pid for target in targets}
     for target in targets:
         process = table.get(target.pid)
         if process is None or process.start_ticks != target.start_ticks or not process.alive:

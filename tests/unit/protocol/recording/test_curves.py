@@ -36,15 +36,12 @@ def test_few_steps_come_one_by_one_and_many_pooled_without_losing_a_token(tmp_pa
     assert pooled[-1].step == 700
 
 
-def test_a_pooled_loss_is_weighted_by_label_tokens() -> None:
+def test_a_pooled_loss_is_weighted_by_label_tokens_and_pauses_are_no_training_time() -> None:
     few = point_of(Step(0, 1, STARTED, 100, [], loss=1.0, label_tokens=1), 1.0)
     many = point_of(Step(0, 2, STARTED, 100, [], loss=3.0, label_tokens=3), 2.0)
     assert pool_points([few, many]).loss == 2.5
     unknown = point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)
     assert pool_points([few, unknown]).loss == 2.0
-
-
-def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
     pauses = [PhaseRecord(name, 0, us, NO_MEMORY, NO_MEMORY) for name, us in (("eval", 600), ("checkpoint", 300))]
     step = Step(0, 1, STARTED, 1000, [PhaseRecord("data", 900, 50, NO_MEMORY, NO_MEMORY), *pauses], tokens=10)
     point = point_of(step, 1.0)

@@ -165,14 +165,11 @@ def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> N
         damaged.living_hub()
 
 
-def test_a_pid_used_again_is_another_process() -> None:
+def test_a_pid_used_again_is_another_process_and_only_one_hub_holds_the_lock() -> None:
     mine = this_process()
     assert is_alive(mine)
     assert not is_alive(ProcessId(mine.pid, mine.start_ticks + 1))
     assert not is_alive(ProcessId(0, 0))
-
-
-def test_only_one_hub_holds_the_lock_until_it_is_closed() -> None:
     run = make("demo")
     held = run.lock_hub()
     with pytest.raises(HubError, match="another hub of this run is alive"):

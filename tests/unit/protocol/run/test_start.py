@@ -71,14 +71,11 @@ def test_no_number_of_seconds_and_a_word_that_is_not_utf_8_are_refused_before_an
         spawn_start(run_of("python", b"caf\xe9.py".decode("utf-8", "surrogateescape")), environ={})
 
 
-def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, start_with, capsys):
+def test_how_to_run_a_script_that_is_not_executable_and_a_taken_port_are_named(home, tmp_path, start_with, capsys):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
     assert start_with(run_of(str(script))) == exits.NOT_STARTED
     assert f"python {script}" in capsys.readouterr().err
-
-
-def test_a_taken_port_is_named(home, start_with, capsys):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

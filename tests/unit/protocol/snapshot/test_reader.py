@@ -239,7 +239,7 @@ def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
                 fragmentation(layout_at(replay, index))
 
 
-def test_missing_keys_of_older_versions_are_no_error() -> None:
+def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_stack() -> None:
     snapshot = small()
     for entry in snapshot["device_traces"][0]:
         del entry["time_us"], entry["frames"]
@@ -250,9 +250,6 @@ def test_missing_keys_of_older_versions_are_no_error() -> None:
     replay = Replay(compact(snapshot, "old"), 0)
     assert replay.allocated[-1] == 3 * MIB
     assert compact(snapshot["segments"], "a list").devices() == [0]
-
-
-def test_blocks_with_a_history_keep_their_request_and_stack() -> None:
     snapshot = small()
     for block in snapshot["segments"][0]["blocks"]:
         frames, asked = block.pop("frames"), block.pop("requested_size")
