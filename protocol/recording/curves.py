@@ -83,11 +83,9 @@ class Window:
         rows: list[Row] = []
         for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
             bind = {"level": size, "rank": rank, "first": first, "last": last}
-            steps, pooled = (
-                f"{_STEP_POINT} {_IN_STEPS} ORDER BY seq",
-                f"{_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq",
-            )
-            rows += self._connection.execute(f"SELECT {steps if size < 0 else pooled}", bind).fetchall()
+            steps, pooled = f"{_STEP_POINT} {_IN_STEPS}", f"{_ROLLUP_POINT} {_IN_ROLLUPS}"
+            query = f"SELECT {steps} ORDER BY seq" if size < 0 else f"SELECT {pooled} ORDER BY last_seq"
+            rows += self._connection.execute(query, bind).fetchall()
         group = -(-len(rows) // limit)
         return [_pooling_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
 
