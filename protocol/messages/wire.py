@@ -25,6 +25,7 @@ Message = (
     | hosts.HostState | telemetry.Closing | telemetry.Compiles | telemetry.DiskSpace | telemetry.DeviceHealth
     | telemetry.Xid | hosts.Job | telemetry.Evaluation | telemetry.Checkpoint | telemetry.Activity
     | telemetry.CheckpointFailed | memory.Prediction | memory.StepTrace | telemetry.EarlyStop
+    | telemetry.LostEdit
 )  # fmt: skip
 """Any message; its tag is in the map's ``type`` field."""
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)

@@ -24,6 +24,7 @@ from ..messages.telemetry import (
     LogLine,
     PhaseRecord,
     ProcessMemory,
+    Signs,
     Span,
     Step,
     Update,
@@ -75,6 +76,7 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     """The columns that are NaN, which SQLite stores as NULL."""
     others: list[PhaseRecord] = []
     """Phases without columns: of another name, or of a name that the step has twice."""
+    signs: Signs | None = None
 
 
 class _Rest(msgspec.Struct, array_like=True, gc=False):
@@ -94,6 +96,7 @@ class _Rest(msgspec.Struct, array_like=True, gc=False):
     phases: list[_PhaseRest | None]
     """All phases in the order they ran; None stands for the next of ``rare.others``."""
     rare: _Rare
+    batch_id: int = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Rest).decode
@@ -127,10 +130,11 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         ended = phase.start_us + phase.host_us
     numbers, spans = (step.loss, step.lr, step.grad_norm), step.phases
     nan = [name for name, value in zip(_NUMBERS, numbers, strict=True) if value != value]
-    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others)
+    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others, step.signs)
     rest = _Rest(
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
+        batch_id=step.batch_id,
     )
     row = (
         *(seq, t, step.rank, step.step, step.started, step.host_us, step.device_us, *numbers, step.tokens),
@@ -213,6 +217,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
         *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
         *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
         *(rest.probe_us, rare.dropped, rest.label_tokens, rare.updates, rest.cpu_us, rest.flops or 0.0, rest.fetch_us),
+        *(rest.batch_id, rare.signs),
     )
 
 

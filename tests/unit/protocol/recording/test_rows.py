@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.hosts import Job
-from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Signs, Span, Step, Update
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
 from ftmon.protocol.recording.writer import Writer
@@ -29,7 +29,8 @@ steps = st.builds(
     *(st.integers(0, 5000), counts, st.floats(allow_nan=False), counts, st.lists(phases, max_size=6), some),
     *(st.integers(0, 1000), floats, floats, floats, floats, st.booleans()),
     *(st.lists(st.integers(0, 2**31), max_size=4), *[counts] * 8, st.lists(updates, max_size=3), counts),
-    *(st.floats(0, 1e30), some),
+    *(st.floats(0, 1e30), some, counts),
+    st.none() | st.builds(Signs, unlabelled=counts, weights=st.sampled_from(["", "same", "nan"])),
 )
 
 
@@ -59,7 +60,7 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
 
 def test_every_field_is_recorded() -> None:
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
-    assert len(Step.__struct_fields__) == 25
+    assert len(Step.__struct_fields__) == 27
     assert len(PhaseRecord.__struct_fields__) == 16
 
 
