@@ -8,22 +8,13 @@ from hypothesis import strategies as st
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x1b]0;title\x07after", "after"),
-        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
-        ("a\tb", "a    b"),
-        ("progress\rdone", "progress�done"),
-        ("\x9b31mred", "�31mred"),
-        ("\u202egnp.exe", "�gnp.exe"),
-        ("one\u2028two", "one�two"),
-        ("bytes \udcff that were no text", "bytes � that were no text"),
-        ("äö 漢字 🙂", "äö 漢字 🙂"),
-        ("ad\u200bmin\ufeff", "ad�min�"),
-        ("\U000e0041tag\u2060", "�tag�"),
-        ("\u0646\u200c\u0647 👩\u200d💻", "\u0646\u0647 👩💻"),
-    ],
-)
+    [("\x1b[31mred\x1b[0m", "red"), ("\x1b]0;title\x07after", "after"),
+     ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"), ("a\tb", "a    b"), ("progress\rdone", "progress�done"),
+     ("\x9b31mred", "�31mred"), ("\u202egnp.exe", "�gnp.exe"), ("one\u2028two", "one�two"),
+     ("bytes \udcff that were no text", "bytes � that were no text"), ("äö 漢字 🙂", "äö 漢字 🙂"),
+     ("ad\u200bmin\ufeff", "ad�min�"), ("\U000e0041tag\u2060", "�tag�"),
+     ("\u0646\u200c\u0647 👩\u200d💻", "\u0646\u0647 👩💻")],
+)  # fmt: skip
 def test_what_a_terminal_would_obey_is_taken_out(text: str, shown: str) -> None:
     assert sanitize(text) == shown
 
@@ -81,14 +72,9 @@ def test_things_are_counted_and_named() -> None:
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
-    [
-        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
-        ({"LANG": "POSIX"}, True),
-        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
-        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
-        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
-        ({}, False),
-    ],
-)
+    [({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True), ({"LANG": "POSIX"}, True),
+     ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True), ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
+     ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False), ({}, False)],
+)  # fmt: skip
 def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
     assert names_c_locale(environ) is expected

@@ -149,21 +149,13 @@ def measure(
     sockets = by_socket() if sockets is None else sockets
     training = dump.training if dump is not None else pid
     found = _threads(pid, training, dump.receiver if dump is not None else -1)
-    moved, waits, chars, sent = found.io_bytes, found.on_disk, found.chars, of_process(pid, sockets)
-    seconds, naps = 0.0, 0
     further = [table[other] for other in others if other in table and other != pid]
     tree = processes.descendants([pid, *others], dict(table), ranks)
     below = {p.pid: p for p in (*further, *tree) if p.pid != pid}
-    for child in below.values():
-        read = _threads(child.pid, child.pid, -1)
-        seconds += read.seconds
-        moved += read.io_bytes
-        chars += read.chars
-        waits = waits or read.on_disk
-        sent += of_process(child.pid, sockets)
-        # A data set sleeps between two attempts; an idle worker waits in poll(2), where it wakes up too.
-        if child.name == _LOADER_WORKER and "nanosleep" in wchan(child.pid, child.pid):
-            naps += switches(child.pid, child.pid)
+    reads = [_threads(child, child, -1) for child in below]
+    # A data set sleeps between two attempts; an idle worker waits in poll(2), where it wakes up too.
+    workers = [child.pid for child in below.values() if child.name == _LOADER_WORKER]
+    napping = [worker for worker in workers if "nanosleep" in wchan(worker, worker)]
     living = [child for child in below.values() if child.alive]
     newest = max((child.start_ticks for child in living), default=0)
     return Activity(
@@ -171,15 +163,15 @@ def measure(
         state=found.state,
         wchan=wchan(pid, training),
         cpu_seconds=found.seconds,
-        io_bytes=moved,
-        on_disk=waits,
+        io_bytes=sum(read.io_bytes for read in (found, *reads)),
+        on_disk=any(read.on_disk for read in (found, *reads)),
         switches=switches(pid, training),
-        below_seconds=seconds,
-        chars=chars,
-        traffic=sent,
+        below_seconds=sum(read.seconds for read in reads),
+        chars=sum(read.chars for read in (found, *reads)),
+        traffic=sum(of_process(each, sockets) for each in (pid, *below)),
         processes=1 + len(living),
         newest=newest,
-        worker_naps=naps,
+        worker_naps=sum(switches(worker, worker) for worker in napping),
         training_seconds=found.training_seconds,
     )
 

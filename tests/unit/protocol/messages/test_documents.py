@@ -5,7 +5,6 @@ import sqlite3
 from pathlib import Path
 
 import field_tables
-import msgspec
 import pytest
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import control, hosts, telemetry, wire
@@ -35,26 +34,6 @@ def test_the_field_tables_are_those_of_the_types() -> None:
         f"+ {line}" for line in current if line not in lines
     ]
     assert lines == current, "\n".join(["run: python tests/support/field_tables.py", *stale])
-
-
-class _Newer(msgspec.Struct, tag="alert"):
-    """An alert with a field more, whose table is the alert's."""
-
-    id: int
-    urgent: bool = False
-    """Somebody is to be woken."""
-    blank: int = 0
-
-
-def test_a_field_that_the_document_lacks_is_added_with_its_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_tables, "PARTS", ())
-    monkeypatch.setattr(wire, "MESSAGE_TYPES", (_Newer,))
-    head = "#### `alert` (_Newer)\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    document = head + "| `id` | str | 3 | its number |\n"
-    with pytest.raises(ValueError, match=r"_Newer\.blank: has no meaning"):
-        field_tables.rewritten(document)
-    found = field_tables.rewritten(document + "| `blank` | | | nothing |\n")
-    assert "| `id` | int | required | its number |\n| `urgent` | bool | false | somebody is to be woken |\n" in found
 
 
 def test_it_has_the_header_every_channel_verb_query_and_word_and_the_limits() -> None:

@@ -39,19 +39,11 @@ def test_rows_of_a_foreign_script_count_as_rows_of_equal_length() -> None:
 
 @pytest.mark.parametrize(
     ("name", "precision", "tera"),
-    [
-        ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
-        ("NVIDIA H100 PCIe", "bf16", 756.0),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA L40S", "bf16", 362.05),
-        ("NVIDIA L40", "bf16", 181.05),
-    ],
-)
+    [("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("NVIDIA H100 PCIe", "bf16", 756.0),
+     ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+     ("NVIDIA A100 80GB PCIe", "fp32", 19.5), ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+     ("NVIDIA GeForce RTX 4090", "bf16", 165.2), ("NVIDIA L40S", "bf16", 362.05), ("NVIDIA L40", "bf16", 181.05)],
+)  # fmt: skip
 def test_a_gpu_has_its_data_sheet_peak(name: str, precision: str, tera: float) -> None:
     assert peak_flops(name, precision) == tera * 1e12
 

@@ -54,29 +54,16 @@ def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pyt
 
 
 OBJECTS = {
-    "float": b"G\x3f\xf0\x00\x00\x00\x00\x00\x01",
-    "text float": b"F1\n",
-    "int": b"M\xe8\x03",
-    "long": b"\x8a\x09" + b"\x7f" * 9,
-    "text int": b"I300\n",
-    "string": b"\x8c\x02ab",
-    "string in the memo": b"\x8c\x02ab\x94",
-    "wide string": b"\x8c\x14" + b"a" * 16 + "\U0001f600".encode(),
-    "bytes": b"C\x02ab",
-    "dictionary of one": b"}K\x01Ns",
-    "dictionary from a mark": b"(K\x01Nd",
+    "float": b"G\x3f\xf0\x00\x00\x00\x00\x00\x01", "text float": b"F1\n", "int": b"M\xe8\x03",
+    "long": b"\x8a\x09" + b"\x7f" * 9, "text int": b"I300\n", "string": b"\x8c\x02ab",
+    "string in the memo": b"\x8c\x02ab\x94", "wide string": b"\x8c\x14" + b"a" * 16 + "\U0001f600".encode(),
+    "bytes": b"C\x02ab", "dictionary of one": b"}K\x01Ns", "dictionary from a mark": b"(K\x01Nd",
     "dictionary of six": b"}(" + b"".join(b"K%cN" % key for key in range(6)) + b"u",
-    "dictionary of 200": b"}(" + b"".join(b"K%cN" % key for key in range(200)) + b"u",
-    "list of one": b"]Na",
-    "list from a mark": b"(Nl",
-    "list of ten": b"](" + b"N" * 10 + b"e",
-    "tuple from a mark": b"(Nt",
-    "tuple of three": b"NNN\x87",
-    "set": b"\x8f(" + b"".join(b"K%c" % key for key in range(5)) + b"\x90",
-    "frozen set": b"(K\x01\x91",
-    "reference": b"h\x00",
-    **ELEMENTS,
-}
+    "dictionary of 200": b"}(" + b"".join(b"K%cN" % key for key in range(200)) + b"u", "list of one": b"]Na",
+    "list from a mark": b"(Nl", "list of ten": b"](" + b"N" * 10 + b"e", "tuple from a mark": b"(Nt",
+    "tuple of three": b"NNN\x87", "set": b"\x8f(" + b"".join(b"K%c" % key for key in range(5)) + b"\x90",
+    "frozen set": b"(K\x01\x91", "reference": b"h\x00", **ELEMENTS,
+}  # fmt: skip
 
 
 def taken(data: bytes) -> int:

@@ -109,8 +109,7 @@ def place(tmp_path: Path, pid: int, **links: Path) -> Path:
 
 
 def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    names = ("run", "work", "tmp", "checkpoints", "read", "out")
-    folders = {name: tmp_path / name for name in names}
+    folders = {name: tmp_path / name for name in ("run", "work", "tmp", "checkpoints", "read", "out")}
     for folder in folders.values():
         folder.mkdir()
     real = os.stat
@@ -132,13 +131,11 @@ def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path
 
     monkeypatch.setattr(looked.os, "lstat", lstat)
     free = {"now": 50}
-    disks = looked.Disks(
-        "h",
-        folders["run"],
-        lambda: {0: 7},
-        lambda _: SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"]),
-        tmp_path,
-    )
+
+    def statvfs(_: str) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"])
+
+    disks = looked.Disks("h", folders["run"], lambda: {0: 7}, statvfs, tmp_path)
     disks.note_output(0, "../out/not-yet")
     message = disks.measure(0.0)
     assert message is not None
