@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.collectives import RankView, difference, waits
+from ftmon.protocol.analysis.stalls.collectives import Difference, RankView, difference, waits
 from ftmon.protocol.analysis.stalls.collectives import where as where_of
 from ftmon.protocol.analysis.stalls.evidence import (
     ROWS,
@@ -32,8 +32,7 @@ from ftmon.protocol.analysis.stalls.judge import (
     EXIT_SURE_S,
     EXIT_WORKING_S,
     CircularWait,
-    DifferentCalls,
-    InPointToPoint,
+    OtherRanks,
     RanAhead,
     StaleLocks,
     Verdict,
@@ -308,7 +307,7 @@ def test_a_receive_that_nobody_sends_to_is_a_mismatch_with_the_collective_the_ot
     apart = view(0, found(("0", 8, "all_reduce", 0, True)), inside="recv")
     verdict = must(judge([apart, view(1, found(("0", 9, "all_reduce")), inside="all_reduce", group="0")]))
     assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (0,))
-    assert (verdict.facts, verdict.collective) == (InPointToPoint((0,)), Collective("all_reduce", 9))
+    assert (verdict.facts, verdict.collective) == (OtherRanks((0,)), Collective("all_reduce", 9))
 
 
 def test_a_rank_that_receives_from_the_one_asleep_is_not_named():
@@ -371,7 +370,7 @@ def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_o
     views = [view(rank, found(("0", 9, "all_reduce", 64)), inside="all_reduce", group="0") for rank in (0, 1, 3)]
     verdict = must(judge([*views, view(2, found(odd), inside=odd[2], group="0")]))
     assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (2,))
-    assert isinstance(verdict.facts, DifferentCalls)
+    assert isinstance(verdict.facts, Difference)
     assert [call[:4] for call in verdict.facts.calls.values()] == [*(("0", 9, "all_reduce", 64),) * 3, odd]
 
 

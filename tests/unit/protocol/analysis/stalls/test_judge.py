@@ -4,7 +4,7 @@ import pytest
 from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.evidence import Collective
-from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, Finished, RankFacts, Unclear, Verdict, judge, unproven
+from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, OtherRanks, RankFacts, Unclear, Verdict, judge, unproven
 from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.text import ranks_in_words
 from hypothesis import given
@@ -156,7 +156,7 @@ def test_ranks_that_outlive_finished_ones_without_progress_are_a_hang_at_exit():
     done = view(0, finished=True)
     verdict = must(judge([done, inside(1, "barrier", age=EXIT_LIMIT_S + 1), view(2, age=EXIT_LIMIT_S + 1)]))
     assert (verdict.kind, verdict.waiting, verdict.hung) == ("exit", (1,), (2,))
-    assert verdict.facts == Finished((0,))
+    assert verdict.facts == OtherRanks((0,))
     assert judge([done, inside(1, age=EXIT_LIMIT_S - 1)]) is None
     assert judge([done, inside(1, age=90.0), view(2, age=1.0)]) is None, "one of them still moves"
     assert judge([done, view(1, phase="checkpoint", age=120.0, limit=600.0)]) is None, "it saves the result"

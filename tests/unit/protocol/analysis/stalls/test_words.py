@@ -5,16 +5,13 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution, ResolvedWhy, added, resolved
-from ftmon.protocol.analysis.stalls.collectives import RankView, collective, where
+from ftmon.protocol.analysis.stalls.collectives import Difference, RankView, collective, where
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, Frame, LockWait
 from ftmon.protocol.analysis.stalls.evidence import where as place_of
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts, WaitingRanks
 from ftmon.protocol.analysis.stalls.judge import (
     CircularWait,
-    CutOff,
-    DifferentCalls,
-    Finished,
-    InPointToPoint,
+    OtherRanks,
     RanAhead,
     StaleLocks,
     Unclear,
@@ -87,7 +84,9 @@ def found(**fields: Any) -> Evidence:
                 (0, 1, 2),
                 collective=Collective("", 9, (0, 1, 2)),
                 differs=(2,),
-                facts=DifferentCalls({r: Call("0", 9, "all_reduce", 32 if r == 2 else 64, False) for r in range(3)}),
+                facts=Difference(
+                    "0", 9, {r: Call("0", 9, "all_reduce", 32 if r == 2 else 64, False) for r in range(3)}, True
+                ),
             ),
             "mismatched shapes for 10 s: rank 2: all_reduce of 32 elements; ranks 0 and 1: all_reduce of 64 elements",
             "Collective #9 of the group of ranks 0, 1 and 2 was not entered alike: rank 2: all_reduce of 32 elements; "
@@ -111,7 +110,7 @@ def found(**fields: Any) -> Evidence:
                 (0, 1),
                 collective=REDUCE,
                 differs=(0,),
-                facts=InPointToPoint((0,)),
+                facts=OtherRanks((0,)),
                 of=[view(0, inside="recv"), view(1)],
             ),
             "mismatched calls for 10 s: rank 0: recv; rank 1: all_reduce #9",
@@ -131,7 +130,7 @@ def found(**fields: Any) -> Evidence:
             "groups in the same order.",
         ),
         (
-            verdict("unreachable", (0,), collective=REDUCE, facts=CutOff((2, 3))),
+            verdict("unreachable", (0,), collective=REDUCE, facts=OtherRanks((2, 3))),
             "rank 0 waits 10 s in all_reduce #9: the host of ranks 2 and 3 is cut off",
             "rank 0 waits 10 s in all_reduce #9. No message arrives from the host of ranks 2 and 3, so the state of "
             "its ranks is unknown. Once the link is restored, the training may continue by itself.",
@@ -143,7 +142,7 @@ def found(**fields: Any) -> Evidence:
             "which rank 1 entered too. Compare the stacks of all ranks.",
         ),
         (
-            verdict("exit", (1,), (2,), facts=Finished((0,)), of=[view(2), view(1, inside="barrier", collectives=3)]),
+            verdict("exit", (1,), (2,), facts=OtherRanks((0,)), of=[view(2), view(1, inside="barrier", collectives=3)]),
             "hang at exit: rank 0 finished, ranks 2 and 1 still there after 10 s",
             "rank 0 finished, ranks 2 and 1 made no progress for 10 s (inside barrier #3, which a finished rank cannot "
             "enter). The launcher waits forever for such a rank: if the results are saved, kill the run.",
