@@ -47,7 +47,8 @@ from typing import Literal, NamedTuple
 
 from ...messages.telemetry import STEP_PHASES
 from .collectives import Counts, Difference, RankView, Waits, behind, difference, open_calls, skipped, waits
-from .evidence import LONG_PHASES, Call, Collective, LockWait, action_patience, all_members
+from .evidence import Call, Collective, LockWait, all_members
+from .progress import LONG_PHASES, action_patience
 
 ALONE_DATA_S = 30.0
 """Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
@@ -568,7 +569,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
     age = max(view.age for view in stuck)
     if len(present) == 1:
         return _alone(stuck, age)
-    unable = [view for view in present if view.absent in ("stopped", "held", "gone")]
+    unable = [view for view in present if view.is_unable]
     if unable:
         return _missing([view for view in stuck if not view.absent], unable, None, age)
     still = [view for view in present if view.absent or view.age > MOVING_S]
@@ -602,7 +603,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
 
 def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
     """Return whether a rank last reported having entered the collective in which ``top`` waits."""
-    if view.absent in ("stopped", "held", "gone"):
+    if view.is_unable:
         return False
     if view.absent == "silent" and view.evidence is not None and _has_stacks(view):
         return view.evidence.place.doing == "collective"

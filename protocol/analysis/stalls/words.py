@@ -212,7 +212,7 @@ def _missing(verdict: Verdict) -> Words:
     at = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {where(view)}" for view in late[:4])
     go_on = "continues" if len(late) == 1 else "continue"
     # A rank that is stopped or gone may have entered the collective; it blocks the others nonetheless.
-    if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
+    if name and not all(view.is_unable for view in late):
         asleep = all(view.evidence is not None and view.evidence.is_asleep for view in late)
         verb = ("sleeps" if asleep else "is") if len(late) == 1 else ("sleep" if asleep else "are")
         place = f"{who} {verb} {at}, and" if len(places) == 1 else f"{at};"

@@ -10,14 +10,12 @@ import pytest
 from ftmon.protocol.analysis.stalls.collectives import Difference, RankView, difference, waits
 from ftmon.protocol.analysis.stalls.collectives import where as where_of
 from ftmon.protocol.analysis.stalls.evidence import (
-    ROWS,
     Call,
     Calls,
     Collective,
     Evidence,
     Frame,
     LockWait,
-    RankProgress,
     group,
     parse,
     read_calls,
@@ -38,6 +36,7 @@ from ftmon.protocol.analysis.stalls.judge import (
     Verdict,
     judge,
 )
+from ftmon.protocol.analysis.stalls.progress import ROWS, RankProgress
 from ftmon.protocol.analysis.stalls.words import _together, of_verdict
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,10 +1,10 @@
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.evidence import Collective
 from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, OtherRanks, RankFacts, Unclear, Verdict, judge, unproven
+from ftmon.protocol.analysis.stalls.progress import ROWS, action_patience, row_of
 from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.text import ranks_in_words
 from hypothesis import given
@@ -256,21 +256,26 @@ def test_a_deadlock_that_nccls_own_counters_contradict_is_no_proof():
 
 
 def test_the_documented_patience_is_the_table_s():
-    assert "\n".join(evidence.as_markdown()) in (ROOT / "docs" / "detectors.md").read_text()
+    lines: list[str] = []
+    for row in ROWS:
+        ending = [action_patience(row.computing_s, awaited=True, may_resume=resumes) for resumes in (False, True)]
+        limits = (row.computing_s, row.working_s, row.asleep_s, *ending)
+        lines.append(" | ".join([f"| {row.title}", *(f"{seconds:g} s" for seconds in limits)]) + " |")
+    assert "\n".join(lines) in (ROOT / "docs" / "detectors.md").read_text()
 
 
 def test_the_limits_of_early_steps_are_lower_bounds_of_every_phase():
-    for row in evidence.ROWS:
-        early = evidence.row_of(row.phase, within_step=False, steps_seen=1, has_stepped=True)
-        first = evidence.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
+    for row in ROWS:
+        early = row_of(row.phase, within_step=False, steps_seen=1, has_stepped=True)
+        first = row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
         assert early.computing_s >= 60.0
         assert first.computing_s >= 300.0
         assert row.asleep_s < row.computing_s <= row.working_s
 
 
 def test_a_rank_asleep_in_its_first_step_is_given_8_s_and_one_in_start_up_20():
-    for row in evidence.ROWS:
-        first = evidence.row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
+    for row in ROWS:
+        first = row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
         assert first.asleep_s == (20.0 if row.phase in ("init", "idle") else 8.0)
-    within = evidence.row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
+    within = row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
     assert (within.computing_s, within.asleep_s) == (300.0, 8.0)
