@@ -13,7 +13,7 @@ from .health.machine import Disks, Gpus
 from .health.monitor import HealthMonitor
 from .memory import words as memory
 from .oom import words as oom
-from .stalls import stragglers, words
+from .stalls import slow_ranks, words
 from .words import Added, Words
 
 DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks]
@@ -45,7 +45,7 @@ def register(*kinds: Kind) -> None:
         _ADDED.update(kind.added)
 
 
-register(*memory.KINDS, *words.KINDS, *stragglers.KINDS, *oom.KINDS, *deaths.KINDS)
+register(*memory.KINDS, *words.KINDS, *slow_ranks.KINDS, *oom.KINDS, *deaths.KINDS)
 register(*telemetry.KINDS, *hub_facts.KINDS)
 for _detector in DETECTORS:
     register(*_detector.kinds)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls.slow_ranks import SlowDevices, SlowRankFacts
 from ftmon.protocol.analysis.stalls.stragglers import (
     EVERYWHERE,
-    SlowDevices,
-    SlowRankFacts,
     StragglerFacts,
     StragglerFinding,
     Stragglers,
