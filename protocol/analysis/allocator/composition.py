@@ -1,4 +1,13 @@
-"""Makes the two messages of one captured step from a single replay of its trace."""
+"""Makes the two messages of one captured step from a single replay of its trace.
+
+Positions on the trace count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are
+known by time, to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the
+nearest position at which the trace has the same figure.
+
+A block that is allocated at the moment of a phase's peak belongs to the part of the storage found in it by walking.
+Without a storage its lifetime decides: from a forward into the backward it is an activation, within one phase a
+temporary. The remainder of the peak is ``unattributed``.
+"""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -19,9 +28,13 @@ from ...snapshot.columns import (
     SEGMENT_UNMAP,
     Snapshot,
 )
-from .snapshot_replay import BEFORE, Allocations, columns
+from .allocations import BEFORE, Allocations, columns, reserved_curve
 
-# Unused memory of the allocator at the time of one reading.
+SLACK_US = 300
+"""Maximum shift of a boundary to a position at which the figures agree."""
+UNCOMPOSED = frozenset(("init", "idle"))
+"""Phases without a composition: the time between the other phases."""
+LARGEST = 5
 
 
 class Fragmentation(NamedTuple):
@@ -55,18 +68,6 @@ def fragmentation(snapshot: Snapshot) -> Fragmentation:
             pending += size
     reserved = sum(segment.size for segment in snapshot.segments)
     return Fragmentation(allocated, reserved, free, largest, rounding, pending, len(snapshot.segments))
-
-
-# A step on the allocator's own trace: the positions of its phases, and the bytes allocated after every entry.
-#
-# Positions count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are known by
-# time, to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the nearest
-# position at which the trace has the same figure.
-
-
-SLACK_US = 300
-"""Maximum shift of a boundary to a position at which the figures agree."""
-_RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
 class Occurrence(NamedTuple):
@@ -125,16 +126,7 @@ class Timeline:
                 deltas[freed + 1] -= size
         self.allocated = array("q", list(accumulate(deltas))[:-1])
         """One value more than entries."""
-        actions, sizes = allocations.trace.actions, columns(allocations.trace.sizes, "q")
-        changes = [0] * (count + 1)
-        for action, sign in _RESERVES.items():
-            at = actions.find(action)
-            while at >= 0:
-                changes[at + 1] = sign * sizes[at]
-                at = actions.find(action, at + 1)
-        now = sum(segment.size for segment in snapshot.segments)
-        changes[0] = max(0, now - sum(changes))
-        self.reserved = array("q", accumulate(changes))
+        self.reserved = reserved_curve(allocations.trace, sum(segment.size for segment in snapshot.segments))
 
     def position(self, us: int, allocated: int | None) -> int:
         """Return the position of a boundary.
@@ -174,17 +166,6 @@ class Timeline:
             begin_us = marks[first].us
             found.append(Span(name, places[first], places[last], peak, whole or 0 < oldest <= begin_us, begin_us))
         return found
-
-
-# Attributes the peak of each phase to parts, from a trace, its phases, and the storages found by walking.
-#
-# A block that is allocated at the moment of the peak belongs to the part of the storage found in it. Without a
-# storage its lifetime decides: from a forward into the backward it is an activation, within one phase a temporary.
-# The remainder of the peak is ``unattributed``.
-
-
-UNCOMPOSED = frozenset(("init", "idle"))
-"""Phases without a composition: the time between the other phases."""
 
 
 class Seen(NamedTuple):
@@ -315,70 +296,33 @@ class Attribution:
         return place >= 0 and begin < self._recomputed[place][1] <= freed
 
 
-# The allocator's events of one step, counted by phase from its trace, without stacks.
-
-
-LARGEST = 5
-
-
 def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
-    """Count a step's entries by phase.
+    """Count a step's entries by phase, in order of first occurrence.
 
-    Returns:
-        The phases with entries, in order of first occurrence. Empty if the ring does not reach back to the start of
-        the step's first phase.
+    Empty if the ring does not reach back to the start of the step's first phase.
     """
     if not spans or not spans[0].covered:
         return []
-    sums: dict[str, _Sums] = {}
+    phases: dict[str, tuple[list[tuple[int, int]], int]] = {}
+    trace = timeline.allocations.trace
+    actions, sizes = trace.actions, columns(trace.sizes, "q")
     for span, occurrence in zip(spans, found, strict=True):
         if span.name == "init":
             continue  # the recorder was started during it
-        one = sums.setdefault(span.name, _Sums())
-        one.host_us += occurrence.us
-        one.add(timeline, span.begin, span.end)
-    return [one.phase(name) for name, one in sums.items() if one.entries]
+        entries, host_us = phases.get(span.name, ([], 0))
+        entries += zip(actions[span.begin : span.end], sizes[span.begin : span.end], strict=True)
+        phases[span.name] = entries, host_us + occurrence.us
+    return [_counted(name, entries, host_us) for name, (entries, host_us) in phases.items() if entries]
 
 
-class _Sums:
-    def __init__(self) -> None:
-        self.host_us = 0
-        self.entries = 0
-        self.allocations = self.frees = self.allocated = self.freed = 0
-        self.segment_allocations = self.segment_frees = self.segment_bytes = 0
-        self.sizes: list[int] = []
-
-    def add(self, timeline: Timeline, begin: int, end: int) -> None:
-        trace = timeline.allocations.trace
-        actions, sizes = bytes(trace.actions[begin:end]), columns(trace.sizes, "q")[begin:end]
-        self.entries += end - begin
-        asked = [size for action, size in zip(actions, sizes, strict=True) if action == ALLOC]
-        self.allocations += len(asked)
-        self.allocated += sum(asked)
-        self.sizes += asked
-        self.frees += actions.count(FREE_COMPLETED)
-        self.freed += sum(size for action, size in zip(actions, sizes, strict=True) if action == FREE_COMPLETED)
-        for action, size in zip(actions, sizes, strict=True):
-            if action in (SEGMENT_ALLOC, SEGMENT_MAP):
-                self.segment_allocations += 1
-                self.segment_bytes += size
-            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
-                self.segment_frees += 1
-                self.segment_bytes -= size
-
-    def phase(self, name: str) -> AllocatorPhase:
-        return AllocatorPhase(
-            name,
-            self.allocations,
-            self.frees,
-            self.allocated,
-            self.freed,
-            sorted(self.sizes, reverse=True)[:LARGEST],
-            self.segment_allocations,
-            self.segment_frees,
-            self.segment_bytes,
-            self.host_us,
-        )
+def _counted(name: str, entries: list[tuple[int, int]], host_us: int) -> AllocatorPhase:
+    asked, freed, taken, given = (
+        [size for action, size in entries if action in actions]
+        for actions in ((ALLOC,), (FREE_COMPLETED,), (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP))
+    )
+    largest = sorted(asked, reverse=True)[:LARGEST]
+    counts = len(asked), len(freed), sum(asked), sum(freed)
+    return AllocatorPhase(name, *counts, largest, len(taken), len(given), sum(taken) - sum(given), host_us)
 
 
 def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from .settings import SMALL_MOST_BYTES, SMALL_SEGMENT_BYTES, Settings
+from .settings import MIB, SMALL_MOST_BYTES, SMALL_SEGMENT_BYTES, Settings
 
-# Blocks of memory and the ordered sets in which the allocator keeps its free ones.
+CHUNK_BYTES = 32 * MIB
+"""``cudaMalloc`` reserves addresses in multiples of this: observed with CUDA 13 on an H200, as are the rules below."""
+_TOP = 0x7FD2_68000000
+_ADDRESS_SPACE_BYTES = 2**42
+"""Address space of an expandable segment if the device's memory is unknown."""
+UNLIMITED = 2**62
 
 
 class Expandable:
@@ -21,9 +26,7 @@ class Expandable:
     __slots__ = ("address", "page_bytes", "size")
 
     def __init__(self, address: int, size: int, page_bytes: int) -> None:
-        self.address = address
-        self.size = size
-        self.page_bytes = page_bytes
+        self.address, self.size, self.page_bytes = address, size, page_bytes
 
 
 class Block:
@@ -35,13 +38,8 @@ class Block:
     )  # fmt: skip
 
     def __init__(self, pool: "Pool", stream: int, address: int, size: int, expandable: Expandable | None) -> None:
-        self.pool = pool
-        self.stream = stream
-        self.address = address
-        self.size = size
-        self.expandable = expandable
-        self.requested = 0
-        self.handle = 0
+        self.pool, self.stream, self.address, self.size, self.expandable = pool, stream, address, size, expandable
+        self.requested = self.handle = 0
         self.free = False
         """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
         self.mapped = True
@@ -82,10 +80,7 @@ class Pool:
         """Add a block to the free ones."""
         block.free = True
         block.gc_base = self.searches
-        entries = self.free.get(block.stream)
-        if entries is None:
-            entries = self.free[block.stream] = []
-        insort(entries, (block.size, block.address, block))
+        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
         """Remove a block from the free ones."""
@@ -109,15 +104,6 @@ class Pool:
         for stream in sorted(self.free):
             for _, _, block in list(self.free[stream]):
                 yield block
-
-
-# A model of the CUDA driver for the allocator: limited memory, and addresses.
-
-
-MIB = 2**20
-CHUNK_BYTES = 32 * MIB
-"""``cudaMalloc`` reserves addresses in multiples of this: observed with CUDA 13 on an H200, as are the rules below."""
-_TOP = 0x7FD2_68000000
 
 
 class Driver:
@@ -188,9 +174,6 @@ class Driver:
         return self._lowest
 
 
-# Views of the allocator: its peaks, its segments, and why a request failed.
-
-
 class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
     """A request that neither cached nor new memory could serve, with the figures of PyTorch's own message."""
 
@@ -198,10 +181,7 @@ class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
         super().__init__(f"{sought} bytes sought with {allocated} allocated and {reserved} reserved")
         self.sought_bytes = sought
         """Size of the requested segment: PyTorch's "Tried to allocate"."""
-        self.requested_bytes = requested
-        """Bytes of the request itself."""
-        self.allocated_bytes = allocated
-        self.reserved_bytes = reserved
+        self.requested_bytes, self.allocated_bytes, self.reserved_bytes = requested, allocated, reserved
         self.free_bytes = free
         """Free memory of the driver; None without a capacity."""
 
@@ -213,57 +193,6 @@ class Peaks(msgspec.Struct, frozen=True):
     active_bytes: int
     requested_bytes: int
     reserved_bytes: int
-
-
-class BlockView(msgspec.Struct, frozen=True):
-    """A block of a segment, as in a memory snapshot."""
-
-    address: int
-    size_bytes: int
-    requested_bytes: int
-    state: str
-    """``active_allocated``, ``active_pending_free`` or ``inactive``."""
-    handle: int
-    """0 for a free block."""
-
-
-class SegmentView(msgspec.Struct, frozen=True):
-    """A segment, or a mapped range of an expandable one, as in a memory snapshot."""
-
-    address: int
-    size_bytes: int
-    stream: int
-    small: bool
-    expandable: bool
-    blocks: tuple[BlockView, ...]
-
-
-def view_segment(blocks: list[Block]) -> SegmentView:
-    """Return the view of a segment from its blocks, ordered by address."""
-    first = blocks[0]
-    return SegmentView(
-        first.address,
-        sum(block.size for block in blocks),
-        first.stream,
-        first.pool.small,
-        first.expandable is not None,
-        tuple(
-            BlockView(
-                block.address,
-                block.size,
-                block.requested,
-                "inactive" if block.free else "active_pending_free" if block.events else "active_allocated",
-                block.handle,
-            )
-            for block in blocks
-        ),
-    )
-
-
-# State of a device's allocator: pools of free blocks, reserved memory, and its limits.
-
-
-UNLIMITED = 2**62
 
 
 class DeviceMemory:
@@ -310,11 +239,7 @@ class DeviceMemory:
         """
         if self.device_bytes is None:
             raise ValueError("set_per_process_memory_fraction needs the device's memory: give device_bytes")
-        self.limit_reserved(int(fraction * self.device_bytes))
-
-    def limit_reserved(self, allowed_bytes: int) -> None:
-        """Limit reserved memory to a number of bytes, like ``set_per_process_memory_fraction``."""
-        self._allowed = allowed_bytes
+        self._allowed = int(fraction * self.device_bytes)
 
     def peaks(self) -> Peaks:
         """Return the highest values since the last reset."""
@@ -327,14 +252,16 @@ class DeviceMemory:
 
     def _free_bytes(self) -> int | None:
         """Return the bytes that could still be reserved; None: unlimited."""
-        limits = [self.driver.free_bytes] + ([] if self._allowed is None else [self._allowed - self.reserved])
-        known = [limit for limit in limits if limit is not None]
-        return min(known) if known else None
+        limits = self.driver.free_bytes, None if self._allowed is None else self._allowed - self.reserved
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
-        if self.reserved > self._peak_reserved:
-            self._peak_reserved = self.reserved
+        self._peak_reserved = max(self._peak_reserved, self.reserved)
+
+    def _merge_both(self, block: Block) -> None:
+        self._merge(block, block.previous)
+        self._merge(block, block.next)
 
     def _merge(self, block: Block, other: Block | None) -> None:
         """Merge a block with a neighbour if that is free."""
@@ -354,13 +281,6 @@ class DeviceMemory:
             if after is not None:
                 after.previous = block
         block.size += other.size
-
-
-# Expandable segments: ranges of addresses onto which pages are mapped as a pool grows.
-
-
-_ADDRESS_SPACE_BYTES = 2**42
-"""Address space of an expandable segment if the device's memory is unknown."""
 
 
 class ExpandableMemory(DeviceMemory):
@@ -422,8 +342,7 @@ class ExpandableMemory(DeviceMemory):
             rest.insert_after(block, block.next)
             block.pool.add_unmapped(rest)
             block.size = mapped
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
+        self._merge_both(block)
         block.pool.add(block)
         self._reserve(mapped)
         return True
@@ -448,14 +367,10 @@ class ExpandableMemory(DeviceMemory):
                 part.insert_after(*((block.previous, block) if before else (block, block.next)))
                 pool.add(part)
         block.address, block.size, block.mapped = begin, end - begin, False
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
+        self._merge_both(block)
         pool.add_unmapped(block)
         self.reserved -= end - begin
         self.driver.give(end - begin)
-
-
-# Cached memory: free blocks that serve requests, segments from the driver, and segments released to it.
 
 
 class CachedMemory(ExpandableMemory):
@@ -631,11 +546,8 @@ class CachingAllocator(CachedMemory):
     def record_stream(self, handle: int, stream: int) -> None:
         """Record that a stream other than the allocating one uses an allocation (``Tensor.record_stream``)."""
         block = self._live.get(handle)
-        if block is None or block.stream == stream:
-            return
-        if block.streams is None:
-            block.streams = set()
-        block.streams.add(stream)
+        if block is not None and block.stream != stream:
+            block.streams = {*(block.streams or ()), stream}
 
     def complete_events(self, stream: int | None = None) -> None:
         """Complete the events of a stream, or of all streams: blocks that wait for them become free.
@@ -648,19 +560,6 @@ class CachingAllocator(CachedMemory):
                 if not block.events:
                     self._free_block(block)
 
-    def complete_free(self, handle: int) -> None:
-        """Complete all events that one freed allocation waits for."""
-        for stream, blocks in list(self._waiting.items()):
-            block = next((one for one in blocks if one.handle == handle), None)
-            if block is None:
-                continue
-            blocks.remove(block)
-            if not blocks:
-                del self._waiting[stream]
-            block.events -= 1
-            if not block.events:
-                self._free_block(block)
-
     def empty_cache(self) -> None:
         """Release free segments to the driver (``torch.cuda.empty_cache``)."""
         self.complete_events()
@@ -671,20 +570,6 @@ class CachingAllocator(CachedMemory):
         """Return the address of a live allocation; 0 for an empty one."""
         block = self._live.get(handle)
         return 0 if block is None else block.address
-
-    def segments(self) -> list[SegmentView]:
-        """Return the segments by address, each with its blocks."""
-        blocks = [*self._live.values(), *{id(block): block for one in self._waiting.values() for block in one}.values()]
-        for pool in (self._small, self._large):
-            blocks.extend(pool.blocks())
-        found: list[SegmentView] = []
-        run: list[Block] = []
-        for block in sorted(blocks, key=lambda one: one.address):
-            if run and block.previous is not run[-1]:
-                found.append(view_segment(run))
-                run = []
-            run.append(block)
-        return [*found, view_segment(run)] if run else found
 
     def _new(self, pool: Pool, rounded: int, stream: int, requested: int) -> Block:
         """Allocate memory from the driver, if necessary after releasing cached memory."""
@@ -706,6 +591,5 @@ class CachingAllocator(CachedMemory):
         self.active -= block.size
         self.requested -= block.requested
         block.requested = block.handle = 0
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
+        self._merge_both(block)
         block.pool.add(block)

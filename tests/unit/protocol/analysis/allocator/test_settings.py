@@ -1,12 +1,18 @@
 """Values of PYTORCH_CUDA_ALLOC_CONF."""
 
+import sys
+
 import pytest
 from caching_allocator import CachingAllocator as Miniature
 from caching_allocator import Figures
-from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Driver
+from ftmon.protocol.analysis.allocator.model import DeviceOutOfMemory, Driver
 from ftmon.protocol.analysis.allocator.settings import MIB, Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshot_files import DATA
+
+sys.path.append(str(DATA.parents[1] / "bench"))
+from allocator_compare import RestoredAllocator as CachingAllocator  # with views of its segments
 
 # The modelled allocator's rules, one by one.
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
 from ftmon.protocol.analysis.allocator import snapshot_replay
-from ftmon.protocol.analysis.allocator.settings import SMALL_MOST, round_size
+from ftmon.protocol.analysis.allocator.allocations import Rooms
+from ftmon.protocol.analysis.allocator.settings import SMALL_MOST_BYTES, round_size
 from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at, stack_tree
-from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, pending_bytes, pending_states, size_large
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, pending_bytes, pending_states
 from ftmon.protocol.analysis.allocator.snapshot_views import (
     between,
     difference,
@@ -87,8 +88,8 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
     of.known.clear()
     for number in known:
         of.sizes[number] = round_size(of.requested[number])
-    large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST}
-    size_large(of, replay.snapshot, large)
+    large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST_BYTES}
+    Rooms(of, replay.snapshot, large).replay()
     assert {number: of.sizes[number] for number in known} == known
 
 
