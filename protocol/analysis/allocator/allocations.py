@@ -199,7 +199,6 @@ class Allocations:
         self._open.clear()
 
     def _size(self, snapshot: Snapshot) -> None:
-        """Set the size of every allocation to that of its block."""
         self.sizes = round_sizes(self.requested, snapshot.divisions)
         large = set(compress(range(len(self.sizes)), map(SMALL_MOST_BYTES.__lt__, self.sizes)))
         for number, size in self.known.items():

@@ -337,13 +337,13 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
     allocations = Allocations(snapshot, trace.device)
     timeline = Timeline(snapshot, allocations)
     spans = timeline.spans(marks, whole=allocations.entries < trace.room)
-    attribution = Attribution(
-        timeline, spans, parts_of(allocations, _seen(trace, timeline)), _recomputed(trace, timeline), begun.us
-    )
+    recomputed = [(timeline.position(begin, None), timeline.position(end, None)) for begin, end in trace.recomputed]
+    attribution = Attribution(timeline, spans, parts_of(allocations, _seen(trace, timeline)), recomputed, begun.us)
     phases = attribution.phases()
-    notes = list(attribution.notes)
     if not trace.hooked:
-        notes.append("compiled code runs here: what is recomputed or gathered within a phase was not watched")
+        attribution.notes.append(
+            "compiled code runs here: what is recomputed or gathered within a phase was not watched"
+        )
     kept = fragmentation(snapshot)
     counted = AllocatorEvents(
         rank=trace.rank,
@@ -375,7 +375,7 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
         reserved_bytes=kept.reserved,
         entries=allocations.entries,
         walk_us=trace.walk_us,
-        note="; ".join(notes),
+        note="; ".join(attribution.notes),
         read_us=trace.read_us,
     )
     return [message for message in (counted, composition) if message.phases]
@@ -400,7 +400,3 @@ def _seen(trace: StepTrace, timeline: Timeline) -> list[Seen]:
         pairs = zip(columns(one.addresses, "Q"), one.parts, strict=True)
         found += [Seen(position, address, PARTS[part]) for address, part in pairs]
     return found
-
-
-def _recomputed(trace: StepTrace, timeline: Timeline) -> list[tuple[int, int]]:
-    return [(timeline.position(begin, None), timeline.position(end, None)) for begin, end in trace.recomputed]

@@ -7,6 +7,8 @@ Source of the rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.6 to 2.11. N
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,37 +22,36 @@ _ADDRESS_SPACE_BYTES = 2**42
 UNLIMITED = 2**62
 
 
-class Expandable:
+class Expandable(NamedTuple):
     """A range of virtual addresses onto which one stream's pool maps pages as it grows."""
 
-    __slots__ = ("address", "page_bytes", "size")
+    address: int
+    size: int
+    page_bytes: int
 
-    def __init__(self, address: int, size: int, page_bytes: int) -> None:
-        self.address, self.size, self.page_bytes = address, size, page_bytes
 
-
+@dataclass(slots=True, eq=False)
 class Block:
     """A range of one segment: allocated, free, or freed and waiting for other streams (``events``)."""
 
-    __slots__ = (
-        "address", "events", "expandable", "free", "gc_base", "handle", "mapped", "next", "pool", "previous",
-        "requested", "size", "stream", "streams",
-    )  # fmt: skip
-
-    def __init__(self, pool: "Pool", stream: int, address: int, size: int, expandable: Expandable | None) -> None:
-        self.pool, self.stream, self.address, self.size, self.expandable = pool, stream, address, size, expandable
-        self.requested = self.handle = 0
-        self.free = False
-        """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
-        self.mapped = True
-        """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
-        self.events = 0
-        """Number of events of other streams that it waits for since it was freed."""
-        self.streams: set[int] | None = None
-        """Other streams that use it (``record_stream``)."""
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.gc_base = 0
+    pool: "Pool"
+    stream: int
+    address: int
+    size: int
+    expandable: Expandable | None
+    requested: int = 0
+    handle: int = 0
+    free: bool = False
+    """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
+    mapped: bool = True
+    """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
+    events: int = 0
+    """Number of events of other streams that it waits for since it was freed."""
+    streams: set[int] | None = None
+    """Other streams that use it (``record_stream``)."""
+    previous: "Block | None" = None
+    next: "Block | None" = None
+    gc_base: int = 0
 
     def insert_after(self, before: "Block | None", after: "Block | None") -> None:
         """Link this block between two neighbours."""
@@ -317,8 +318,7 @@ class ExpandableMemory(DeviceMemory):
             if room >= rounded:
                 return first
         space = self._space(pool)
-        block = Block(pool, stream, space.address, space.size, space)
-        block.mapped = False
+        block = Block(pool, stream, space.address, space.size, space, mapped=False)
         pool.add_unmapped(block)
         return block
 
@@ -337,8 +337,7 @@ class ExpandableMemory(DeviceMemory):
         block.pool.remove_unmapped(block)
         block.mapped = True
         if mapped < block.size:
-            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, space)
-            rest.mapped = False
+            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, space, mapped=False)
             rest.insert_after(block, block.next)
             block.pool.add_unmapped(rest)
             block.size = mapped

@@ -304,7 +304,6 @@ class SpikeDetector:
         ]
 
     def _use_recorded(self) -> None:
-        """Apply recorded causes to recorded alerts."""
         while self._recorded:
             cause = self._recorded.pop(0)
             for condition in conditions_of(cause):

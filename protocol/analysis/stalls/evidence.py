@@ -147,8 +147,9 @@ def parse(text: str) -> list[Thread]:
 
 def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
     """Return the training thread: the thread ``name``, else the main thread, which faulthandler writes last."""
+    wanted = _identifier(name)
     for thread in threads:
-        if name and _number(thread.name) == _number(name):
+        if wanted and _identifier(thread.name) == wanted:
             return thread
     return threads[-1] if threads else None
 
@@ -215,12 +216,8 @@ def waits_for_loader_worker(frames: Iterable[Frame]) -> bool:
     return any(frame.function == "_try_get_data" and _path(frame).endswith(_LOADER) for frame in frames)
 
 
-def _number(name: str) -> int | str:
-    """Return a thread's identifier without leading zeros; unchanged if it is not a number."""
-    try:
-        return int(name, 16)
-    except ValueError:
-        return name
+def _identifier(name: str) -> str:
+    return name.lower().removeprefix("0x").lstrip("0")
 
 
 def group(stacks: Mapping[int, tuple[str, str]]) -> list[Group]:
@@ -492,12 +489,11 @@ class Evidence:
 
 def read_calls(data: Any) -> Calls:
     """Decode a rank's answer about its collectives; return an empty one if it is invalid."""
+    answer = data if isinstance(data, dict) else {}
     try:
-        answer = msgspec.convert(data or {}, _Answer)
+        return msgspec.convert({**answer, "members": answer.get("ranks", {})}, Calls)
     except msgspec.ValidationError:
         return Calls()
-    members = {group: tuple(ranks) for group, ranks in answer.ranks.items()}
-    return Calls(answer.source, tuple(Call(*call) for call in answer.recent), answer.counted, members)
 
 
 def all_members(evidences: Iterable[Evidence | None]) -> dict[str, tuple[int, ...]]:
@@ -507,10 +503,3 @@ def all_members(evidences: Iterable[Evidence | None]) -> dict[str, tuple[int, ..
         if evidence is not None:
             found.update(evidence.calls.members)
     return found
-
-
-class _Answer(msgspec.Struct):
-    source: str = ""
-    recent: list[tuple[str, int, str, int, bool | None]] = []
-    counted: dict[str, int] = {}
-    ranks: dict[str, list[int]] = {}

@@ -50,8 +50,33 @@ from .collectives import Counts, Difference, RankView, Waits, behind, difference
 from .evidence import Call, Collective, LockWait, all_members
 from .progress import LONG_PHASES, action_patience
 
+EXIT_LIMIT_S = 30.0
+"""After other ranks have finished, a rank may live on for this many seconds without progress."""
+EXIT_SURE_S = 9.0
+"""The same if its process sleeps after its goodbye."""
+LEFT_S = 4.0
+"""The same if it waits in a collective that a finished rank has not entered."""
+ENTERED_S = 60.0
+"""Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
+may compute for that long before it reaches them."""
+EXIT_WORKING_S = 300.0
+"""The same if its process tree still works, as in an upload or a last evaluation."""
+AHEAD_STEPS = 3
+"""A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
+LOCK_IDLE_S = 10.0
+"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
+POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
+"""Calls that wait for one other rank; which one is unknown."""
+WAITED_S = 10.0
+"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
+STOOD_S = 2.0
+"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
+MOVING_S = 3.0
+"""A rank with progress within this many seconds is not stuck."""
 ALONE_DATA_S = 30.0
 """Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
+_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
+"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
 
 VerdictKind = Literal[
     "missing", "ahead", "lock", "alone", "mismatch", "deadlock", "left", "unreachable", "unclear", "exit"
@@ -232,41 +257,6 @@ def _have_threads(views: Iterable[RankView]) -> bool:
 
 def _has_stacks(view: RankView) -> bool:
     return view.evidence is not None and bool(view.evidence.frames)
-
-
-EXIT_LIMIT_S = 30.0
-"""After other ranks have finished, a rank may live on for this many seconds without progress."""
-
-EXIT_SURE_S = 9.0
-"""The same if its process sleeps after its goodbye."""
-
-LEFT_S = 4.0
-"""The same if it waits in a collective that a finished rank has not entered."""
-
-ENTERED_S = 60.0
-"""Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
-may compute for that long before it reaches them."""
-
-EXIT_WORKING_S = 300.0
-"""The same if its process tree still works, as in an upload or a last evaluation."""
-
-AHEAD_STEPS = 3
-"""A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
-
-LOCK_IDLE_S = 10.0
-"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
-
-POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
-"""Calls that wait for one other rank; which one is unknown."""
-
-WAITED_S = 10.0
-"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
-
-STOOD_S = 2.0
-"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
-
-MOVING_S = 3.0
-"""A rank with progress within this many seconds is not stuck."""
 
 
 def judge(views: list[RankView]) -> Verdict | None:
@@ -493,7 +483,6 @@ def _exit_limit(view: RankView) -> float:
 
 
 def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
-    """Judge by comparing the collectives of inspected ranks."""
     age = max(view.age for view in stuck)
     if any(view.absent == "cut off" for view in present):
         return "cannot say"
@@ -617,16 +606,6 @@ def _place(view: RankView) -> tuple[int, int, int]:
     return view.step, view.micro_step, STEP_PHASES.index(view.phase)
 
 
-# Decides whether a verdict on a stall is sufficient proof to end the run: that no progress is possible.
-#
-# An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
-# must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
-
-
-_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
-"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
-
-
 class RankFacts(NamedTuple):
     """Facts of one rank."""
 
@@ -643,7 +622,11 @@ class RankFacts(NamedTuple):
 
 
 def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
-    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none."""
+    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none.
+
+    An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
+    must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
+    """
     if kind in _STRUCTURAL:
         return "" if sure else "other threads of the script, or NCCL's own counters, may say otherwise"
     if kind == "unreachable":

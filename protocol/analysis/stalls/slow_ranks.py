@@ -76,20 +76,19 @@ class SlowDevices:
     """Keeps the latest sample of every rank's device."""
 
     def __init__(self) -> None:
-        self._devices: dict[int, tuple[str, str, int]] = {}
-        self._samples: dict[tuple[str, str], DeviceSample] = {}
-        self._by_index: dict[tuple[str, int], DeviceSample] = {}
+        self._devices: dict[int, tuple[str, str | int]] = {}
+        """Host and UUID of each rank's device; its index if the UUID is unknown."""
+        self._samples: dict[tuple[str, str | int], DeviceSample] = {}
 
     def hello(self, hello: Hello) -> None:
         """Record the device of a rank."""
         if hello.device.kind == "cuda":
-            self._devices[hello.rank] = hello.host, hello.device.uuid, hello.device.index
+            self._devices[hello.rank] = hello.host, hello.device.uuid or hello.device.index
 
     def sample(self, sample: DeviceSample) -> None:
         """Keep a sample of a GPU."""
         if sample.kind == "gpu":
-            self._samples[sample.host, sample.uuid] = sample
-            self._by_index[sample.host, sample.index] = sample
+            self._samples[sample.host, sample.uuid] = self._samples[sample.host, sample.index] = sample
 
     def why(self, rank: int) -> DeviceFacts | None:
         """Return why a rank's device may be slower than the other ranks'; None without a sample of it."""
@@ -114,8 +113,7 @@ class SlowDevices:
         )
 
     def _of(self, rank: int) -> DeviceSample | None:
-        host, uuid, index = self._devices.get(rank, ("", "", -1))
-        return self._samples.get((host, uuid)) if uuid else self._by_index.get((host, index))
+        return self._samples.get(self._devices.get(rank, ("", -1)))
 
 
 def usual_place(places: Sequence[evidence.Place], slow_at: str, share: float) -> str:

@@ -453,7 +453,6 @@ class Stragglers:
         return self._close(t) if self._block_us >= BLOCK_US else []
 
     def _restart(self) -> None:
-        """Discard collected steps because the set of compared ranks has changed."""
         self._pending.clear()
         self._block, self._block_us, self._block_count = [], 0.0, 0
         for rank in self._ranks.values():

@@ -580,7 +580,6 @@ class RankTracker:
                 progress.peer_steps = max(progress.peer_steps, reached)
 
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
-        """Return the state of a rank without current progress."""
         state = tracked.state.state if tracked.state is not None else "starting"
         if state in ("stopped", "held") or tracked.cut_off or tracked.stuck_since is not None:
             return []

@@ -67,7 +67,6 @@ def of_verdict(verdict: Verdict) -> Words:
 
 
 def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
-    """Return the text for ranks that wait for each other because of what the script does."""
     apart, others = cause.apart, cause.others
     spots = (*apart, *others)
     first = spots[0]
@@ -111,7 +110,6 @@ def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
 
 
 def _detail(verdict: Verdict) -> str:
-    """Return the collectives concerned, in a sentence."""
     if isinstance(verdict.facts, CircularWait):
         ways = _ways({rank: collective(call) for rank, call in verdict.facts.calls.items()})
         return f"{'; '.join(f'{ranks_in_words(ranks)} in {words}' for words, ranks in ways.items())}."
@@ -147,7 +145,6 @@ def _ranks(spots: Sequence[Spot]) -> str:
 
 
 def _mismatch(verdict: Verdict) -> Words:
-    """Ranks entered one collective differently."""
     if not isinstance(verdict.facts, Difference):
         calls = _by_words({rank: view.inside for rank, view in verdict.views.items()})
         return Words(
@@ -179,7 +176,6 @@ def _elsewhere(verdict: Verdict, facts: OtherRanks) -> Words:
 
 
 def _deadlock(verdict: Verdict) -> Words:
-    """Ranks wait for each other in different groups."""
     found = verdict.facts.calls if isinstance(verdict.facts, CircularWait) else {}
     ways = _ways({rank: collective(call) for rank, call in found.items()})
     calls = "; ".join(f"{_waiting(ranks)} in {words}" for words, ranks in ways.items())
@@ -191,7 +187,6 @@ def _deadlock(verdict: Verdict) -> Words:
 
 
 def _unreachable(verdict: Verdict) -> Words:
-    """Ranks wait while the host of others is cut off."""
     who = ranks_in_words(verdict.facts.ranks) if isinstance(verdict.facts, OtherRanks) else ""
     within = f" in {collective(verdict.collective)}" if verdict.collective is not None else ""
     waits = f"{_waiting(verdict.waiting)} {duration(verdict.age)}{within}"
@@ -203,7 +198,6 @@ def _unreachable(verdict: Verdict) -> Words:
 
 
 def _missing(verdict: Verdict) -> Words:
-    """Ranks have not entered the collective in which others wait for them."""
     who, name = ranks_in_words(verdict.hung), collective(verdict.collective)
     late = [view for rank, view in verdict.views.items() if rank in verdict.hung]
     age = max(view.age for rank, view in verdict.views.items() if rank in verdict.waiting)
@@ -227,7 +221,6 @@ def _missing(verdict: Verdict) -> Words:
 
 
 def _ahead(verdict: Verdict) -> Words:
-    """Ranks skip collectives and run ahead of those that wait in one."""
     who, others, name = ranks_in_words(verdict.hung), _waiting(verdict.waiting), collective(verdict.collective)
     skips = "skips" if len(verdict.hung) == 1 else "skip"
     steps = verdict.facts if isinstance(verdict.facts, RanAhead) else RanAhead(0, 0)
@@ -240,7 +233,6 @@ def _ahead(verdict: Verdict) -> Words:
 
 
 def _lock(verdict: Verdict) -> Words:
-    """Ranks wait for a stale lock of a build."""
     waits = _waiting(verdict.waiting)
     paths = [sanitize(path, 400) for path in (verdict.facts.paths if isinstance(verdict.facts, StaleLocks) else ())]
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -253,7 +245,6 @@ def _lock(verdict: Verdict) -> Words:
 
 
 def _alone(verdict: Verdict) -> Words:
-    """Ranks are stuck without holding up others."""
     views = sorted(verdict.views.values(), key=lambda view: -view.age)
     who = f"{ranks_in_words(verdict.hung)} made no progress"
     if len({where(view) for view in views}) == 1:
@@ -270,7 +261,6 @@ def _alone(verdict: Verdict) -> Words:
 
 
 def _unclear(verdict: Verdict) -> Words:
-    """No rank makes progress, and the evidence does not identify one as the cause."""
     facts, age = verdict.facts, duration(verdict.age)
     facts = facts if isinstance(facts, Unclear) else Unclear("nobody_waits")
     name = collective(facts.collective)
@@ -290,7 +280,6 @@ def _unclear(verdict: Verdict) -> Words:
 
 
 def _exit(verdict: Verdict) -> Words:
-    """Ranks live on after others have finished."""
     done = verdict.facts.ranks if isinstance(verdict.facts, OtherRanks) else ()
     example = next((view for view in verdict.views.values() if view.inside), next(iter(verdict.views.values())))
     cannot = ", which a finished rank cannot enter" if example.inside else ""
@@ -317,7 +306,6 @@ def _different(found: Difference) -> str:
 
 
 def _ways(words: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks grouped by text."""
     ways: dict[str, list[int]] = {}
     for rank, each in words.items():
         ways.setdefault(each, []).append(rank)
@@ -362,7 +350,6 @@ def _groups(found: Mapping[int, Evidence]) -> list[str]:
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:
-    """Return the evidence about one rank as plain values for an alert."""
     calls = evidence.calls.recent
     names = [f"{call.name} #{call.number} of group {call.group}" for call in calls]
     frames = evidence.frames[:STACK_LINES]
