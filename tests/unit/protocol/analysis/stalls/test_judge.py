@@ -1,8 +1,11 @@
+"""Verdicts on stalls, the proof that ends a run, and when the finding of a stall is renewed."""
+
 from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.stalls.collectives import RankView
-from ftmon.protocol.analysis.stalls.evidence import Collective
+from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence, Frame
+from ftmon.protocol.analysis.stalls.hang_detector import HangDetector
 from ftmon.protocol.analysis.stalls.judge import EXIT_LIMIT_S, OtherRanks, RankFacts, Unclear, Verdict, judge, unproven
 from ftmon.protocol.analysis.stalls.progress import ROWS, action_patience, row_of
 from ftmon.protocol.analysis.stalls.words import of_verdict
@@ -25,121 +28,71 @@ def must(verdict: Verdict | None) -> Verdict:
     return verdict
 
 
-def test_nobody_past_its_limit_is_no_stall():
-    assert judge([inside(0, age=7.9), view(1, age=7.9, collectives=99)]) is None
+NO_STALL = {
+    "nobody is past its limit": [inside(0, age=7.9), view(1, age=7.9, collectives=99)],
+    "rank 0 saves a checkpoint for a minute while the others wait in a barrier": [
+        view(0, phase="checkpoint", age=60.0, limit=600.0, collectives=99),
+        *(inside(rank, "barrier", age=60.0) for rank in (1, 2, 3)),
+    ],
+    "the rank outside still moves": [inside(0, age=30.0), view(1, age=0.1, collectives=99)],
+    "the last one is within its limit, and those ahead wait": [
+        view(0, collectives=100, age=90.0),
+        view(1, collectives=96, phase="eval", age=90.0, limit=300.0),
+    ],
+    "slow data that holds up nobody else gets more time": [view(0, phase="data", age=11.0)],
+    "silence alone": [view(0, age=500.0, absent="silent")],
+    "silence of all": [view(rank, age=500.0, absent="silent") for rank in range(3)],
+}
 
 
-def test_with_a_blocking_backend_the_rank_outside_of_the_collective_is_named():
-    verdict = must(
-        judge([inside(0), inside(1), inside(2), view(3, phase="data", limit=9.0, collectives=99)]),
-    )
-    assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (3,), (0, 1, 2), True)
-    assert verdict.collective == Collective("all_reduce", 100)
-    assert verdict.views[3].phase == "data"
+@pytest.mark.parametrize("case", NO_STALL)
+def test_it_is_no_stall_if(case: str):
+    assert judge(NO_STALL[case]) is None
 
 
-def test_a_rank_that_is_within_its_own_limit_is_not_called_hung():
-    # Rank 0 saves a checkpoint for a minute while the others wait in a barrier: honest, and no alarm.
-    others = [inside(rank, "barrier", age=60.0) for rank in (1, 2, 3)]
-    assert judge([view(0, phase="checkpoint", age=60.0, limit=600.0, collectives=99), *others]) is None
+MISSING: dict[str, tuple[list[RankView], tuple[int, ...], Collective]] = {
+    "outside of a blocking collective": (
+        [inside(0), inside(1), inside(2), view(3, phase="data", limit=9.0, collectives=99)],
+        (3,),
+        Collective("all_reduce", 100),
+    ),
+    "behind within the step, if it took part in 40 collectives more during start-up": (
+        [inside(0, step_collectives=3), view(1, collectives=139, step_collectives=2, phase="data")],
+        (1,),
+        Collective("all_reduce", 100),
+    ),
+    "lowest by count under NCCL": (
+        [*(view(rank, collectives=100, last_collective="x") for rank in (0, 1)), view(2, phase="data", collectives=96)],
+        (2,),
+        Collective("x", 100),
+    ),
+    "last by count under NCCL, and those between the last and the first wait too": (
+        [view(rank, collectives=count) for rank, count in enumerate((100, 98, 95, 98))],
+        (2,),
+        Collective("collective", 100),
+    ),
+    "in no collective, if the others are in one within their limits": (
+        [inside(0, age=3.4, last_collective="init_process_group", count=1), view(1, phase="init", age=9.7)],
+        (1,),
+        Collective("all_reduce", 1),
+    ),
+}
 
 
-def test_a_rank_that_still_moves_is_not_called_hung():
-    assert judge([inside(0, age=30.0), view(1, age=0.1, collectives=99)]) is None
+@pytest.mark.parametrize("case", MISSING)
+def test_others_wait_for_the_rank_that_is(case: str):
+    views, hung, collective = MISSING[case]
+    verdict = must(judge(views))
+    assert (verdict.kind, verdict.hung, verdict.sure, verdict.collective) == ("missing", hung, True, collective)
+    assert set(verdict.waiting) == {view.rank for view in views} - set(hung)
+    assert verdict.views[hung[0]].phase == views[hung[0]].phase
 
 
-@pytest.mark.parametrize(
-    ("absent", "sure"),
-    [("stopped", True), ("gone", True), ("silent", False)],
-)
+@pytest.mark.parametrize(("absent", "sure"), [("stopped", True), ("gone", True), ("silent", False)])
 def test_a_rank_that_cannot_come_is_named_with_what_became_of_it(absent: Any, sure: bool):
     verdict = must(judge([inside(0), inside(1), view(2, age=3.5, collectives=99, absent=absent)]))
     assert (verdict.hung, verdict.waiting, verdict.sure) == ((2,), (0, 1), sure)
     assert verdict.views[2].absent == absent
-
-
-def test_a_silent_rank_that_was_last_heard_inside_the_same_collective_is_not_blamed():
-    verdict = must(judge([inside(0), inside(1), inside(2, absent="silent")]))
-    assert (verdict.kind, verdict.hung) == ("unclear", ())
-
-
-def test_all_inside_the_same_collective_cannot_be_told():
-    verdict = must(judge([inside(rank) for rank in range(4)]))
-    assert (verdict.kind, verdict.hung, verdict.sure) == ("unclear", (), False)
-    assert verdict.facts == Unclear("same_collective", Collective("all_reduce", 100))
-    assert verdict.waiting == (0, 1, 2, 3)
-
-
-def test_different_collectives_at_the_same_count_are_a_mismatch_and_nobody_is_named():
-    verdict = must(judge([inside(0), inside(1), inside(2, "all_gather")]))
-    assert (verdict.kind, verdict.hung) == ("mismatch", ())
-    assert verdict.collective == Collective("", 100)
-    assert {rank: view.inside for rank, view in verdict.views.items()} == {
-        0: "all_reduce",
-        1: "all_reduce",
-        2: "all_gather",
-    }
-
-
-def test_different_collectives_at_different_counts_cannot_be_told():
-    assert must(judge([inside(0), inside(1, "all_gather", 98)])).kind == "unclear"
-
-
-def test_a_rank_whose_count_says_it_has_entered_is_not_blamed():
-    verdict = must(judge([inside(0, count=100), view(1, collectives=100)]))
-    assert verdict.kind == "unclear"
-
-
-def test_totals_that_differ_for_good_are_compared_within_the_step():
-    # Rank 1 took part in 40 collectives more during start-up; it still misses the third of this step.
-    verdict = must(
-        judge([inside(0, count=100, step_collectives=3), view(1, collectives=139, step_collectives=2, phase="data")])
-    )
-    assert (verdict.hung, verdict.waiting) == ((1,), (0,))
-
-
-def test_under_nccl_the_rank_with_the_lowest_count_is_named():
-    ahead = [view(rank, collectives=100, last_collective="all_gather_into_tensor") for rank in (0, 1)]
-    verdict = must(judge([*ahead, view(2, phase="data", limit=9.0, collectives=96)]))
-    assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (2,), (0, 1))
-    assert verdict.collective == Collective("all_gather_into_tensor", 100)
-
-
-def test_a_collective_that_the_others_are_in_is_named_though_they_are_within_their_limits():
-    waiting = inside(0, age=3.4, last_collective="init_process_group", count=1)
-    verdict = must(judge([waiting, view(1, phase="init", age=9.7)]))
-    assert (verdict.hung, verdict.collective) == ((1,), Collective("all_reduce", 1))
-
-
-def test_under_nccl_ranks_between_the_last_and_the_first_wait_too():
-    counts = {0: 100, 1: 98, 2: 95, 3: 98}
-    verdict = must(judge([view(rank, collectives=count) for rank, count in counts.items()]))
-    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1, 3))
-
-
-def test_under_nccl_equal_counts_cannot_be_told():
-    assert must(judge([view(rank, collectives=100) for rank in range(4)])).kind == "unclear"
-
-
-def test_counts_that_mean_different_things_on_different_ranks_name_nobody():
-    views = [view(0, collectives=100, per_step=10), view(1, collectives=50, per_step=5)]
-    assert must(judge(views)).kind == "unclear"
-
-
-def test_those_ahead_wait_patiently_while_the_last_one_is_within_its_limit():
-    views = [view(0, collectives=100, age=90.0), view(1, collectives=96, phase="eval", age=90.0, limit=300.0)]
-    assert judge(views) is None
-
-
-def test_a_run_of_one_rank_names_that_rank():
-    verdict = must(judge([view(0, phase="forward", age=11.0)]))
-    assert (verdict.kind, verdict.hung) == ("alone", (0,))
-    assert verdict.age == 11.0
-
-
-def test_slow_data_that_holds_up_nobody_else_gets_more_time():
-    assert judge([view(0, phase="data", age=11.0)]) is None
-    assert must(judge([view(0, phase="data", age=31.0)])).hung == (0,)
 
 
 def test_a_rank_that_died_ahead_of_the_others_is_what_they_wait_for():
@@ -147,9 +100,37 @@ def test_a_rank_that_died_ahead_of_the_others_is_what_they_wait_for():
     assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
 
 
-def test_silence_alone_is_never_a_hang():
-    assert judge([view(0, age=500.0, absent="silent")]) is None
-    assert judge([view(rank, age=500.0, absent="silent") for rank in range(3)]) is None
+UNCLEAR = {
+    "it was last heard inside the same collective": [inside(0), inside(1), inside(2, absent="silent")],
+    "all are inside the same collective": [inside(rank) for rank in range(4)],
+    "the collectives and the counts differ": [inside(0), inside(1, "all_gather", 98)],
+    "its count says it has entered": [inside(0), view(1, collectives=100)],
+    "counts are equal under NCCL": [view(rank, collectives=100) for rank in range(4)],
+    "counts mean different things": [view(0, collectives=100, per_step=10), view(1, collectives=50, per_step=5)],
+    "no collective is counted, and it is between two phases": [view(0), view(1), view(2, phase="idle")],
+    "no collective is counted, and it is a step ahead": [view(0, step=13), view(1, phase="forward", step=14)],
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_no_rank_is_named_if(case: str):
+    verdict = must(judge(UNCLEAR[case]))
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("unclear", (), False)
+    assert verdict.waiting == tuple(view.rank for view in UNCLEAR[case] if view.inside)
+    if case.startswith("all"):
+        assert verdict.facts == Unclear("same_collective", Collective("all_reduce", 100))
+
+
+def test_different_collectives_at_the_same_count_are_a_mismatch_and_nobody_is_named():
+    verdict = must(judge([inside(0), inside(1), inside(2, "all_gather")]))
+    assert (verdict.kind, verdict.hung, verdict.collective) == ("mismatch", (), Collective("", 100))
+    assert [verdict.views[rank].inside for rank in range(3)] == ["all_reduce", "all_reduce", "all_gather"]
+
+
+def test_a_run_of_one_rank_names_that_rank():
+    verdict = must(judge([view(0, phase="forward", age=11.0)]))
+    assert (verdict.kind, verdict.hung, verdict.age) == ("alone", (0,), 11.0)
+    assert must(judge([view(0, phase="data", age=31.0)])).hung == (0,)
 
 
 def test_ranks_that_outlive_finished_ones_without_progress_are_a_hang_at_exit():
@@ -186,9 +167,7 @@ def test_no_rank_is_ever_named_that_moves_is_within_its_limit_or_finished(views:
     verdict = judge(views)
     if verdict is None:
         return
-    by_rank = {view.rank: view for view in views}
-    for rank in verdict.hung:
-        blamed = by_rank[rank]
+    for blamed in [view for view in views if view.rank in verdict.hung]:
         assert not blamed.finished
         assert blamed.absent or blamed.stuck or verdict.kind == "exit"
     assert not set(verdict.hung) & set(verdict.waiting)
@@ -204,11 +183,8 @@ def test_ranks_are_named_in_a_few_words(ranks: list[int]):
 
 def test_where_no_collective_is_counted_the_rank_that_is_behind_in_the_step_is_likely():
     # DDP's reducer works in C++: the probe sees no collectives at all.
-    views = [view(0), view(1), view(2, phase="data")]
-    verdict = must(judge(views))
+    verdict = must(judge([view(0), view(1), view(2, phase="data")]))
     assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
-    assert must(judge([view(0), view(1), view(2, phase="idle")])).kind == "unclear"
-    assert must(judge([view(0, step=13), view(1, phase="forward", step=14)])).kind == "unclear"
 
 
 # What is proof enough to end a run, and the one table of patience.
@@ -246,13 +222,9 @@ def test_a_run_is_ended_only_when_nothing_can_come(kind: str, facts: RankFacts, 
     assert (unproven(kind, True, waiting, hung, ranks) == "") is ends
 
 
-def test_a_rank_that_is_named_as_likely_only_is_not_ended():
-    assert unproven("missing", False, (0,), (1,), {1: RESTED})
-
-
-def test_a_deadlock_that_nccls_own_counters_contradict_is_no_proof():
-    ranks = {0: RESTED, 1: RESTED}
-    assert unproven("deadlock", False, (0, 1), (), ranks)
+@pytest.mark.parametrize(("kind", "waiting", "hung"), [("missing", (0,), (1,)), ("deadlock", (0, 1), ())])
+def test_a_verdict_that_is_not_sure_ends_no_run(kind: str, waiting: tuple[int, ...], hung: tuple[int, ...]):
+    assert unproven(kind, False, waiting, hung, {0: RESTED, 1: RESTED})
 
 
 def test_the_documented_patience_is_the_table_s():
@@ -271,11 +243,18 @@ def test_the_limits_of_early_steps_are_lower_bounds_of_every_phase():
         assert early.computing_s >= 60.0
         assert first.computing_s >= 300.0
         assert row.asleep_s < row.computing_s <= row.working_s
-
-
-def test_a_rank_asleep_in_its_first_step_is_given_8_s_and_one_in_start_up_20():
-    for row in ROWS:
-        first = row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)
         assert first.asleep_s == (20.0 if row.phase in ("init", "idle") else 8.0)
     within = row_of("idle", within_step=True, steps_seen=0, has_stepped=False)
     assert (within.computing_s, within.asleep_s) == (300.0, 8.0)
+
+
+HUNG = Verdict(kind="missing", waiting=(0,), hung=(1,), sure=True, age=8.0)
+
+
+def test_a_finding_is_renewed_once_the_stacks_of_its_rank_are_known_and_not_again_for_each_inspection() -> None:
+    detector = HangDetector()
+    silent = Evidence(1.0)
+    located = Evidence(2.0, by="signal", frames=(Frame("train.py", 7, "main"),))
+    given = [{}, {}, {0: located}, {0: located, 1: silent}, {0: located, 1: located}, {0: located, 1: located}]
+    states = [[one.state for one in detector.tick(float(at), HUNG, found=found)] for at, found in enumerate(given)]
+    assert states == [[], ["raised"], ["updated"], [], ["updated"], []]
