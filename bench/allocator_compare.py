@@ -193,11 +193,11 @@ class RestoredAllocator(CachingAllocator):
         """Return the unmapped block before a mapped range of the same expandable segment."""
         if tail is None or tail.expandable is None or segment.address >= tail.expandable.address + tail.expandable.size:
             return None
-        pool.remove_unmapped(tail)
+        pool.remove(tail)
         tail.size = segment.address - tail.address
         if not tail.size:
             return tail.previous
-        pool.add_unmapped(tail)
+        pool.add(tail)
         return tail
 
     def _unmapped(self, segment: SegmentView, begin: int, pool: Pool) -> Block | None:
@@ -206,7 +206,7 @@ class RestoredAllocator(CachingAllocator):
             return None
         block = Block(pool, segment.stream, begin, segment.address - begin, self._space(pool, begin))
         block.mapped = False
-        pool.add_unmapped(block)
+        pool.add(block)
         return block
 
     def _end_space(self, last: Block, space: Expandable) -> Block:
@@ -215,7 +215,7 @@ class RestoredAllocator(CachingAllocator):
         tail = Block(last.pool, last.stream, begin, space.address + space.size - begin, space)
         tail.mapped = False
         tail.insert_after(last, None)
-        last.pool.add_unmapped(tail)
+        last.pool.add(tail)
         return tail
 
 

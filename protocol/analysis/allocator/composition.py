@@ -75,12 +75,9 @@ class Occurrence(NamedTuple):
 
     name: str
     first: int
-    """Index of its first mark."""
     last: int
-    """Index of its last mark."""
     peak_bytes: int
     us: int
-    """Its duration."""
 
 
 class Span(NamedTuple):
@@ -93,7 +90,6 @@ class Span(NamedTuple):
     covered: bool
     """Whether the trace reaches back to its start."""
     begin_us: int
-    """Its start, since the epoch."""
 
 
 def occurrences(marks: list[StepMark]) -> list[Occurrence]:
@@ -129,11 +125,7 @@ class Timeline:
         self.reserved = reserved_curve(allocations.trace, sum(segment.size for segment in snapshot.segments))
 
     def position(self, us: int, allocated: int | None) -> int:
-        """Return the position of a boundary.
-
-        Args:
-            allocated: the counter's value there; None: not read.
-        """
+        """Return the position of a boundary; ``allocated`` is the counter's value there, None: not read."""
         times, curve = self.times, self.allocated
         at = bisect_right(times, us)
         if allocated is None or curve[at] == allocated:
@@ -156,8 +148,7 @@ class Timeline:
     def spans(self, marks: list[StepMark], whole: bool) -> list[Span]:
         """Return a step's phases with their positions on the trace.
 
-        Args:
-            whole: whether the ring has lost no entries since before the step started.
+        With ``whole`` the ring has lost no entries since before the step started.
         """
         places = self.positions(marks)
         oldest = self.times[0] if len(self.times) else 0
@@ -179,15 +170,14 @@ class Seen(NamedTuple):
 def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
     """Return the part of each allocation in which a storage was found, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
-    wanted = {sighting.address for sighting in sightings}
-    of_address: dict[int, list[int]] = {}
+    of_address: dict[int, list[int]] = {sighting.address: [] for sighting in sightings}
     for number, address in enumerate(allocations.addresses):
-        if address in wanted:
-            of_address.setdefault(address, []).append(number)
+        if address in of_address:
+            of_address[address].append(number)
     begins, freed = allocations.begins, allocations.freed
     parts: dict[int, str] = {}
     for position, address, part in sightings:
-        for number in of_address.get(address, ()):
+        for number in of_address[address]:
             if begins[number] < position <= freed[number]:
                 # A gradient may be part of a reduction bucket that was found as a gradient only.
                 if part == "buckets" or number not in parts:
@@ -199,9 +189,8 @@ def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
 class Attribution:
     """The compositions of one step.
 
-    Args:
-        parts: parts of the allocations with known storages, by allocation.
-        recomputed: intervals of positions in which layers were recomputed inside a backward.
+    ``parts`` are those of the allocations with known storages, by allocation; ``recomputed`` the intervals of positions
+    in which layers were recomputed inside a backward.
     """
 
     def __init__(
@@ -212,12 +201,8 @@ class Attribution:
         recomputed: list[tuple[int, int]],
         origin_us: int,
     ) -> None:
-        self._timeline = timeline
-        self._of = timeline.allocations
-        self._spans = spans
-        self._parts = parts
-        self._recomputed = recomputed
-        self._origin_us = origin_us
+        self._timeline, self._of, self._spans, self._parts = timeline, timeline.allocations, spans, parts
+        self._recomputed, self._origin_us = recomputed, origin_us
         self._begins = [span.begin for span in spans]
         self.notes: list[str] = []
 

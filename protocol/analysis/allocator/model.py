@@ -78,27 +78,23 @@ class Pool:
         """Number of searches for a free block: the clock of garbage collection."""
 
     def add(self, block: Block) -> None:
-        """Add a block to the free ones."""
+        """Add a block to the free ones, or to the unmapped ones."""
         block.free = True
+        if not block.mapped:
+            insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+            return
         block.gc_base = self.searches
         insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Remove a block from the free ones."""
+        """Remove a block from the free ones, or from the unmapped ones."""
         block.free = False
+        if not block.mapped:
+            addresses = self.unmapped[block.stream]
+            del addresses[bisect_left(addresses, (block.address,))]  # type: ignore[arg-type]
+            return
         entries = self.free[block.stream]
         del entries[bisect_left(entries, (block.size, block.address))]  # type: ignore[arg-type]
-
-    def add_unmapped(self, block: Block) -> None:
-        """Add a block to the unmapped ones."""
-        block.free = True
-        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        """Remove a block from the unmapped ones."""
-        block.free = False
-        entries = self.unmapped[block.stream]
-        del entries[bisect_left(entries, (block.address,))]  # type: ignore[arg-type]
 
     def blocks(self) -> Iterator[Block]:
         """Iterate over the current free blocks, by stream, size and address."""
@@ -184,7 +180,6 @@ class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
         """Size of the requested segment: PyTorch's "Tried to allocate"."""
         self.requested_bytes, self.allocated_bytes, self.reserved_bytes = requested, allocated, reserved
         self.free_bytes = free
-        """Free memory of the driver; None without a capacity."""
 
 
 class Peaks(msgspec.Struct, frozen=True):
@@ -197,7 +192,7 @@ class Peaks(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory:
-    """State shared by all parts of the allocator; see ``CachingAllocator`` for the arguments."""
+    """State of an allocator, and its expandable segments; see ``CachingAllocator`` for the arguments."""
 
     def __init__(
         self,
@@ -214,9 +209,7 @@ class DeviceMemory:
         self.active = 0
         """``allocated`` plus freed blocks that still wait for another stream."""
         self.requested = 0
-        """Requested bytes of the active blocks."""
         self.reserved = 0
-        """Bytes of all segments."""
         self.retries = 0
         """Requests for which all cached memory was released (``num_alloc_retries``)."""
         self._peak_allocated = self._peak_active = self._peak_requested = self._peak_reserved = 0
@@ -268,10 +261,7 @@ class DeviceMemory:
         """Merge a block with a neighbour if that is free."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
-        if other.mapped:
-            other.pool.remove(other)
-        else:
-            other.pool.remove_unmapped(other)
+        other.pool.remove(other)
         if other is block.previous:
             block.address = other.address
             block.previous = before = other.previous
@@ -282,10 +272,6 @@ class DeviceMemory:
             if after is not None:
                 after.previous = block
         block.size += other.size
-
-
-class ExpandableMemory(DeviceMemory):
-    """Maps and unmaps pages."""
 
     @property
     def space_bytes(self) -> int:
@@ -308,9 +294,7 @@ class ExpandableMemory(DeviceMemory):
     def _room(self, pool: Pool, rounded: int, stream: int) -> Block:
         """Return the first of consecutive free and unmapped blocks that have room for a request."""
         for _, block in pool.unmapped.get(stream, ()):
-            first = block
-            if block.previous is not None and block.previous.free:
-                first = block.previous
+            first = block.previous if block.previous is not None and block.previous.free else block
             room, one = 0, first
             while one is not None and one.free and room < rounded:
                 room += one.size
@@ -319,7 +303,7 @@ class ExpandableMemory(DeviceMemory):
                 return first
         space = self._space(pool)
         block = Block(pool, stream, space.address, space.size, space, mapped=False)
-        pool.add_unmapped(block)
+        pool.add(block)
         return block
 
     def _space(self, pool: Pool, address: int | None = None) -> Expandable:
@@ -334,12 +318,12 @@ class ExpandableMemory(DeviceMemory):
         mapped = -(-size // space.page_bytes) * space.page_bytes
         if not self.driver.take(mapped):
             return False
-        block.pool.remove_unmapped(block)
+        block.pool.remove(block)
         block.mapped = True
         if mapped < block.size:
             rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, space, mapped=False)
             rest.insert_after(block, block.next)
-            block.pool.add_unmapped(rest)
+            block.pool.add(rest)
             block.size = mapped
         self._merge_both(block)
         block.pool.add(block)
@@ -367,12 +351,12 @@ class ExpandableMemory(DeviceMemory):
                 pool.add(part)
         block.address, block.size, block.mapped = begin, end - begin, False
         self._merge_both(block)
-        pool.add_unmapped(block)
+        pool.add(block)
         self.reserved -= end - begin
         self.driver.give(end - begin)
 
 
-class CachedMemory(ExpandableMemory):
+class CachedMemory(DeviceMemory):
     """Finds blocks for requests and releases free memory."""
 
     def _splits(self, pool: Pool, rounded: int, rest: int) -> bool:
@@ -425,7 +409,7 @@ class CachedMemory(ExpandableMemory):
         for block in to_unmap:
             self._unmap(block)
             if block.previous is None and block.next is None and not block.mapped:
-                pool.remove_unmapped(block)
+                pool.remove(block)
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
@@ -484,12 +468,9 @@ def _can_grow_to(block: Block) -> int:
 class CachingAllocator(CachedMemory):
     """One device's allocator.
 
-    Args:
-        settings: settings of ``PYTORCH_CUDA_ALLOC_CONF``.
-        capacity_bytes: memory available to PyTorch: the device's memory without the CUDA context, NCCL's buffers and
-            other processes. None: unlimited.
-        device_bytes: the device's total memory, for ``set_per_process_memory_fraction``; default: the capacity.
-        driver: provides memory and addresses; replaceable in tests.
+    ``capacity_bytes`` is the memory available to PyTorch: the device's without CUDA's context, NCCL's buffers and other
+    processes; None: unlimited. ``device_bytes``, by default the same, is the device's total memory, for
+    ``set_per_process_memory_fraction``. Another ``driver`` may provide memory and addresses.
     """
 
     def allocate(self, size_bytes: int, stream: int = 0) -> int:

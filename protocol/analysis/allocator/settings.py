@@ -40,8 +40,7 @@ _IGNORED = (
 def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
     """Return the rounded size of a request, like ``DeviceCachingAllocator::round_size``, in bytes.
 
-    Args:
-        divisions: ``roundup_power2_divisions`` by power of two from 1 MiB on.
+    ``divisions`` are ``roundup_power2_divisions`` by power of two from 1 MiB on.
     """
     if requested < SMALLEST:
         return SMALLEST
@@ -65,8 +64,7 @@ def round_sizes(requested: Sequence[int], divisions: Sequence[int] = ()) -> "arr
 def block_size(rounded: int, room: int, max_split_size: int) -> int:
     """Return a large block's size: the whole free room if the allocator would not split it (``should_split``).
 
-    Args:
-        room: free bytes from the block's address on, in a segment that is not expandable.
+    ``room`` are the free bytes from the block's address on, in a segment that is not expandable.
     """
     unsplit = room - rounded <= SMALL_MOST_BYTES or 0 <= max_split_size <= rounded
     return room if unsplit and room >= rounded else rounded
@@ -125,11 +123,10 @@ class Settings(msgspec.Struct, frozen=True):
 
 def _options(text: str) -> list[tuple[str, str]]:
     """Split ``key:value,key:[a:b,c:d]`` at the commas outside brackets; white space is ignored."""
-    text = re.sub(r"\s", "", text)
     found: list[tuple[str, str]] = []
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
-        key, colon, value = part.partition(":")
-        if not colon or not value:
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", re.sub(r"\s", "", text)):
+        key, _, value = part.partition(":")
+        if not value:
             raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {part} must be OPTION:VALUE")
         found.append((key, value))
     return found
@@ -152,17 +149,15 @@ def _number(key: str, value: str) -> int:
 
 
 def _above_segment(key: str, value: str) -> int:
-    size = _number(key, value) * MIB
-    if size < LARGE_SEGMENT_BYTES:
+    if _number(key, value) * MIB < LARGE_SEGMENT_BYTES:
         raise _refused(key, "20 or more", value)
-    return size
+    return int(value) * MIB
 
 
 def _large_segment(key: str, value: str) -> int:
-    size = _number(key, value) * MIB
-    if size <= SMALL_SEGMENT_BYTES:
+    if _number(key, value) * MIB <= SMALL_SEGMENT_BYTES:
         raise _refused(key, "more than 2", value)
-    return size
+    return int(value) * MIB
 
 
 def _share(key: str, value: str) -> float:
@@ -179,8 +174,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
     """Parse one number for all sizes, or ``[256:1,512:2,>:4]``: sizes in MiB with the divisions from there on."""
     if not value.startswith("["):
         return (_power(key, value),) * INTERVALS
-    found = [0] * INTERVALS
-    last, first = 0, True
+    found, last, first = [0] * INTERVALS, 0, True
     for part in value.strip("[]").split(","):
         boundary, _, number = part.partition(":")
         divisions = 0 if number == "0" else _power(key, number)
@@ -188,10 +182,8 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
             found[last + 1 :] = [divisions] * (INTERVALS - last - 1)
             continue
         last = min(_power(key, boundary).bit_length() - 1, INTERVALS - 1)
-        if first:
-            found[:last] = [divisions] * last
-            first = False
-        found[last] = divisions
+        found[0 if first else last : last + 1] = [divisions] * (last + 1 if first else 1)
+        first = False
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ from operator import add, sub
 from typing import NamedTuple
 
 from ...code_owner import library_of
-from ...snapshot.columns import FREE, Frame, Snapshot
+from ...snapshot.columns import ALLOCATED, FREE, PENDING, Frame, Snapshot
 from ...text import counted, gib
 from .snapshot_replay import Range, Replay
 
@@ -82,7 +82,7 @@ class Piece:
             address, size, number = of.addresses[place], of.sizes[place], of.numbers[place]
             if address > at:
                 found.append(Block(at, address - at, 0, FREE, -1))
-            state = of.replay.state_at(number, of.moment)
+            state = ALLOCATED if of.replay.allocations.freed[number] > of.moment else PENDING
             found.append(Block(address, size, of.replay.allocations.requested[number], state, number))
             at = address + size
         if at < self.end:
@@ -171,7 +171,6 @@ class Fragmentation(NamedTuple):
     free_private: int
     """Free in private pools, not usable outside them."""
     expandable: int
-    """Reserved in expandable segments."""
     segments: int
     blocks: int
     streams: int

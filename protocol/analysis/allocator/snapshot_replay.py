@@ -15,9 +15,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from ...snapshot.columns import (
-    ALLOCATED,
     OOM,
-    PENDING,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     SEGMENT_MAP,
@@ -48,7 +46,6 @@ _MOST_LIVE = 8_000_000
 _MOST_CHECKPOINTS = 256
 
 _MOST_SUMS = 32
-"""Number of stored sums of ``Begun``."""
 
 Totals = dict[int, tuple[int, int]]
 """Bytes and blocks by stack."""
@@ -343,7 +340,6 @@ class Replay:
         self.trace = self.allocations.trace
         self.entries = len(self.trace)
         self.segment_entries = [index for index, action in enumerate(self.trace.actions) if action in RESERVES]
-        """The entries that change segments."""
         self._curves()
         self.peak_bytes = max(self.allocated)
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
@@ -440,10 +436,6 @@ class Replay:
         if self.at(self.active, index) == self.at(self.allocated, index):
             return active  # no block waits for a stream
         return [number for number in active if freed[number] > index]
-
-    def state_at(self, number: int, index: int) -> int:
-        """Return whether an active allocation is ``ALLOCATED`` or ``PENDING`` right after entry ``index``."""
-        return ALLOCATED if self.allocations.freed[number] > index else PENDING
 
     def time_of(self, index: int) -> int:
         """Return an entry's time, microseconds since the epoch; 0 if none was recorded."""

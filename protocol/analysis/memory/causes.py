@@ -37,7 +37,6 @@ class Span(NamedTuple):
     begin_us: int
     end_us: int
     start_bytes: int
-    """Allocated bytes at its start."""
 
 
 class Blocks(NamedTuple):
@@ -197,7 +196,6 @@ WORDS = {
     "loss_scale_overflow": "an update that the loss scaler skipped",
     "longer_batch": "a longer batch than any before",
 }
-"""Every pattern, in words."""
 
 
 class Frame(NamedTuple):
@@ -332,7 +330,6 @@ class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     transient_bytes: int
     usual_bytes: int
     limit_bytes: int
-    """Threshold above which a transient counts as a spike."""
     peak_bytes: int
     capacity_bytes: int
     share_of_capacity: float
@@ -366,7 +363,6 @@ class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     sets_step_peak: bool
     measure: str
     first_steps: int
-    """Steps that were checked."""
     repeats: bool = msgspec.field(default_factory=lambda: True)
     zero_stage: int | None = None
     causes: Any = ()
@@ -394,7 +390,6 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     window_steps: int
     block_steps: int
     rise_bytes: int
-    """Increase over the window."""
     level_bytes: int
     peak_bytes: int
     capacity_bytes: int

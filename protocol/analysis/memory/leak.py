@@ -42,7 +42,6 @@ from ..findings.finding import Finding, Resolution
 from .causes import LeakFacts, place_of
 
 LENGTH = 16
-"""Length of the series."""
 SURE = 96
 """S of a trend; 120 if every pair rises."""
 LIKELY = 56
@@ -209,7 +208,6 @@ class LeakDetector:
         self._total_steps = 0
         self._place = ""
         self._cause: Cause | None = None
-        """Cause from the stacks of whole steps."""
         self._latest: Finding | None = None
 
     def hello(self, hello: Hello) -> None:

@@ -110,7 +110,6 @@ class SpikeDetector:
         self._asks = asks
         self._ranks = defaultdict[int, _Rank](_Rank)
         self._latest_findings: dict[Condition, Finding] = {}
-        """The latest finding of each condition."""
         self._apart: dict[str, set[int]] = {}
         self._recorded: list[Cause] = []
 
@@ -348,7 +347,6 @@ class GrowthDetector:
         self._capacity = 0
         self._sizes: dict[str, int] = {}
         self._found: set[int] = set()
-        """Ranks with growth."""
 
     def hello(self, hello: Hello) -> None:
         """Record the device's size, for the growth's share of it."""

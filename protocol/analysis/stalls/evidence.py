@@ -438,7 +438,6 @@ class Evidence:
     restless: bool = False
     """Whether it has woken up since its last progress and not slept much longer since, as in a loop of retries."""
     work: Work = ""
-    """Recent work of its process tree."""
     quiet: float | None = None
     """Seconds for which its process tree is known to have been idle; None: unknown."""
     timed: bool = False
@@ -453,7 +452,6 @@ class Evidence:
     threads: bool = False
     """Whether the script runs other Python threads in it, which may enter collectives too."""
     lock: LockWait | None = None
-    """The file lock it waits for."""
     process: str = ""
     """The training thread's state in /proc: R, S, D, T ...; empty: not on this host."""
     wchan: str = ""

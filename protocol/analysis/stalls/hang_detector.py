@@ -37,7 +37,6 @@ class HangFacts(Since):
     found: Mapping[int, Evidence]
     """Evidence from the inspection of the ranks, by rank."""
     launcher: str
-    """State of the run's launcher, one word."""
 
 
 class StoppedFacts(msgspec.Struct, frozen=True):
@@ -45,7 +44,6 @@ class StoppedFacts(msgspec.Struct, frozen=True):
 
     pid: int
     traced: bool
-    """Whether a debugger stopped it."""
 
 
 class UnreachableFacts(msgspec.Struct, frozen=True):
@@ -196,9 +194,7 @@ class Spot:
     elements: int = 0
     """Elements of its tensor, for ``sizes``; 0: unknown."""
     gathers: int = 0
-    """Number of times that it has entered ``GatheredParameters``."""
     ended: bool = False
-    """Whether its script has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -614,7 +614,6 @@ class RankFacts(NamedTuple):
     quiet: float | None = None
     """Seconds for which its process tree is known to have been idle; None: unknown."""
     gone: bool = False
-    """Whether its process is gone."""
     may_resume: bool = False
     """Whether it waits for an answer from the network, or sleeps for a set time, as until a server's Retry-After."""
     blocked: bool = False

@@ -52,7 +52,6 @@ class Row(NamedTuple):
 
     phase: str
     title: str
-    """Name of the phase in the guide."""
     computing_s: float
     """Limit if the rank computes, or if its activity is unknown."""
     working_s: float
@@ -85,9 +84,7 @@ _UNKNOWN = Row("", "", 60.0, 300.0, 10.0)
 def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool) -> Row:
     """Return the applicable row: the phase's own, raised to the lower bounds of the first steps.
 
-    Args:
-        within_step: whether it is ``idle`` between the phases of one step.
-        has_stepped: whether it has finished a step, received or not.
+    ``within_step``: it is ``idle`` between phases of one step; ``has_stepped``: it has finished one, received or not.
     """
     row = _BY_PHASE.get("within step" if phase == "idle" and within_step else phase, _UNKNOWN)
     unsettled = UNSETTLED_ASLEEP_S.get(row.phase, 5.0) if steps_seen < REGULAR_STEPS else 0.0
@@ -101,8 +98,7 @@ def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool)
 def action_patience(computing_s: float, *, awaited: bool, may_resume: bool) -> float:
     """Return for how many seconds a rank's process tree must have been idle before the run may be ended.
 
-    Args:
-        may_resume: whether it waits for an answer from the network, or sleeps for a set time.
+    With ``may_resume`` it waits for an answer from the network, or sleeps for a set time.
     """
     return computing_s if awaited and not may_resume else max(computing_s, ALONE_ACTION_S)
 
@@ -135,7 +131,6 @@ class RankProgress:
     def __init__(self, now: float) -> None:
         self.last_message_at = self.moved_at = now
         self.latest = Heartbeat(0, 1, "init", 0.0, -1, 0.0)
-        """The latest heartbeat."""
         self.step = 1
         """Number of the unfinished step."""
         self.steps_seen = 0

@@ -41,7 +41,6 @@ SAMPLES = 10
 FEWEST = 3
 _WAITING = {"collective", "exiting"}
 _NOT_THE_DEVICE = ("data", BATCH, "idle")
-"""Phases that a slow device does not explain."""
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
@@ -145,7 +144,6 @@ class SlowDetector:
     def __init__(self, asks: DiagnosticRequests) -> None:
         self._asks = asks
         self._found: dict[int, Finding] = {}
-        """The latest finding of each straggler."""
         self._samples: dict[int, list[evidence.Place]] = {}
         """Sampled lines of each straggler that is being located."""
         self._awaited: set[int] = set()

@@ -63,7 +63,6 @@ class Work(msgspec.Struct, frozen=True):
     own: dict[str, int] = {}
     """Its own work, by phase; that of ``data`` is the time in the dataloader, the rest is ``BATCH``."""
     waited: int = 0
-    """Time for which it waited for others."""
     measured: bool = True
     """False: ``own`` covers only the phases before the first collective, and ``waited`` is the duration of the phases
     with collectives."""
@@ -185,7 +184,6 @@ class Block:
     own: float
     others: float
     wall: float
-    """Duration of the step."""
     waited: float
     others_waited: float
     least: float
@@ -316,7 +314,6 @@ GROSS_ALIKE = 1.5
 LONG_BLOCKS = 24
 LONGEST_BLOCKS = 384
 HISTORY = 128
-"""Number of blocks whose excesses are kept."""
 ALIKE = 2.0
 """Excesses within this factor of their median are similar."""
 LIGHTER_SHARE = 0.05
@@ -332,9 +329,7 @@ class StragglerFacts(msgspec.Struct, frozen=True):
 
     rank: int
     step: int
-    """The last step of the window."""
     steps: int
-    """Number of steps of the window."""
     own_us: int
     others_us: int
     """The median rank's own work among the others."""

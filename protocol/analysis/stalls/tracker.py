@@ -57,9 +57,7 @@ class ProcessFact(msgspec.Struct, frozen=True):
     proc_state: str = ""
     """State letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty if not readable."""
     exit_code: int | None = None
-    """Exit code, if the process has ended and it is known."""
     signal: int | None = None
-    """The signal that ended it, if known."""
     kernel_kill: KernelKill | None = None
     """For a process ended by SIGKILL: evidence for or against the kernel's OOM killer; None: none."""
     time: float = 0.0
@@ -85,7 +83,6 @@ class TrackedRank:
         self.goodbye_at = 0.0
         self.failure = ""
         self.evidence: Evidence | None = None
-        """Evidence of the last inspection."""
         self.cut_off = ""
         """Its host, while the host is cut off; else empty."""
         self.stopped_since: float | None = None
@@ -252,14 +249,12 @@ class RankTracker:
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
-        """The judge's current verdict; None if there is no stall."""
         self.suspected = False
         """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
         self.run_state: RunState | None = None
         self.launcher = ""
         """State of the run's launcher at the last check: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         self.stepped = False
-        """Whether some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()
         """Ranks whose end was requested, by a user or a job scheduler; ``-1`` means the whole run."""
         self.now = 0.0
