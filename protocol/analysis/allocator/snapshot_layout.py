@@ -387,7 +387,7 @@ def fragmentation_words(found: Fragmentation) -> list[str]:
         return ["nothing is reserved"]
     lines = [
         f"{gib(found.allocated)} of {gib(found.reserved)} reserved is allocated "
-        f"({_percent(found.allocated, found.reserved)}) in {found.segments:,} segments",
+        f"({_percent(found.allocated, found.reserved)}) in {found.segments:,} segments"
     ]
     if found.free:
         lines.append(

@@ -14,15 +14,7 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from ...snapshot.columns import (
-    OOM,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    Frame,
-    Snapshot,
-    Trace,
-)
+from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, Frame, Snapshot, Trace
 from .allocations import (
     BEFORE,
     BEGINS,

@@ -134,12 +134,9 @@ def parse(text: str) -> list[Thread]:
     """Parse the stacks of all threads, as ``faulthandler.dump_traceback`` writes them; other lines are ignored."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
-        head = _THREAD.match(line)
-        if head is not None:
+        if head := _THREAD.match(line):
             threads.append((head[1], []))
-            continue
-        found = _FRAME.match(line)
-        if found is not None and threads:
+        elif (found := _FRAME.match(line)) and threads:
             number = int(found[2]) if found[2].isdecimal() else 0
             threads[-1][1].append(Frame(sanitize(found[1], 400), number, sanitize(found[3] or "", 120)))
     return [Thread(name, tuple(frames)) for name, frames in threads]
@@ -148,10 +145,8 @@ def parse(text: str) -> list[Thread]:
 def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
     """Return the training thread: the thread ``name``, else the main thread, which faulthandler writes last."""
     wanted = _identifier(name)
-    for thread in threads:
-        if wanted and _identifier(thread.name) == wanted:
-            return thread
-    return threads[-1] if threads else None
+    named = (thread for thread in threads if wanted and _identifier(thread.name) == wanted)
+    return next(named, threads[-1] if threads else None)
 
 
 def is_of_script(thread: Thread) -> bool:

@@ -22,7 +22,7 @@ own heartbeats of that time report no progress.
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -94,16 +94,26 @@ class TrackedRank:
         """``progress.moved_at`` when ``steps_then`` was recorded."""
 
     @property
+    def name(self) -> RankStateName | Literal[""]:
+        """The name of its state; empty before the first."""
+        return self.state.state if self.state is not None else ""
+
+    @property
+    def exit_status(self) -> tuple[int | None, int | None]:
+        """The exit code and the signal of its process, if known."""
+        return (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+
+    @property
     def ended(self) -> bool:
         """Whether no further messages of it are expected."""
-        return self.state is not None and self.state.state in ("gone", "finished")
+        return self.name in ("gone", "finished")
 
     @property
     def succeeded(self) -> bool:
         """Whether its script ended without an error, even if a launcher ended its process after that."""
-        if self.failure or self.state is None:
+        if self.failure or not self.name:
             return False
-        return self.state.state == "finished" or (self.goodbye is not None and self.goodbye.reason == "finished")
+        return self.name == "finished" or (self.goodbye is not None and self.goodbye.reason == "finished")
 
     @property
     def running(self) -> RankStateName:
@@ -122,21 +132,20 @@ class TrackedRank:
         poll may find all of them dead. If two deaths are found in one poll, the one with a known cause counts as first.
         """
         died = now if self.died_at is None else self.died_at
-        code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+        code, signal = self.exit_status
         return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0), code is None and signal is None
 
     def ending(self) -> tuple[RankStateName, str]:
         """Return the final state of a rank whose process is gone, and its text."""
         fact, goodbye = self.fact, self.goodbye
-        code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
+        code, signal = self.exit_status
         if self.failure:
             words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
             return "gone", f"failed: {first_line(self.failure)}{words}"
-        as_asked = (
-            goodbye is not None and goodbye.reason == "stopped" and (signal in ASKING_SIGNALS or code in (130, 143))
-        )
-        if goodbye is not None and goodbye.reason != "failed" and (as_asked or (not signal and not code)):
-            return "finished", goodbye.text
+        if goodbye is not None and goodbye.reason != "failed":
+            asked = goodbye.reason == "stopped" and (signal in ASKING_SIGNALS or code in (130, 143))
+            if asked or (not signal and not code):
+                return "finished", goodbye.text
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
         kill = fact.kernel_kill if fact is not None else None
@@ -146,7 +155,7 @@ class TrackedRank:
     def view(self, now: float) -> RankView:
         """Return the judge's view of this rank at ``now``."""
         progress, beat = self.progress, self.progress.latest
-        state = self.state.state if self.state is not None else "starting"
+        state = self.name
         absent: Absence = ""
         if state in ("stopped", "held", "gone"):
             absent = state
@@ -201,7 +210,7 @@ class TrackedRank:
 
     def suspect(self, now: float) -> bool:
         """Return whether to inspect it: no progress for suspiciously long, or still alive after its ``Goodbye``."""
-        if self.cut_off or (self.state is not None and self.state.state == "gone"):
+        if self.cut_off or self.name == "gone":
             return False
         if self.goodbye is not None or self.ended:
             return self.is_alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
@@ -306,7 +315,7 @@ class RankTracker:
             if fact.proc_state in ("T", "t"):
                 return self._stops(tracked)
             tracked.stopped_since = None
-            if tracked.state is not None and tracked.state.state == "stopped":
+            if tracked.name == "stopped":
                 tracked.progress.moved(self.now)
                 return self._set(tracked, tracked.running)
             return []
@@ -417,8 +426,7 @@ class RankTracker:
         tracked = self._tracked(step.rank, t)
         tracked.progress.step_done(t, step)
         self.stepped = True
-        state = tracked.state
-        return [] if state is not None and state.state == "training" else self._moves(tracked)
+        return [] if tracked.name == "training" else self._moves(tracked)
 
     def _beat(self, t: float, beat: Heartbeat) -> list[Message]:
         tracked = self._tracked(beat.rank, t)
@@ -426,18 +434,15 @@ class RankTracker:
         progress = tracked.progress
         before = progress.latest.progress
         progress.beat(t, beat)
-        state = tracked.state
-        held = state is not None and state.state == "held"
-        if held != bool(beat.held_since) and not tracked.ended:
+        if (tracked.name == "held") != bool(beat.held_since) and not tracked.ended:
             # A rank held at an out-of-memory error makes no progress, but does not hang, as at a breakpoint.
             words = f"at an out-of-memory error in {beat.phase}: waits to be released"
             if beat.held_since:
                 return self._set(tracked, "held", words)
             progress.moved(self.now)
             return self._set(tracked, tracked.running)
-        if state is not None and (state.state == "training" or beat.progress == before):
-            return self._moves(tracked) if state.state == "unreachable" else []
-        return self._moves(tracked)
+        unchanged = tracked.name == "training" or (tracked.name and beat.progress == before)
+        return [] if unchanged and tracked.name != "unreachable" else self._moves(tracked)
 
     def _hello(self, t: float, hello: Hello) -> list[Message]:
         tracked = self._tracked(hello.rank, t)
@@ -448,7 +453,7 @@ class RankTracker:
             tracked = self.ranks[hello.rank] = TrackedRank(hello.rank, t)
         tracked.hello = hello
         tracked.progress.last_message_at = t
-        if same and tracked.state is not None and tracked.state.state != "unreachable":
+        if same and tracked.name not in ("", "unreachable"):
             return []
         return self._set(tracked, tracked.running)
 
@@ -505,7 +510,7 @@ class RankTracker:
                 continue
             # Time without a connection does not count against it; messages sent meanwhile arrive now.
             tracked.progress.moved(t)
-            if tracked.state is not None and tracked.state.state == "unreachable":
+            if tracked.name == "unreachable":
                 messages += self._set(tracked, tracked.running)
         return messages
 
@@ -522,7 +527,7 @@ class RankTracker:
         return tracked
 
     def _moves(self, tracked: TrackedRank) -> list[Message]:
-        if tracked.state is not None and tracked.state.state in ("gone", "finished", "stopped", "held", "training"):
+        if tracked.name in ("gone", "finished", "stopped", "held", "training"):
             return []
         if tracked.progress.phase == "init" and not tracked.progress.has_stepped:
             return self._set(tracked, "starting")
@@ -536,7 +541,7 @@ class RankTracker:
         if tracked.stopped_since is None:
             tracked.stopped_since = self.now
         since = max(tracked.stopped_since, tracked.progress.moved_at)
-        known = tracked.state is not None and tracked.state.state in ("stopped", "gone")
+        known = tracked.name in ("stopped", "gone")
         if known or tracked.fact is None or self.now - since < STOPPED_S:
             return []
         traced = tracked.fact.is_traced  # such a process ignores signal CONT
@@ -575,7 +580,7 @@ class RankTracker:
                 progress.peer_steps = max(progress.peer_steps, reached)
 
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
-        state = tracked.state.state if tracked.state is not None else "starting"
+        state = tracked.name
         if state in ("stopped", "held") or tracked.cut_off or tracked.stuck_since is not None:
             return []
         verdict = self.verdict
@@ -608,13 +613,13 @@ class RankTracker:
             self._all_ended_at = now
         if (self.run_state is not None and self.run_state.is_over) or now - self._all_ended_at < 2 * GOODBYE_GRACE_S:
             return []
-        if all(tracked.state is not None and tracked.state.state == "finished" for tracked in self.ranks.values()):
+        if all(tracked.name == "finished" for tracked in self.ranks.values()):
             return self._set_run("finished")
         return self._set_run("stopped" if -1 in self.kill_asked else "failed")
 
     def _set(self, tracked: TrackedRank, state: RankStateName, text: str = "") -> list[Message]:
         known, fact, hello = tracked.state, tracked.fact, tracked.hello
-        code, signal = (fact.exit_code, fact.signal) if fact is not None and not fact.alive else (None, None)
+        code, signal = (None, None) if tracked.is_alive else tracked.exit_status
         new = (state, text, code, signal)
         if known is not None and (known.state, known.text, known.exit_code, known.signal) == new:
             return []

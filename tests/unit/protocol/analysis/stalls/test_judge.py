@@ -465,10 +465,7 @@ STEPS = (
     Frame(f"{SITE}/deepspeed/runtime/engine.py", 3000, "step"),
     Frame(TRAIN, 38, "main"),
 )
-AFTER_LOOP = (
-    Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 5030, "barrier"),
-    Frame(TRAIN, 60, "main"),
-)
+AFTER_LOOP = (Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 5030, "barrier"), Frame(TRAIN, 60, "main"))
 LOOP = {"/home/me/train.py:38": ((30, 45),), "/home/me/train.py:41": ((30, 45),), "/home/me/train.py:60": ()}
 PAIR = {"0": (0, 1), "1": (0, 1)}
 
