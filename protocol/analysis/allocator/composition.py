@@ -37,27 +37,15 @@ UNCOMPOSED = frozenset(("init", "idle"))
 LARGEST = 5
 
 
-class Fragmentation(NamedTuple):
-    """Bytes of one device's allocator."""
+def block_figures(snapshot: Snapshot) -> dict[str, int]:
+    """Return the sums over the blocks of a reading, bytes, as fields of ``AllocatorEvents``.
 
-    allocated: int
-    reserved: int
-    free: int
-    """Free bytes in reserved memory: reserved minus allocated and pending."""
-    largest_free: int
-    rounding: int
-    """Bytes of allocated blocks beyond the requested size."""
-    pending: int
-    """Bytes freed by the program that a stream still uses."""
-    segments: int
-
-
-def fragmentation(snapshot: Snapshot) -> Fragmentation:
-    """Return the sums over the blocks of a reading."""
-    states = snapshot.block_states
-    sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+    ``free_bytes`` is reserved memory that is neither allocated nor pending (freed by the program, but in use by a
+    stream); ``rounding_bytes`` is what allocated blocks have beyond the requested size.
+    """
     allocated = free = largest = rounding = pending = 0
-    for state, size, requested in zip(states, sizes, asked, strict=True):
+    sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+    for state, size, requested in zip(snapshot.block_states, sizes, asked, strict=True):
         if state == ALLOCATED:
             allocated += size
             rounding += size - requested
@@ -66,8 +54,15 @@ def fragmentation(snapshot: Snapshot) -> Fragmentation:
             largest = max(largest, size)
         else:
             pending += size
-    reserved = sum(segment.size for segment in snapshot.segments)
-    return Fragmentation(allocated, reserved, free, largest, rounding, pending, len(snapshot.segments))
+    return {
+        "allocated_bytes": allocated,
+        "reserved_bytes": sum(segment.size for segment in snapshot.segments),
+        "free_bytes": free,
+        "largest_free_block_bytes": largest,
+        "rounding_bytes": rounding,
+        "pending_bytes": pending,
+        "segments": len(snapshot.segments),
+    }
 
 
 class Occurrence(NamedTuple):
@@ -90,6 +85,7 @@ class Span(NamedTuple):
     covered: bool
     """Whether the trace reaches back to its start."""
     begin_us: int
+    us: int = 0
 
 
 def occurrences(marks: list[StepMark]) -> list[Occurrence]:
@@ -153,9 +149,10 @@ class Timeline:
         places = self.positions(marks)
         oldest = self.times[0] if len(self.times) else 0
         found: list[Span] = []
-        for name, first, last, peak, _ in occurrences(marks):
+        for name, first, last, peak, us in occurrences(marks):
             begin_us = marks[first].us
-            found.append(Span(name, places[first], places[last], peak, whole or 0 < oldest <= begin_us, begin_us))
+            covered = whole or 0 < oldest <= begin_us
+            found.append(Span(name, places[first], places[last], peak, covered, begin_us, us))
         return found
 
 
@@ -281,7 +278,7 @@ class Attribution:
         return place >= 0 and begin < self._recomputed[place][1] <= freed
 
 
-def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
+def count(timeline: Timeline, spans: list[Span]) -> list[AllocatorPhase]:
     """Count a step's entries by phase, in order of first occurrence.
 
     Empty if the ring does not reach back to the start of the step's first phase.
@@ -291,12 +288,12 @@ def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> lis
     phases: dict[str, tuple[list[tuple[int, int]], int]] = {}
     trace = timeline.allocations.trace
     actions, sizes = trace.actions, columns(trace.sizes, "q")
-    for span, occurrence in zip(spans, found, strict=True):
+    for span in spans:
         if span.name == "init":
             continue  # the recorder was started during it
         entries, host_us = phases.get(span.name, ([], 0))
         entries += zip(actions[span.begin : span.end], sizes[span.begin : span.end], strict=True)
-        phases[span.name] = entries, host_us + occurrence.us
+        phases[span.name] = entries, host_us + span.us
     return [_counted(name, entries, host_us) for name, (entries, host_us) in phases.items() if entries]
 
 
@@ -329,24 +326,18 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
         attribution.notes.append(
             "compiled code runs here: what is recomputed or gathered within a phase was not watched"
         )
-    kept = fragmentation(snapshot)
+    kept = block_figures(snapshot)
     counted = AllocatorEvents(
         rank=trace.rank,
         step=trace.step,
         time=trace.time,
-        phases=count(timeline, spans, occurrences(marks)),
+        phases=count(timeline, spans),
         entries=allocations.entries,
         read_us=trace.read_us,
         host_us=marks[-1].us - begun.us,
         retries=max(0, marks[-1].retries - marks[0].retries),
-        allocated_bytes=kept.allocated,
-        reserved_bytes=kept.reserved,
-        reserved_growth_bytes=kept.reserved - trace.reserved_before if trace.reserved_before else 0,
-        free_bytes=kept.free,
-        largest_free_block_bytes=kept.largest_free,
-        rounding_bytes=kept.rounding,
-        pending_bytes=kept.pending,
-        segments=kept.segments,
+        reserved_growth_bytes=kept["reserved_bytes"] - trace.reserved_before if trace.reserved_before else 0,
+        **kept,
     )
     composition = Composition(
         rank=trace.rank,
@@ -356,8 +347,8 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
         phases=phases,
         reason=trace.reason,
         known=trace.known,
-        allocated_bytes=kept.allocated,
-        reserved_bytes=kept.reserved,
+        allocated_bytes=kept["allocated_bytes"],
+        reserved_bytes=kept["reserved_bytes"],
         entries=allocations.entries,
         walk_us=trace.walk_us,
         note="; ".join(attribution.notes),

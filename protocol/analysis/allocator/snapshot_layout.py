@@ -172,7 +172,6 @@ class Fragmentation(NamedTuple):
     """Free in private pools, not usable outside them."""
     expandable: int
     segments: int
-    blocks: int
     streams: int
     pools: int
 
@@ -203,7 +202,6 @@ def fragmentation(layout: Layout) -> Fragmentation:
         free_private=sum(piece.free_bytes for piece in layout if piece.pool),
         expandable=sum(piece.size for piece in layout if piece.expandable),
         segments=len(layout),
-        blocks=len(edges) + len(sizes) + len(layout.gaps) - layout.gaps.count(0),
         streams=len({piece.stream for piece in layout}),
         pools=len({piece.pool for piece in layout if piece.pool}),
     )

@@ -30,8 +30,10 @@ before. A leak has stopped if, twice in a row, the last eight blocks grow at les
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median, median_high
+from typing import NamedTuple
 
 import msgspec
 
@@ -171,15 +173,15 @@ class Levels:
         return count
 
 
+@dataclass
 class _Open:
     """A leak of one rank."""
 
-    def __init__(self, series: Series, rate: float) -> None:
-        self.series = series
-        self.rate = rate
-        self.blocks = 0
-        self.slow = 0
-        """Number of consecutive checks at which it had stopped."""
+    series: Series
+    rate: float
+    blocks: int = 0
+    slow: int = 0
+    """Number of consecutive checks at which it had stopped."""
 
 
 class _Rank:
@@ -345,41 +347,26 @@ class LeakDetector:
         return self._latest
 
 
-class Footprint(msgspec.Struct, frozen=True):
-    """A device's used memory, in bytes; ``allocated`` to ``unexplained`` add up to ``used``.
+class Footprint(NamedTuple):
+    """Parts of a device's used memory outside of what PyTorch reserved for a rank, in bytes; with that they add up.
 
     NVML reports processes, PyTorch's allocator reports tensors. They are read at different moments, so ``context`` or
     ``unexplained`` may be negative; they are not clipped, so that the figures always add up.
     """
 
-    allocated: int
-    """Sum of the parts of a composition."""
-    unused: int
-    """Reserved minus allocated: cached by PyTorch, free or lost to rounding and fragmentation."""
     context: int
     """The process's used (NVML) minus reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS."""
     others: int
     """Memory of other processes on the device (NVML)."""
     unexplained: int
     """Used (NVML, of the device) minus all processes: the driver's own."""
-    used: int
-    total: int
-
-    @property
-    def free(self) -> int:
-        """Free bytes."""
-        return self.total - self.used
 
 
-def footprint(allocated: int, reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
-    """Combine the figures of a rank's allocator, in bytes, with NVML's sample of its device.
+def footprint(reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
+    """Combine the reserved bytes of a rank's allocator with NVML's sample of its device.
 
     None if NVML lists no process of that rank (in a container it may not see any).
     """
     own = sum(process.used_bytes for process in sample.processes if process.rank == rank)
-    if not own:
-        return None
     others = sum(process.used_bytes for process in sample.processes if process.rank != rank)
-    used = sample.used_bytes
-    parts = allocated, reserved - allocated, own - reserved, others, used - own - others
-    return Footprint(*parts, used, sample.total_bytes)
+    return Footprint(own - reserved, others, sample.used_bytes - own - others) if own else None
