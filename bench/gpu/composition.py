@@ -114,8 +114,8 @@ def judge(name: str, messages: list[Any], failures: list[str]) -> dict[str, Any]
         share = abs(outside.unexplained) / used
         print(
             f"NVML used {used / MIB:.0f} MiB = allocated {last.allocated_bytes / MIB:.0f} + unused "
-            f"{(last.reserved_bytes - last.allocated_bytes) / MIB:.0f} + context and NCCL {outside.context / MIB:.0f} + "
-            f"others {outside.others / MIB:.0f} + unexplained {outside.unexplained / MIB:.0f} ({share:.2%})"
+            f"{(last.reserved_bytes - last.allocated_bytes) / MIB:.0f} + context and NCCL {outside.context / MIB:.0f} "
+            f"+ others {outside.others / MIB:.0f} + unexplained {outside.unexplained / MIB:.0f} ({share:.2%})"
         )
         if share > 0.01:
             failures.append(f"{share:.2%} of NVML's used memory are unexplained")
@@ -152,7 +152,7 @@ def table(composition: Composition) -> None:
 
 
 def close(compositions: list[Composition], samples: list[DeviceSample]) -> tuple[Composition, int, Footprint] | None:
-    """Join the last composition with the nearest sample of NVML that lists the rank: its used bytes, and their parts."""
+    """Join the last composition with the nearest sample of NVML that lists the rank: used bytes, and their parts."""
     for composition in reversed(compositions):
         for sample in sorted(samples, key=lambda sample: abs(sample.time - composition.time)):
             found = footprint(composition.reserved_bytes, sample, composition.rank)
