@@ -33,7 +33,7 @@ from ...messages.control import Severity
 from ...messages.memory import Cause, Composition
 from ...messages.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
-from ..findings.finding import Condition, Finding, Resolution
+from ..findings.finding import Condition, Finding, Resolution, resolved
 from ..health.loss import MAD_TO_SIGMA
 from .causes import GrowthFacts, KnownCauses, SpikeFacts, SteadyFacts, conditions_of
 
@@ -297,10 +297,7 @@ class SpikeDetector:
         over = [name for name, last in rank.open.items() if step.step - last >= CALM_STEPS]
         for name in over:
             del rank.open[name]
-        return [
-            Finding("spike", Resolution("calm", CALM_STEPS), "resolved", rank=step.rank, ranks=(step.rank,), phase=name)
-            for name in over
-        ]
+        return [resolved(Condition("spike", step.rank, name), Resolution("calm", CALM_STEPS)) for name in over]
 
     def _use_recorded(self) -> None:
         while self._recorded:

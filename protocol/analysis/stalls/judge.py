@@ -632,17 +632,12 @@ def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int],
         return "the host is cut off"
     if kind == "missing" and not sure:
         return "it is not certain that the others wait for it"
-    if kind == "missing":
-        return _first(_still(rank, ranks, awaited=bool(waiting)) for rank in hung)
-    if kind == "exit":
-        return _first(_still(rank, ranks, awaited=True) for rank in (*hung, *waiting))
     if kind == "unclear" and not all(facts.blocked for facts in ranks.values()):
         return "some rank is in no collective"
-    return _first(_still(rank, ranks, awaited=False) for rank in (hung or tuple(ranks)))
-
-
-def _first(reasons: Iterable[str]) -> str:
-    return next((reason for reason in reasons if reason), "")
+    named, awaited = hung or tuple(ranks), False
+    if kind in ("missing", "exit"):
+        named, awaited = (hung, bool(waiting)) if kind == "missing" else ((*hung, *waiting), True)
+    return next(filter(None, (_still(rank, ranks, awaited=awaited) for rank in named)), "")
 
 
 def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:

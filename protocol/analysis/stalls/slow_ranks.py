@@ -14,7 +14,7 @@ from ...messages.control import Alert, Result
 from ...messages.telemetry import DeviceSample, Hello, Step
 from ...text import duration
 from ..findings.alerts import Action, DiagnosticRequests
-from ..findings.finding import Finding, Kind, Resolution, ResolvedWhy, Shown
+from ..findings.finding import Condition, Finding, Kind, Resolution, ResolvedWhy, Shown, resolved
 from ..words import Words
 from . import evidence
 from .stragglers import (
@@ -160,11 +160,9 @@ class SlowDetector:
         """Register a rank; a new process of a known rank, or a new world size, resets all comparisons."""
         self._hindered.hello(hello)
         process = (hello.host, hello.pid, hello.start_ticks, hello.world_size)
-        known = self._processes.get(hello.rank)
+        resized = any(other[3] != hello.world_size for other in self._processes.values())
         findings: list[Finding] = []
-        if (known is not None and known != process) or any(
-            other[3] != hello.world_size for other in self._processes.values()
-        ):
+        if resized or self._processes.get(hello.rank, process) != process:
             self._processes.clear()
             findings = self._findings(self._judge.reset(), "restarted")
         self._processes[hello.rank] = process
@@ -229,9 +227,7 @@ class SlowDetector:
             if one.state == "resolved":
                 self._samples.pop(rank, None)
                 self._found.pop(rank, None)
-                findings.append(
-                    Finding("straggler", Resolution(why, one.facts.step), "resolved", rank=rank, ranks=(rank,))
-                )
+                findings.append(resolved(Condition("straggler", rank), Resolution(why, one.facts.step)))
             else:
                 self._found[rank] = found = self._finding(one.facts)
                 self._samples[rank] = []
