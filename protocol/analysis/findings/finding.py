@@ -59,6 +59,10 @@ class Finding(msgspec.Struct, frozen=True):
         """Identity of its condition."""
         return Condition(self.kind, self.rank, self.phase, self.key)
 
+    def over(self) -> "Finding":
+        """Return it as resolved; its words have the text of the resolution."""
+        return msgspec.structs.replace(self, state="resolved")
+
 
 def added(condition: Condition, facts: Any) -> Finding:
     """Return a finding that adds facts to a condition."""
@@ -102,6 +106,11 @@ HIDDEN = Shown("")
 def plain(finding: Finding) -> dict[str, Any]:
     """Return a finding's facts as plain values."""
     return msgspec.to_builtins(finding.facts)
+
+
+def only(*names: str) -> Callable[[Finding], dict[str, Any]]:
+    """Return an ``evidence`` for a kind whose evidence is some fields of its facts."""
+    return lambda finding: {name: msgspec.to_builtins(getattr(finding.facts, name)) for name in names}
 
 
 @dataclass(frozen=True)

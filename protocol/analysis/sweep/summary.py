@@ -11,7 +11,7 @@ from ...messages.telemetry import PHASES, Hello, PhaseRecord, Step
 from ...sweep.rows import PhaseFigures, Predicted, RankRow, Row, Settings, Value, Verdict, key_of
 from ...text import gib
 from ..estimates.memory import TOLERANCE, Piece, pieces
-from ..health.loss import MAD_TO_SIGMA
+from ..health.series import MAD_TO_SIGMA
 
 # Figures of one rank over the steps of a run, after its warm-up.
 

@@ -7,8 +7,9 @@ import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.gradients import GradientFacts, ScalerFacts
-from ftmon.protocol.analysis.health.loss import DivergenceFacts, NonFiniteFacts, PlateauFacts
+from ftmon.protocol.analysis.health.loss import DivergenceFacts, PlateauFacts
 from ftmon.protocol.analysis.health.machine import CheckpointFacts, DeviceFacts, DiskFacts, XidFacts
+from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
 from ftmon.protocol.analysis.health.speed import CompileFacts, DataWaitFacts
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.telemetry import DataLoaderInfo

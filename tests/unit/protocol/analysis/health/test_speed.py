@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 from ftmon.protocol.analysis.findings.finding import Finding
-from ftmon.protocol.analysis.health.loss import BLOCK, Join, Levels
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
+from ftmon.protocol.analysis.health.series import BLOCK, Join, Levels
 from ftmon.protocol.analysis.health.speed import (
     LEFT_OUT,
     SHARE,
