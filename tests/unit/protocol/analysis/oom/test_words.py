@@ -199,7 +199,8 @@ CASES = [
     Case(
         "outside",
         of(allocated_bytes=60 * GIB, reserved_bytes=60 * GIB, peak_bytes=60 * GIB),
-        "19.00 GiB of the device is held by this process outside of PyTorch's allocator; PyTorch itself held 60.00 GiB.",
+        "19.00 GiB of the device is held by this process outside of PyTorch's allocator; PyTorch itself held 60.00 "
+        "GiB.",
         OomContext(HELLO, [ProcessMemory(11, 79 * GIB, 0)]),
     ),
 ]
