@@ -320,13 +320,12 @@ def guess_mapping(text: str) -> CsvMapping:
     iteration = _first(plain, r"iter(ation)?|step|repeat|run")
     figures: dict[str, str] = {}
     for name, words in plain.items():
-        figure = next((one for one in ("allocated", "reserved", "active", "nvml") if one in words.split("_")), None)
-        if figure is None:
-            continue
-        if "peak" in words.split("_") or "max" in words.split("_"):
-            figure = f"{figure}_peak"
-        pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
-        figures.setdefault(figure, pattern)
+        parts = words.split("_")
+        figure = next((one for one in ("allocated", "reserved", "active", "nvml") if one in parts), None)
+        if figure is not None:
+            figure += "_peak" if "peak" in parts or "max" in parts else ""
+            pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
+            figures.setdefault(figure, pattern)
     if not length or not figures:
         what = "length" if not length else "figure (allocated, reserved, active, nvml)"
         raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}: give a mapping")
@@ -371,8 +370,8 @@ class _Columns:
     """Positions of a file's columns."""
 
     def __init__(self, header: list[str], mapping: CsvMapping) -> None:
-        self._mapping = mapping
         self._header = header
+        self._unit = UNITS[mapping.unit]
         self._length = self._place(mapping.length)
         self._rank = self._place(mapping.rank) if mapping.rank else -1
         self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
@@ -385,15 +384,23 @@ class _Columns:
                 self._figures[rank][figure] = place
 
     def measurements(self, row: list[str], line: int) -> Iterable[Measurement]:
-        length = self._whole(row, self._length, line)
-        iteration = self._whole(row, self._iteration, line) if self._iteration >= 0 else 0
+        def number(place: int, *, whole: bool = True) -> float:
+            try:
+                found = float(row[place])
+            except ValueError:
+                found = math.nan
+            valid = math.isfinite(found) and found >= 0
+            if not valid or (whole and found != int(found)):
+                what = "whole number" if valid else "number of 0 or more"
+                raise ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no {what}")
+            return found
+
+        length = int(number(self._length))
+        iteration = int(number(self._iteration)) if self._iteration >= 0 else 0
         for rank, columns in sorted(self._figures.items()):
-            figures = {
-                figure: round(self._number(row, place, line) * UNITS[self._mapping.unit])
-                for figure, place in columns.items()
-                if row[place].strip()
-            }
-            own = max(0, rank) if self._rank < 0 else self._whole(row, self._rank, line)
+            given = {figure: place for figure, place in columns.items() if row[place].strip()}
+            figures = {figure: round(number(place, whole=False) * self._unit) for figure, place in given.items()}
+            own = max(0, rank) if self._rank < 0 else int(number(self._rank))
             if figures:
                 yield Measurement(length, own, iteration, figures)
 
@@ -412,24 +419,6 @@ class _Columns:
         if not found:
             raise ValueError(f"no column matches {name} in the file, which has {', '.join(self._header)}")
         return found
-
-    def _number(self, row: list[str], place: int, line: int) -> float:
-        try:
-            number = float(row[place])
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number) or number < 0:
-            raise self._error(row, place, line, "is no number of 0 or more")
-        return number
-
-    def _whole(self, row: list[str], place: int, line: int) -> int:
-        number = self._number(row, place, line)
-        if number != int(number):
-            raise self._error(row, place, line, "is no whole number")
-        return int(number)
-
-    def _error(self, row: list[str], place: int, line: int, what: str) -> ValueError:
-        return ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} {what}")
 
 
 def _first(plain: dict[str, str], pattern: str) -> str:

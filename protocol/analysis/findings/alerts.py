@@ -106,11 +106,6 @@ class AlertStore:
             del self._entries[key]
         return alerts
 
-    @property
-    def past(self) -> bool:
-        """Whether an alert that ended an earlier job is active."""
-        return bool(self._past)
-
     def resolve_past(self, now: float, text: str) -> list[Alert]:
         """Resolve the alerts that ended earlier jobs, because a later job has made a step."""
         past, self._past = self._past, []
